@@ -276,4 +276,4 @@ def run_engine(model_dir: Path, num_threads: int, sender: Connection) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

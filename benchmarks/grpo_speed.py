@@ -17,7 +17,6 @@ import argparse
 import asyncio
 import random
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -252,7 +251,7 @@ def train_with_trl(gate: Gate, options: argparse.Namespace) -> None:
 
     clock: dict[str, float] = {}
 
-    class TimedTrainer(GRPOTrainer):  # type: ignore[misc]
+    class TimedTrainer(GRPOTrainer):
         def _generate_single_turn(self, *positional: Any, **named: Any) -> Any:
             return timed_call(clock, "generate_s", super()._generate_single_turn, *positional, **named)
 
@@ -323,4 +322,4 @@ def timed_call(clock: dict[str, float], name: str, function: Any, *positional: A
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -24,7 +24,6 @@ import argparse
 import asyncio
 import itertools
 import statistics
-import sys
 import tempfile
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -55,7 +54,7 @@ from rollouts_core import build_batch, create_pytorch_backend, run_sft_training
 from rollouts_core.algorithms.loss import create_cross_entropy_loss
 from rollouts_core.batch import TrainBatch
 from rollouts_core.config import ModelConfig, OptimConfig, PolicyConfig, SFTTrainingConfig
-from rollouts_core.sft import iterate_sft_steps
+from rollouts_core.data.steps import iterate_sft_steps
 
 ROW_LENGTH, ROWS_PER_STEP = 256, 8
 DOCUMENTS_PER_STEP = 26
@@ -373,4 +372,4 @@ def train_through_gate(gate: Gate, trainer: Any) -> None:  # Any: a Trainer of e
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import cast
 
 import torch
 from inputs import SIZES, write_model
@@ -33,7 +34,7 @@ from safetensors.torch import load_file
 from side_by_side import describe_machine, range_of, render_machine, render_table, write_results
 from torch import Tensor
 
-from rollouts_core.backends.protocol import ImmediateTrainFuture
+from rollouts_core.backends.protocol import ImmediateTrainFuture, TrainingBackend
 from rollouts_core.config import WeightTransfer
 from rollouts_core.embedded.server import serve
 from rollouts_core.engines import PublishTarget, SGLangEngine, publish_weights
@@ -141,6 +142,7 @@ async def measure_publishes(model_dir: Path, weights_dir: Path, options: argpars
     process.start()
     url = receiver.recv()
     trainer = Trainer(load_file(model_dir / "model.safetensors"))
+    backend = cast(TrainingBackend, trainer)
     seconds: dict[str, list[float]] = {name: [] for name in CONTENDERS}
     targets = {
         name: PublishTarget(
@@ -155,10 +157,10 @@ async def measure_publishes(model_dir: Path, weights_dir: Path, options: argpars
         for name, contender in CONTENDERS.items():
             async with contender.client(url) as engine:
                 trainer.step(lambda _: False)
-                await publish_weights(trainer, [engine], targets[name])  # the engine has that of another contender
+                await publish_weights(backend, [engine], targets[name])  # the engine has that of another contender
                 trainer.step(contender.is_changed)
                 began = time.perf_counter()
-                await publish_weights(trainer, [engine], targets[name])
+                await publish_weights(backend, [engine], targets[name])
             if round_number:
                 seconds[name].append(time.perf_counter() - began)
     process.terminate()

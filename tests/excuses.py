@@ -11,7 +11,7 @@ NOT_ALLOWED = ("not permitted", "permission denied", "not supported", "no space 
 """What programs say who lack rights, or a kernel with what they need; the fourth where the limit of namespaces is 0."""
 
 
-class ExcusedSkip(pytest.skip.Exception):
+class ExcusedSkip(pytest.skip.Exception):  # type: ignore[name-defined]  # a class, which its type does not say
     """A skip that counts as one everywhere; raise it where `pytest.skip` would be called."""
 
 

@@ -12,14 +12,14 @@ import asyncio
 import inspect
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 from transformers import PreTrainedTokenizerBase
 
 import rollouts_core
-from rollouts_core.algorithms.presets import ALGORITHMS
+from rollouts_core.algorithms.presets import AlgorithmName
 from rollouts_core.config import RolloutConfig, algorithm_preset
 from rollouts_core.environments.protocol import Conversation
 from rollouts_core.quickstart import build_character_tokenizer
@@ -120,7 +120,7 @@ def test_the_docs_name_the_algorithms_that_correct_for_old_completions() -> None
     text = (DOCS / "async_rl.md").read_text()
     sentence = text[text.index("Of the named algorithms") : text.index("correct as they are")]
     named = set(re.findall(r"`([^`]+)`", sentence))
-    assert named == {name for name in ALGORITHMS if name and algorithm_preset(name).corrects_for_age}
+    assert named == {name for name in get_args(AlgorithmName) if name and algorithm_preset(name).corrects_for_age}
 
 
 def snippets_of(page: str) -> list[str]:

@@ -6,6 +6,7 @@ Without it a program that is missing there would take hundreds of tests with it,
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -76,6 +77,6 @@ def test_a_node_without_its_programs_is_not_excused(tmp_path: Path, monkeypatch:
 def test_a_node_is_excused_for_want_of_rights_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str, is_excused: bool
 ) -> None:
-    monkeypatch.setattr(separate_node.shutil, "which", lambda name, **_: f"/usr/bin/{name}")  # all are there
+    monkeypatch.setattr(shutil, "which", lambda name, **_: f"/usr/bin/{name}")  # all are there
     monkeypatch.setattr(separate_node, "_UNSHARE", ("sh", "-c", 'echo "$1" >&2; exit 1', "sh", said))
     assert (skip_of_a_node(tmp_path) is ExcusedSkip) == is_excused

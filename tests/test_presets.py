@@ -133,6 +133,7 @@ def take_a_step_of_each_stage(config: Config, folder: Path) -> dict[str, Metrics
 def take_sft_step(config: Config, folder: Path) -> Metrics:
     """One step of `run_sft_training` on the preset's demonstrations."""
     sft = config.training.sft
+    assert isinstance(config.data.sft, str)
     backend = create_pytorch_backend(
         config.model, sft.optim, create_cross_entropy_loss(), num_steps=sft.num_steps, device="cpu"
     )

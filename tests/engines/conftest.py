@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -32,9 +33,9 @@ def save(model: PreTrainedModel, directory: Path) -> SavedModel:
     return SavedModel(model, directory)
 
 
-def make(seed: int, **overrides: int | bool) -> PreTrainedModel:
+def make(seed: int, **overrides: Any) -> PreTrainedModel:
     """A tiny random Qwen3 with tied embeddings, the harder case, of sizes that vLLM and SGLang have on a CPU."""
-    settings = {
+    settings: dict[str, Any] = {  # Any: settings of every type
         "vocab_size": len(build_character_tokenizer()),
         "head_dim": 32,
         "intermediate_size": 64,

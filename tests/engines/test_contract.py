@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import anyio
 import httpx
@@ -264,7 +264,7 @@ def test_the_checks_before_a_run_recognise_the_engine_by_the_model_it_serves(ser
     assert served is not None and (served / "config.json").is_file()
 
 
-PAUSES = {
+PAUSES: dict[str, tuple[str, dict[str, Any]]] = {  # Any: arguments of `httpx.post`
     "embedded": ("/pause_generation", {"json": {"mode": "in_place"}}),
     "sglang": ("/pause_generation", {"json": {"mode": "in_place"}}),
     "vllm": ("/pause", {"params": {"mode": "keep"}}),

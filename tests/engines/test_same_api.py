@@ -32,7 +32,7 @@ CALLS: list[tuple[str, str, dict[str, Any] | None]] = [  # Any: JSON
     ("POST", "/generate", {"input_ids": [4, 8, 9], "sampling_params": GREEDY, "return_logprob": True, "rid": "one"}),
     ("POST", "/generate", {"input_ids": [[4, 8], [9]], "sampling_params": [GREEDY, GREEDY], "return_logprob": True}),
     *(
-        ("POST", "/generate", {"input_ids": [4, 8, 9], "sampling_params": {**GREEDY, "max_new_tokens": 24, **penalty}})
+        ("POST", "/generate", {"input_ids": [4, 8, 9], "sampling_params": GREEDY | {"max_new_tokens": 24} | penalty})
         for penalty in ({"presence_penalty": 1.5}, {"frequency_penalty": 0.7}, {"repetition_penalty": 1.8})
     ),
     *(

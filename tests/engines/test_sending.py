@@ -24,7 +24,7 @@ from rollouts_core.embedded.weights import read_tensors
 from rollouts_core.engines import Completion, EnginePool, InFlightEngine, SGLangEngine
 from rollouts_core.engines import sending as sending_module
 from rollouts_core.engines.canary import Canary
-from rollouts_core.engines.sent import SentBy, SentWeights, copy_to_host
+from rollouts_core.engines.sent import SentBy, SentWeights, copy_to_host, split_buckets
 from rollouts_core.errors import WeightSyncError
 from rollouts_core.system.concurrency import gather
 from rollouts_core.types import Sample
@@ -101,7 +101,6 @@ def test_only_what_changed_is_sent_and_the_whole_is_served_and_proved(
         "model.layers.1.mlp.up_proj.weight",
     }
     sent_names: list[set[str]] = []
-    split_buckets = sending_module.split_buckets
 
     def watched(tensors: dict[str, torch.Tensor], max_bytes: int) -> Iterator[dict[str, torch.Tensor]]:
         sent_names.append(set(tensors))
@@ -241,6 +240,9 @@ def test_an_engine_that_stands_still_holds_no_other_up_and_rejoins_when_it_was_s
 ) -> None:
     """Last, since it kills a server."""
 
+    halted = other.process
+    assert halted is not None
+
     async def publish_around_a_halt() -> tuple[dict[str, str], list[Completion], list[Completion]]:
         pool = EnginePool([server.client(), other.client()], sync_timeout_s=20.0, retry_s=0.5)
         async with pool:
@@ -258,8 +260,6 @@ def test_an_engine_that_stands_still_holds_no_other_up_and_rejoins_when_it_was_s
             async with other.client() as engine:
                 return quarantined, meanwhile, await engine.generate([ask()])
 
-    halted = other.process
-    assert halted is not None
     quarantined, meanwhile, afterwards = asyncio.run(publish_around_a_halt())
     assert list(quarantined) == [other.url]
     assert "did not take trained-6 within 20 s" in quarantined[other.url]

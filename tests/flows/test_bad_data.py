@@ -143,7 +143,13 @@ def test_a_demonstration_whose_loss_grades_is_not_trained_on(folder: Path) -> No
 
 def delete(*patterns: str) -> Change:
     """Delete the files of these names."""
-    return lambda model: [path.unlink() for pattern in patterns for path in model.glob(pattern)]
+
+    def change(model: Path) -> None:
+        for pattern in patterns:
+            for path in list(model.glob(pattern)):
+                path.unlink()
+
+    return change
 
 
 def change_json(name: str, **changes: object) -> Change:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -37,7 +38,11 @@ def test_the_training_of_a_cancelled_run_ends_although_its_engines_machine_is_lo
     scope = RunScope(run_id="run-a", run_name="small", store=str(tmp_path / "store"))
     session = LocalSession(sys.executable)
     with running_server(tmp_path / "sshd") as server:
-        login = {"key_file": server.access.key_file, "python": sys.executable, "root": str(tmp_path / "root")}
+        login: dict[str, Any] = {
+            "key_file": server.access.key_file,
+            "python": sys.executable,
+            "root": str(tmp_path / "root"),
+        }
         lost = FurtherNode(host="me@127.0.0.1:1", **login)
         host, pinned = f"{server.access.user}@127.0.0.1:{server.access.port}", server.access.host_key
         settings = SSHNode(host=host, host_key=pinned, engine_nodes=(lost,), **login)

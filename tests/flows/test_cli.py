@@ -22,6 +22,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from typer.core import TyperGroup
 from typer.main import get_command
 from typer.testing import CliRunner
 
@@ -83,10 +84,17 @@ def help_of(*arguments: str) -> str:
     return " ".join(ESCAPE.sub("", outcome.output).split())
 
 
+def command_group() -> TyperGroup:
+    """`rollouts`, with all its commands."""
+    group = get_command(app)
+    assert isinstance(group, TyperGroup)
+    return group
+
+
 def test_the_commands_and_their_options_are_these() -> None:
     found = {
         name: [option.opts[0] if option.opts[0].startswith("-") else option.metavar for option in command.params]
-        for name, command in get_command(app).commands.items()
+        for name, command in command_group().commands.items()
     }
     assert found == SURFACE
 
@@ -106,7 +114,7 @@ def test_the_help_of_a_command_names_every_option(name: str) -> None:
 
 @pytest.mark.parametrize("name", SURFACE)
 def test_every_option_has_a_sentence(name: str) -> None:
-    for option in get_command(app).commands[name].params:
+    for option in command_group().commands[name].params:
         assert (getattr(option, "help", None) or "").endswith("."), f"{name} {option.name}"
 
 

@@ -10,15 +10,16 @@ import json
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from rollouts_core.metrics import read_metrics
 from tests.flows.clusters import Cluster, further_node_settings, two_machines
 from tests.flows.conftest import Rollouts, digest_of_the_run, digest_trained_here
-from tests.flows.test_separate_node import Watch
 from tests.flows.test_ssh import SHORTER
 from tests.infra.separate_node import private_link, separate_node
+from tests.processes import Watch
 from tests.small_pipeline import write_small_pipeline
 from tests.waiting import wait_until
 
@@ -76,8 +77,13 @@ def test_a_machine_of_engines_that_is_lost_is_named_and_the_same_command_complet
     rollouts: Rollouts, cluster: Cluster, tmp_path: Path
 ) -> None:
     """A request of its engine may take ten minutes; that its machine is gone is known before."""
-    longer = SHORTER | {"training__rl__num_steps": 60, "training__rl__checkpoint_every": 2}
-    longer |= {"training__rl__keep_checkpoints": 2, "rollout__engine__start_timeout_s": 60.0}
+    longer: dict[str, Any] = {
+        **SHORTER,
+        "training__rl__num_steps": 60,
+        "training__rl__checkpoint_every": 2,
+        "training__rl__keep_checkpoints": 2,
+        "rollout__engine__start_timeout_s": 60.0,
+    }
     config = write_small_pipeline(tmp_path / "small", mode="rl", node=cluster.settings("engine_nodes"), **longer)
     process = rollouts.start("run", str(config))
     wait_for_a_checkpoint(rollouts, cluster, process)

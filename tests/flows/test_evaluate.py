@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -24,7 +25,7 @@ from tests.infra.stores.s3_server import S3Server
 from tests.rollouts_core.make import TINY_SIZE
 
 
-def records(rollouts: Rollouts) -> list[dict]:  # type: ignore[type-arg]
+def records(rollouts: Rollouts) -> list[dict[str, Any]]:  # Any: JSON
     paths = sorted(rollouts.store.glob("runs/*/evaluation.json"), key=lambda path: path.stat().st_mtime)
     return [json.loads(path.read_text()) for path in paths]
 

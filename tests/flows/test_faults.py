@@ -368,7 +368,8 @@ def task_states(store: Path, *, of_run: str) -> dict[str, str]:
     """The state of every task run of a flow run, by the task run's name, as Prefect's server tells it."""
     with local_server(store) as address, httpx.Client(trust_env=False) as client:
         query = {"flow_runs": {"id": {"any_": [of_run]}}}
-        answer = client.post(f"{address.api_url}/task_runs/filter", json=query, auth=tuple(address.password.split(":")))
+        user, _, password = address.password.partition(":")
+        answer = client.post(f"{address.api_url}/task_runs/filter", json=query, auth=(user, password))
     answer.raise_for_status()
     return {task_run["name"]: task_run["state_name"] for task_run in answer.json()}
 

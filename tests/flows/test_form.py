@@ -68,14 +68,16 @@ def test_what_the_form_keeps_of_the_ssh_tab_does_not_move_local_runs() -> None:
 def test_machines_for_engines_are_kept_with_ssh_and_dropped_with_other_providers() -> None:
     engines = {"host": "me@10.0.0.2", "python": "/opt/bin/python"}
     posted = SSHNode.model_validate({**SSH, "engine_nodes": [engines]}).model_dump(mode="json")
-    assert NODE.validate_python(posted).engine_nodes[0].host == "me@10.0.0.2"
+    node = NODE.validate_python(posted)
+    assert isinstance(node, SSHNode) and node.engine_nodes[0].host == "me@10.0.0.2"
     assert isinstance(NODE.validate_python({**posted, "provider": "local"}), LocalNode)
 
 
 def test_machines_that_train_together_are_kept_with_ssh() -> None:
     second = {"host": "me@10.0.0.3", "python": "/opt/bin/python"}
     posted = SSHNode.model_validate({**SSH, "trainer_nodes": [second]}).model_dump(mode="json")
-    assert NODE.validate_python(posted).trainer_nodes[0].host == "me@10.0.0.3"
+    node = NODE.validate_python(posted)
+    assert isinstance(node, SSHNode) and node.trainer_nodes[0].host == "me@10.0.0.3"
 
 
 def test_what_somebody_wrote_stays() -> None:

@@ -177,6 +177,14 @@ def test_the_run_that_made_the_same_model_again_shows_it_too(store: Path) -> Non
     with Ledger(store / LEDGER_FILE) as ledger:
         [first, _] = models(ledger)
         again = "runs/small-89abcdef/checkpoint"
-        values = {"digest": first.digest, "run_id": "89abcdef-0123", "stages": [], "data": {}, "by": "run small"}
-        register_model(ledger, "small", checkpoint=again, **values)
+        register_model(
+            ledger,
+            "small",
+            checkpoint=again,
+            digest=first.digest,
+            run_id="89abcdef-0123",
+            stages=[],
+            data={},
+            by="run small",
+        )
     assert models_of_runs(store)["89abcdef"] == models_of_runs(store)["run-1"] == ["small-1 (production)"]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import struct
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -82,8 +83,8 @@ def test_what_the_smallest_gpu_on_offer_may_not_hold_is_said(tmp_path: Path) -> 
     shape = {"hidden_size": 2048, "num_hidden_layers": 24, "num_attention_heads": 16, "vocab_size": 32_000}
     (folder / "config.json").write_text(json.dumps(shape))
     config, node = make_config(folder), RentedNode(max_usd=1.0, query=GPUQuery(min_vram_gb=20))
-    offered = {"provider": "runpod", "id": "x", "gpu_count": 1, "usd_per_hour": 1.0, "region": ""}
-    small, large = Offer(gpu_type="L4", vram_gb=24, **offered), Offer(gpu_type="H200", vram_gb=141, **offered)
+    small = Offer(provider="runpod", id="x", gpu_type="L4", gpu_count=1, vram_gb=24, usd_per_hour=1.0, region="")
+    large = replace(small, gpu_type="H200", vram_gb=141)
     said = describe_memory(node, config, find_model_size(config.model), [large, small])
     assert said[0].startswith("training.sft takes about ") and "AdamW's moments 7.5" in said[0]
     assert "the smallest GPU on offer, L4, has 24.0 GiB and may run out of memory: lower training.sft" in said[-1]

@@ -299,7 +299,7 @@ def test_a_run_of_a_person_registers_its_checkpoint_where_it_is_asked_to(rollout
     code, output = rollouts.run("run", str(write_config(folder, run__register_as="mine")))
     assert code == 0, output
     [model] = registered(rollouts)
-    assert (model.name, model.data.keys()) == ("mine-1", {str(folder / "sft.jsonl")})
+    assert (model.name, set(model.data)) == ("mine-1", {str(folder / "sft.jsonl")})
     (run,) = (rollouts.store / "runs").iterdir()
     assert model.checkpoint == f"runs/{run.name}/checkpoint"
     with Ledger(rollouts.store / LEDGER_FILE) as ledger:

@@ -19,10 +19,10 @@ from pathlib import Path
 
 import pytest
 
+from flows.keeper import HOST
 from flows.password import own_password, password_file
 from flows.prefect_api import ask
 from flows.server import (
-    HOST,
     OWN_API_URL,
     ServerAddress,
     ServerError,

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -252,9 +253,10 @@ def flow_process(run_id: str) -> int:
     return min(found)
 
 
-def deployment(**more: object) -> Deployment:
+def deployment(**more: Any) -> Deployment:
     parameters = {"config": {}, "node": {}, "run": {"name": "small", "store": "elsewhere"}}
-    return Deployment(**{"name": "small", "description": "One.\nTwo.", "parameters": parameters, **more})  # type: ignore[arg-type]
+    settings = {"name": "small", "description": "One.\nTwo.", "parameters": parameters, **more}
+    return Deployment(**settings)
 
 
 def test_the_file_names_pool_queue_variables_and_the_workers_store() -> None:

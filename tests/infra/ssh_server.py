@@ -185,10 +185,11 @@ def _sessions_of(listener: int) -> list[int]:
     children: dict[int, list[tuple[int, str]]] = {}
     for pid, parent, name in rows:
         children.setdefault(int(parent), []).append((int(pid), name))
-    found, queue = [], [listener]
+    found: list[int] = []
+    queue = [listener]
     while queue:
-        parent = queue.pop()
-        sessions = [pid for pid, name in children.get(parent, []) if parent == listener or name.startswith("sshd")]
+        process = queue.pop()
+        sessions = [pid for pid, name in children.get(process, []) if process == listener or name.startswith("sshd")]
         found += sessions
         queue += sessions
     return found

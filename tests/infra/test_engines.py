@@ -7,6 +7,7 @@ import json
 import socket
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -62,10 +63,10 @@ def test_an_engine_with_another_key_is_not_waited_for(session: Session, run_dir:
     run_dir.mkdir()
     (run_dir / "engine.py").write_text(SERVER)
     start_or_attach(session, shell_spec(run_dir, f"exec {sys.executable} -I engine.py {port}"))
-    for_it = {"kind": "sglang", "port": port, "run_dir": str(run_dir), "timeout_s": 20}
-    wait_until_engine_ready(session, **for_it, api_key="right")
+    wait = partial(wait_until_engine_ready, session, kind="sglang", port=port, run_dir=str(run_dir), timeout_s=20)
+    wait(api_key="right")
     with pytest.raises(PermanentInfraError, match=r"wants another key(.|\n)*rollout\.engine\.api_key_variable"):
-        wait_until_engine_ready(session, **for_it, api_key="another")
+        wait(api_key="another")
 
 
 @pytest.mark.slow
@@ -139,11 +140,19 @@ def test_an_engine_that_ends_first_is_explained_from_its_log(session: Session, r
     start_or_attach(session, shell_spec(run_dir, "echo 'OSError: [Errno 98] Address already in use'; exit 1"))
     wait_for_end(session, run_dir)
     transport = httpx.MockTransport(lambda request: httpx.Response(502))
-    for_it = {"kind": "sglang", "port": 1, "run_dir": str(run_dir), "timeout_s": 10, "transport": transport}
+    wait = partial(
+        wait_until_engine_ready,
+        session,
+        kind="sglang",
+        port=1,
+        run_dir=str(run_dir),
+        timeout_s=10,
+        transport=transport,
+    )
     with pytest.raises(JobFailedError, match=r"code 1(.|\n)*Errno 98"):
-        wait_until_engine_ready(session, **for_it)
+        wait()
     with pytest.raises(JobFailedError, match=r"the port of OSError(.|\n)*Errno 98"):
-        wait_until_engine_ready(session, **for_it, explain_log=lambda log: f"the port of {log.partition(':')[0]}")
+        wait(explain_log=lambda log: f"the port of {log.partition(':')[0]}")
 
 
 @pytest.mark.parametrize("python", ["", sys.executable])

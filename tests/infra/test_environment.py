@@ -20,7 +20,7 @@ from typing import Literal
 import pytest
 
 from infra.bootstrap import check_imports
-from infra.environment import PROJECT, ensure_environment, installed_requirements, read_requirements
+from infra.environment import PROJECT, Installer, ensure_environment, installed_requirements, read_requirements
 from infra.errors import JobLostError, PermanentInfraError
 from infra.node import Node, SSHNode
 from infra.session import LocalSession, Session
@@ -107,13 +107,13 @@ def test_an_index_with_a_password_is_no_setting(index: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("installer", ["pip", "uv"])
-def test_an_environment_has_the_versions_and_is_made_once(session: Session, node: Node, installer: str) -> None:
-    python = ensure_environment(session, node, SMALL, installer=installer)  # type: ignore[arg-type]
+def test_an_environment_has_the_versions_and_is_made_once(session: Session, node: Node, installer: Installer) -> None:
+    python = ensure_environment(session, node, SMALL, installer=installer)
     assert Path(python).is_relative_to(node.root)
     version, prefix = versions_seen(python, "orjson").split()
     assert (f"orjson=={version}", prefix) == (SMALL[0], str(Path(python).parents[1]))
     made_at = Path(python).lstat().st_mtime_ns
-    assert ensure_environment(session, node, SMALL, installer=installer) == python  # type: ignore[arg-type]
+    assert ensure_environment(session, node, SMALL, installer=installer) == python
     assert Path(python).lstat().st_mtime_ns == made_at
 
 

@@ -511,10 +511,14 @@ def test_a_log_that_nobody_asks_for_stays_on_the_node(
     received: list[bytes] = []
     stream = session.stream
 
+    def note(line: bytes) -> bytes:
+        received.append(line)
+        return line
+
     @contextmanager
     def counted(argv: Sequence[str], *, stdin: bytes = b"") -> Iterator[Iterator[bytes]]:
         with stream(argv, stdin=stdin) as lines:
-            yield (received.append(line) or line for line in lines)  # type: ignore[func-returns-value]
+            yield map(note, lines)
 
     monkeypatch.setattr(session, "stream", counted)
     script = "head -c 1000000 /dev/zero; echo '{\"step\": 1}' > metrics.jsonl; exit 3"

@@ -7,6 +7,8 @@ import multiprocessing
 import os
 import sqlite3
 import time
+from multiprocessing.queues import Queue
+from multiprocessing.synchronize import Barrier
 from pathlib import Path
 
 import pytest
@@ -163,13 +165,13 @@ def test_nobody_else_can_read_the_ledger_or_what_lies_beside_it(tmp_path: Path) 
     assert set(found.values()) == {0}
 
 
-def _claim_and_drop(path: Path, name: str, barrier: object, counts: object) -> None:
-    barrier.wait()  # type: ignore[attr-defined]
+def _claim_and_drop(path: Path, name: str, barrier: Barrier, counts: "Queue[list[int]]") -> None:
+    barrier.wait()
     with Ledger(path) as ledger:
         for job in range(20):
             ledger.add_lease(f"/runs/{job}", name, "local")
-        barrier.wait()  # type: ignore[attr-defined]
-        counts.put([ledger.drop_lease(f"/runs/{job}", name) for job in range(20)])  # type: ignore[attr-defined]
+        barrier.wait()
+        counts.put([ledger.drop_lease(f"/runs/{job}", name) for job in range(20)])
 
 
 @pytest.mark.slow

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 from transformers import PreTrainedTokenizerBase
 
 from rollouts_core.engines.completion import Completion, GenerationRequest
 from rollouts_core.engines.protocol import SegmentAccess
 from rollouts_core.types import Status
+
+if TYPE_CHECKING:
+    from rollouts_core.engines.canary import Canary
+    from rollouts_core.engines.protocol import Weights
 
 
 class ScriptedEngine:
@@ -45,8 +49,14 @@ class ScriptedEngine:
         """A script has no weights."""
         return SegmentAccess.NONE
 
-    async def load_weights(self, checkpoint_path: Path, version: str) -> None:
+    async def load_weights(self, weights: Weights, version: str, canary: Canary | None = None) -> None:
         """A script has no weights."""
+
+    async def release_memory(self) -> None:
+        """A script holds no memory."""
+
+    async def resume_memory(self) -> None:
+        """A script holds no memory."""
 
     async def wait_until_ready(self, timeout_s: float) -> None:
         """A script is ready."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -147,7 +147,9 @@ async def train_in_turns(run: Run, client: SGLangEngine) -> tuple[PyTorchTrainin
         for place, prompt in enumerate(prompts):
             index = step * ROLLOUT.batch_size + place
             pending = build_pending_group(prompt, group_index=index, size=ROLLOUT.n_samples_per_prompt)
-            samples += await grade_group(await manager.generate_fn(pending), share_of_even_digits)
+            generated = manager.generate_fn(pending)
+            assert isinstance(generated, Awaitable)
+            samples += await grade_group(await generated, share_of_even_digits)
         await train_on_rollouts(backend, convert_to_batch(samples), run.training, pad_id=0)
         await publish_weights(backend, [client], run.target)
         trained_on.append(samples)

@@ -201,7 +201,12 @@ def count_hashed(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """The files that are read for their digest from now on."""
     hashed: list[Path] = []
     really_hash = checkpoint_module._hash_file
-    monkeypatch.setattr(checkpoint_module, "_hash_file", lambda path: hashed.append(path) or really_hash(path))
+
+    def hash_noted(path: Path) -> str:
+        hashed.append(path)
+        return really_hash(path)
+
+    monkeypatch.setattr(checkpoint_module, "_hash_file", hash_noted)
     return hashed
 
 

@@ -162,7 +162,7 @@ def test_so_many_wins_are_enough_and_one_less_is_not(num_rows: int, margin: floa
     num_wins = least_wins(num_rows, margin=margin, max_p_value=0.01)
     assert margin * num_rows < num_wins <= num_rows
 
-    def is_better(wins: int) -> bool:
+    def is_better(wins: int) -> bool | None:
         candidate = [1.0] * wins + [0.0] * (num_rows - wins)
         names = ("a", "b")
         return judge_improvement(

@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -154,10 +154,9 @@ def test_a_run_in_conversations_trains_and_goes_on_like_one_that_was_not_stopped
             "multi_turn": MultiTurnConfig(max_tokens_per_turn=45, form=form),
         }
     )
-    settings = {"rollout": rollout}
-    straight, metrics, batches = train(base_model, tokenizer, tmp_path / "a", num_steps=4, **settings)
-    train(base_model, tokenizer, tmp_path / "b", num_steps=2, **settings)
-    resumed, _, _ = train(base_model, tokenizer, tmp_path / "b", num_steps=4, **settings)
+    straight, metrics, batches = train(base_model, tokenizer, tmp_path / "a", num_steps=4, rollout=rollout)
+    train(base_model, tokenizer, tmp_path / "b", num_steps=2, rollout=rollout)
+    resumed, _, _ = train(base_model, tokenizer, tmp_path / "b", num_steps=4, rollout=rollout)
     assert max(step["num_turns"] for step in metrics) > 1, "no conversation came to a second turn"
     assert all(abs(step["kl_rollout_policy"]) < 1e-6 for step in metrics if not step["skipped"])
     assert any(len(batch.samples) > 12 for batch in batches) == (form == "branching")
@@ -307,6 +306,7 @@ def test_the_trainer_scores_before_the_first_update_of_a_step(base_model: ModelC
     [micro_batch] = prepare_grpo_batch(batch, batch.rewards, config, scores=scores)
     now_BT = asyncio.run(backend.score(micro_batch).result()).logprobs_BT
     is_trained_BT = micro_batch.loss_mask_BT > 0
+    assert micro_batch.old_logprobs_BT is not None
     assert torch.allclose(micro_batch.old_logprobs_BT[is_trained_BT], now_BT[is_trained_BT], atol=1e-5)
 
 
@@ -409,7 +409,11 @@ def test_a_step_of_which_every_update_is_skipped_counts_as_skipped(base_model: M
 
 async def generate_unusable(group: Sequence[Sample]) -> list[Sample]:
     """Completions whose log-probs are no numbers, and with them the loss."""
-    arrays = {"tokens": [1, 2, 3], "loss_mask": [0, 1, 1], "rollout_log_probs": [0.0, math.nan, math.nan]}
+    arrays: dict[str, Any] = {
+        "tokens": [1, 2, 3],
+        "loss_mask": [0, 1, 1],
+        "rollout_log_probs": [0.0, math.nan, math.nan],
+    }
     return [replace(sample, response="12"[sample.index % 2], **arrays) for sample in group]
 
 
@@ -437,7 +441,7 @@ def test_a_run_that_only_skips_ends_at_the_limit_also_when_it_was_resumed(
 
 async def generate_alike(group: Sequence[Sample]) -> list[Sample]:
     """Completions of which every other one is rewarded."""
-    arrays = {"tokens": [1, 2, 3], "loss_mask": [0, 1, 1], "rollout_log_probs": [0.0, -1.0, -1.0]}
+    arrays: dict[str, Any] = {"tokens": [1, 2, 3], "loss_mask": [0, 1, 1], "rollout_log_probs": [0.0, -1.0, -1.0]}
     return [replace(sample, response="12"[sample.index % 2], **arrays) for sample in group]
 
 
@@ -543,7 +547,7 @@ def test_samples_that_do_not_say_how_likely_they_were_are_refused_where_the_loss
         assert asyncio.run(trained)["num_updates"] == 1
 
 
-EXCLUDE = {"advantage": {"unscored": "exclude"}}
+EXCLUDE: dict[str, object] = {"advantage": {"unscored": "exclude"}}
 
 
 def test_a_completion_that_could_not_be_scored_stops_the_step_and_names_its_prompt(base_model: ModelConfig) -> None:

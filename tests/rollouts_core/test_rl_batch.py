@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rollouts_core.algorithms.credit import RolloutScores, assign_credit, shape_reward
+from rollouts_core.algorithms.credit import Credit, RolloutScores, assign_credit, shape_reward
 from rollouts_core.algorithms.loss import TokenScores, policy_loss
 from rollouts_core.batch import TrainBatch, build_batch, group_sharers
 from rollouts_core.config import AdvantageConfig, LossConfig, PolicyConfig, RewardShapingConfig, RLTrainingConfig
@@ -45,12 +45,20 @@ def advantages_of(batch: TrainBatch) -> dict[str, float]:
     return {name: float(row_T[0]) for name, row_T in zip(batch.sample_ids, batch.advantages_BT, strict=True)}
 
 
+def token_advantages(credit: Credit, number: int) -> list[float]:
+    """Those of a sample to whose tokens they are assigned one by one."""
+    advantages = credit.advantages[number]
+    assert isinstance(advantages, Tensor)
+    return advantages.tolist()
+
+
 def gradient_of(batches: Sequence[TrainBatch], config: LossConfig) -> dict[str, Tensor]:
     """Per sample, the gradient of the loss with respect to its log-probs, which are the rollouts' plus 0.1."""
     gradients: dict[str, Tensor] = {}
     for batch in batches:
         logprobs_BT = (batch.rollout_logprobs_BT + 0.1).requires_grad_()
         policy_loss(TokenScores(logprobs_BT=logprobs_BT), batch, config)[0].backward()
+        assert logprobs_BT.grad is not None
         names = iter(batch.sample_ids)
         for b in range(len(batch.inputs_BT)):
             for segment in range(1, int(batch.segment_ids_BT[b].max()) + 1):
@@ -216,6 +224,7 @@ def test_scores_reach_the_positions_that_they_were_taken_at() -> None:
     scores = RolloutScores(old_logprobs=numbered, ref_logprobs=numbered)
     for micro_batch in prepare_grpo_batch(batch, batch.rewards, config, scores=scores):
         of_id = {f"{s.group_index}/{s.index}": i for i, s in enumerate(batch.samples)}
+        assert micro_batch.old_logprobs_BT is not None and micro_batch.ref_logprobs_BT is not None
         names = iter(micro_batch.sample_ids)
         for b in range(len(micro_batch.inputs_BT)):
             for segment in range(1, int(micro_batch.segment_ids_BT[b].max()) + 1):
@@ -368,8 +377,8 @@ def test_the_divergence_may_be_charged_to_the_tokens_before_it() -> None:
     samples, scores = two_samples()
     shaping = RewardShapingConfig(kl_coef=0.5, kl_credit="token")
     credit = assign_credit(samples, [1.0, 0.0], RLTrainingConfig(advantage=MEAN_ONLY, reward_shaping=shaping), scores)
-    assert credit.advantages[0].tolist() == pytest.approx([0.5 - 0.2, 0.5 - 0.15])
-    assert credit.advantages[1].tolist() == pytest.approx([-0.5, -0.5])
+    assert token_advantages(credit, 0) == pytest.approx([0.5 - 0.2, 0.5 - 0.15])
+    assert token_advantages(credit, 1) == pytest.approx([-0.5, -0.5])
 
 
 def test_gae_steps_over_what_the_environment_wrote() -> None:
@@ -380,7 +389,7 @@ def test_gae_steps_over_what_the_environment_wrote() -> None:
     credit = assign_credit([sample], [1.0], RLTrainingConfig(advantage=advantage), scores)
     last = 1.0 - 0.6
     first = 0.5 * 0.6 - 0.2 + 0.25 * last
-    assert credit.advantages[0].tolist() == pytest.approx([first, 0.0, 0.0, last])
+    assert token_advantages(credit, 0) == pytest.approx([first, 0.0, 0.0, last])
     assert credit.returns[0][[0, 3]].tolist() == pytest.approx([first + 0.2, 1.0])
 
 
@@ -432,6 +441,7 @@ def test_prompts_count_once_in_the_prompt_mean() -> None:
     config = RLTrainingConfig(loss=LossConfig(aggregation="prompt_mean"), packing=False)
     [micro_batch] = prepare_grpo_batch(batch, batch.rewards, config)
     assert micro_batch.num_groups == 3
+    assert micro_batch.group_tokens_BT is not None
     for name, row_T in zip(micro_batch.sample_ids, micro_batch.group_tokens_BT, strict=True):
         group = [s for s in batch.samples if s.group_index == int(name.split("/")[0])]
         assert float(row_T[0]) == sum(sum(s.loss_mask[1:]) for s in group)

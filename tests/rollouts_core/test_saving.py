@@ -9,12 +9,12 @@ import logging
 import threading
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from rollouts_core.algorithms.loss import Metrics, create_cross_entropy_loss
-from rollouts_core.backends.protocol import ImmediateTrainFuture, ThreadTrainFuture
+from rollouts_core.backends.protocol import ImmediateTrainFuture, ThreadTrainFuture, TrainingBackend
 from rollouts_core.backends.pytorch import create_pytorch_backend
 from rollouts_core.checkpoint import list_checkpoints, load_manifest, new_checkpoint, verify_checkpoint
 from rollouts_core.config import (
@@ -45,6 +45,11 @@ class SlowDiskBackend:
         self.num_in_flight = 0
         self.most_in_flight = 0
 
+    @property
+    def as_backend(self) -> TrainingBackend:
+        """It has what checkpoints ask of a backend."""
+        return cast(TrainingBackend, self)
+
     def save_checkpoint(self, path: Path, state: Mapping[str, Any]) -> ThreadTrainFuture[None]:
         self.num_in_flight += 1
         self.most_in_flight = max(self.most_in_flight, self.num_in_flight)
@@ -70,7 +75,7 @@ def run_steps(backend: SlowDiskBackend, directory: Path, config: SFTTrainingConf
     """All steps of a training that only writes checkpoints; the loss of step n is n."""
 
     async def loop() -> None:
-        async with RunCheckpoints(backend, directory, config, settings={"lr": 1}, **options) as checkpoints:
+        async with RunCheckpoints(backend.as_backend, directory, config, settings={"lr": 1}, **options) as checkpoints:
             for step in range(1, config.num_steps + 1):
                 await checkpoints.after_step(step, {"loss": float(step)})
 
@@ -81,7 +86,7 @@ def test_the_loop_goes_on_while_a_checkpoint_is_written(tmp_path: Path) -> None:
     backend = SlowDiskBackend()
 
     async def loop() -> list[str]:
-        async with RunCheckpoints(backend, tmp_path, CONFIG, settings={}) as checkpoints:
+        async with RunCheckpoints(backend.as_backend, tmp_path, CONFIG, settings={}) as checkpoints:
             for step in (1, 2, 3):
                 await checkpoints.after_step(step, {"loss": 1.0})
             on_disk = [path.name for path in list_checkpoints(tmp_path)]
@@ -104,7 +109,9 @@ def test_the_event_and_retention_follow_the_rename(tmp_path: Path) -> None:
     with EventLog(tmp_path / "e.jsonl") as events:
 
         async def loop() -> tuple[list[str], list[str]]:
-            async with RunCheckpoints(backend, tmp_path / "c", CONFIG, settings={}, events=events) as checkpoints:
+            async with RunCheckpoints(
+                backend.as_backend, tmp_path / "c", CONFIG, settings={}, events=events
+            ) as checkpoints:
                 for step in (1, 2):
                     await checkpoints.after_step(step, {"loss": 1.0})
                 early = [line["event"] for line in read_json_lines(tmp_path / "e.jsonl")]
@@ -120,7 +127,7 @@ def test_whatever_ends_the_loop_waits_for_the_save(tmp_path: Path, ending: type[
     threading.Timer(0.2, backend.may_write.set).start()
 
     async def loop() -> None:
-        async with RunCheckpoints(backend, tmp_path, CONFIG, settings={}) as checkpoints:
+        async with RunCheckpoints(backend.as_backend, tmp_path, CONFIG, settings={}) as checkpoints:
             for step in (1, 2):
                 await checkpoints.after_step(step, {"loss": 1.0})
             raise ending
@@ -137,7 +144,7 @@ def test_an_error_of_the_writer_ends_the_loop_at_the_next_step(tmp_path: Path) -
     reached = []
 
     async def loop() -> None:
-        async with RunCheckpoints(backend, tmp_path / "file" / "c", CONFIG, settings={}) as checkpoints:
+        async with RunCheckpoints(backend.as_backend, tmp_path / "file" / "c", CONFIG, settings={}) as checkpoints:
             for step in (1, 2, 3):
                 reached.append(step)
                 await checkpoints.after_step(step, {"loss": 1.0})
@@ -173,7 +180,9 @@ def test_scores_of_another_task_are_not_compared_with_those_after_it(
 
     async def train(settings: Mapping[str, Any], rewards: Mapping[int, float]) -> None:
         config = CONFIG.model_copy(update={"keep_best": 1, "allow_changed": tuple(changed)})
-        async with RunCheckpoints(backend, tmp_path, config, settings=settings, scored_by="reward") as checkpoints:
+        async with RunCheckpoints(
+            backend.as_backend, tmp_path, config, settings=settings, scored_by="reward"
+        ) as checkpoints:
             await checkpoints.resume()
             for step, reward in rewards.items():
                 await checkpoints.after_step(step, {"reward": reward})
@@ -191,7 +200,9 @@ def test_checkpoints_without_an_evaluation_are_not_compared_with_those_that_have
 
     async def loop() -> None:
         config = CONFIG.model_copy(update={"keep_best": 1})
-        async with RunCheckpoints(backend, tmp_path, config, settings={}, scored_by="eval_loss") as checkpoints:
+        async with RunCheckpoints(
+            backend.as_backend, tmp_path, config, settings={}, scored_by="eval_loss"
+        ) as checkpoints:
             for step in range(1, config.num_steps + 1):
                 await checkpoints.after_step(step, {"loss": 1.0, **evaluated.get(step, {})})
 
@@ -412,7 +423,7 @@ def test_a_training_that_is_ended_saves_where_it_is_and_whoever_goes_on_ends_wit
         async def loop() -> list[int]:
             asked: list[int] = []
             async with RunCheckpoints(
-                backend, folder, config, settings={}, is_end_asked=lambda: asked[-1] == ask_at
+                backend.as_backend, folder, config, settings={}, is_end_asked=lambda: asked[-1] == ask_at
             ) as checkpoints:
                 for step in range(begin, config.num_steps + 1):
                     asked.append(step)

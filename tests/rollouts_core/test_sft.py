@@ -17,6 +17,7 @@ from rollouts_core.batch import TrainBatch
 from rollouts_core.checkpoint import list_checkpoints, verify_checkpoint
 from rollouts_core.config import DatasetConfig, ModelConfig, OptimConfig, SFTTrainingConfig
 from rollouts_core.data.dataset import SFTDataset, load_sft_dataset, open_datasets, sample_rules
+from rollouts_core.data.steps import Samples
 from rollouts_core.errors import DataError, NonFiniteError
 from rollouts_core.metrics import EventLog, JSONLLogger, read_json_lines, read_metrics
 from rollouts_core.sft import prepare_sft_batch, run_sft_training
@@ -43,7 +44,7 @@ def demonstrations(quickstart_dir: Path, tokenizer: PreTrainedTokenizerBase) -> 
 
 
 def train(
-    model: ModelConfig, samples: object, checkpoint_dir: Path | None = None, **changes: object
+    model: ModelConfig, samples: Samples, checkpoint_dir: Path | None = None, **changes: object
 ) -> tuple[PyTorchTrainingBackend, list[Metrics]]:
     """A fresh backend trained for as many steps as there are left."""
     backend = create_pytorch_backend(

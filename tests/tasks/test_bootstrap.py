@@ -47,7 +47,8 @@ def test_modules_of_the_users_are_tried_where_a_stage_imports_them(
 
 
 def test_a_gpu_that_holds_the_weights_and_little_more_is_warned_of(tmp_path: Path) -> None:
-    config, said = config_at(tmp_path), []
+    config = config_at(tmp_path)
+    said: list[str] = []
     shape = {"hidden_size": 4096, "num_hidden_layers": 40, "num_attention_heads": 32, "vocab_size": 32_000}
     size = ModelSize(tensors={"weight": (8_000_000, 1000)}, settings=shape)
     needs = NodeNeeds(trainer_gb=128, trainer_gpu_ranks=(1,))

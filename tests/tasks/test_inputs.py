@@ -49,6 +49,7 @@ def test_every_url_becomes_a_path_with_the_content(bucket: str, s3_server: S3Ser
     config = config_with(tmp_path, sft=[{"path": url, "repeat": 2.0}], selection=url, rollouts=folder)
     said: list[str] = []
     brought = bring_inputs(config, tmp_path / "store", said.append)
+    assert isinstance(brought.data.sft, tuple)
     [dataset] = brought.data.sft
     assert isinstance(dataset, DatasetConfig) and dataset.repeat == 2.0
     assert Path(dataset.path).read_bytes() == ROWS and dataset.path == brought.data.selection

@@ -9,6 +9,7 @@ import random
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -78,7 +79,7 @@ class World:
         if fault is not None and fault is not KeyError:
             raise fault("injected")
 
-    def look(self, run_id: str, **rules: bool | int) -> Outcome:
+    def look(self, run_id: str, **rules: Any) -> Outcome:
         """A look of the schedule, a day after the last one."""
         self.now += DAY_S
         return retrain_once(

@@ -87,8 +87,8 @@ class JobWork:
         with LocalSession(sys.executable) as session:
             ledger.add_lease(str(run_dir), self.run_id, "local")
             status = start_or_attach(session, spec)
-            ignore = {name: lambda _: None for name in ("on_metrics", "on_event")}
-            require_finished(session, follow_job(session, status.run_dir, **ignore))
+            ended = follow_job(session, status.run_dir, on_metrics=lambda _: None, on_event=lambda _: None)
+            require_finished(session, ended)
             ledger.drop_lease(str(run_dir), self.run_id)
         return float(json.loads((run_dir / "result.json").read_text())["quality"])
 

@@ -151,7 +151,7 @@ def gpus(options: argparse.Namespace) -> int:
     name, _, count = options.accelerator.partition(":")
     found: dict[str, list[State]] = {}
     for row in CATALOG:
-        kind = dict(zip(FIELDS, row, strict=True))
+        kind: State = dict(zip(FIELDS, row, strict=True))
         is_meant = name.lower() in kind["accelerator_name"].lower() and kind["accelerator_count"] == int(count)
         if is_meant and kind["cloud"].lower() == options.infra:
             found.setdefault(kind["accelerator_name"], []).append({**kind, "cpu_count": 8.0, "memory": 64.0})

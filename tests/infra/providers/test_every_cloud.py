@@ -564,6 +564,6 @@ def test_many_cheaper_machines_elsewhere_hide_none_in_the_wanted_region(step: fl
 
 
 def test_the_search_ends_with_the_first_machine_that_is_too_dear() -> None:
-    asks = [{"dph_total": 3.0 + 0.02 * number} for number in range(300)]
-    offers, fake = _search_vast(list(asks), GPUQuery(gpu_types=("H100",), max_usd_per_gpu_hour=4.0))
+    asks: list[dict[str, object]] = [{"dph_total": 3.0 + 0.02 * number} for number in range(300)]
+    offers, fake = _search_vast(asks, GPUQuery(gpu_types=("H100",), max_usd_per_gpu_hour=4.0))
     assert len(offers) == 51 and len(fake.searches) == 1

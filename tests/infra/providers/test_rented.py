@@ -219,8 +219,9 @@ def test_a_machine_that_is_too_slow_is_given_back_and_the_next_offer_taken(
     fake: FakeRunPod, ssh_server: SSHServer, tmp_path: Path, demand: str
 ) -> None:
     several = {"providers": ["runpod"], "max_usd_per_gpu_hour": 20.0}
+    settings: dict[str, Any] = {"query": several, demand: 1e9}
     with pytest.raises(NoMachineError, match=rf"it is too slow \(\d+ Mbit/s to it and .*node\.{demand} (is )?1e\+09"):
-        rent(ssh_server, tmp_path, query=several, **{demand: 1e9})
+        rent(ssh_server, tmp_path, **settings)
     assert fake.alive() == [] and len(fake.machines) > 1
     assert not (tmp_path / "machine/.set-up").exists() and list(tmp_path.glob("machine/*")) == []
 

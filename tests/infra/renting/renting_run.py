@@ -16,9 +16,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from infra.cloud import Pace
+from infra.cloud import Cloud, Pace
 from infra.ledger import Ledger
-from infra.offers import GPUQuery, Instance
+from infra.offers import CloudName, GPUQuery, Instance
 from infra.providers.http import Account
 from infra.providers.lambda_cloud import Lambda
 from infra.providers.prime import Prime
@@ -32,7 +32,13 @@ from infra.renting.request import Renting, RentRequest
 
 PACE = Pace(poll_s=0.02, looks_s=(0.0, 0.3, 0.6, 0.9), gone_within_s=60.0)
 USED_S = 0.2
-ACCOUNTS: dict[str, type[Account]] = {account.name: account for account in (RunPod, Lambda, Prime, Shadeform, Vast)}
+ACCOUNTS: dict[str, type[RunPod | Lambda | Prime | Shadeform | Vast]] = {
+    "runpod": RunPod,
+    "lambda": Lambda,
+    "prime": Prime,
+    "shadeform": Shadeform,
+    "vast": Vast,
+}
 
 
 def check(rental: Rental, instance: Instance) -> str:
@@ -82,7 +88,7 @@ def main() -> None:
     ):
         sys.stdout.write("begun\n")
         sys.stdout.flush()
-        clouds = {account.name: cloud}
+        clouds: dict[CloudName, Cloud] = {account.name: cloud}
         rentals = rent_machines(Renting(request, ledger, clouds, check=check, pace=PACE))
         time.sleep(USED_S)
         release_machines(rentals, ledger, clouds, pace=PACE)

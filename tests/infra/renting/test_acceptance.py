@@ -93,7 +93,7 @@ def test_a_machine_whose_gpus_cannot_compute_is_refused(
         require_gpus(machine_with(driver, tmp_path, **variables), 2)
 
 
-H100 = {"STUB_GPUS": 2, "STUB_NAME": "NVIDIA H100 80GB HBM3"}
+H100: dict[str, int | str] = {"STUB_GPUS": 2, "STUB_NAME": "NVIDIA H100 80GB HBM3"}
 
 
 @pytest.mark.parametrize(

@@ -448,7 +448,7 @@ def test_a_kept_machine_goes_to_the_run_again_or_to_one_that_wants_the_same(worl
 
 @pytest.mark.parametrize("limits", [{"max_hours": 0.1}, {"max_usd": 0.249}])
 def test_a_machine_that_is_taken_over_has_the_hours_and_the_money_of_the_run_that_takes_it(
-    world: World, limits: dict[str, float]
+    world: World, limits: dict[str, Any]
 ) -> None:
     kept = fail_and_keep(world)
     request = replace(REQUEST, run_id="another-run", **limits)
@@ -517,7 +517,7 @@ def test_a_provider_that_does_not_answer_is_done_without_and_is_an_error_only_wh
     broken = FakeRunPod()
     broken.faults.refuses_key = True
     with broken.served() as url, RunPod(KEY, url) as other, Ledger(world.path) as ledger:
-        clouds = {"lambda": other, "runpod": world.cloud}
+        clouds: dict[CloudName, Cloud] = {"lambda": other, "runpod": world.cloud}
         [rental] = rent_machines(Renting(REQUEST, ledger, clouds, check=usable, pace=PACE))
         assert rental.state is RentalState.READY
         with pytest.raises(ProviderRefusedError):

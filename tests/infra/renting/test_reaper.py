@@ -21,9 +21,10 @@ from typing import Any
 
 import pytest
 
+from infra.cloud import Cloud
 from infra.errors import StillRentedError
 from infra.ledger import Ledger
-from infra.offers import Instance
+from infra.offers import CloudName, Instance
 from infra.providers.runpod import RunPod
 from infra.renting.reaper import UNSEEN_AFTER_S, ReapReport, reap
 from infra.renting.release import release_machine
@@ -404,8 +405,10 @@ def test_kills_at_thirty_moments_leave_nothing_behind_at_any_provider(tmp_path: 
             if number % 2 == 0:  # the others are left to the reaper
                 assert run_once(tmp_path, url, run_id, provider=provider, num_machines=num_machines).wait(60) == 0
         time.sleep(fakes[0].faults.list_lag_s)
-        accounts = {name: renting_run.ACCOUNTS[name](KEY, url, min_interval_s=0) for name, url in places}
-        clouds = {name: stack.enter_context(account) for name, account in accounts.items()}
+        accounts = [renting_run.ACCOUNTS[name](KEY, url, min_interval_s=0) for name, url in places]
+        for account in accounts:
+            stack.enter_context(account)
+        clouds: dict[CloudName, Cloud] = {account.name: account for account in accounts}
         ledger = stack.enter_context(Ledger(tmp_path / "ledger.db"))
         num_left = sum(len(fake.alive()) for fake in fakes)
         report = reap(ledger, clouds, pace=renting_run.PACE)

@@ -143,8 +143,8 @@ def test_commands_that_were_started_at_once_all_end_with_the_client(
     with ThreadPoolExecutor(16) as threads:
         channels = list(threads.map(client.open_command, ["true"] * 64))
     client.close()
+    wait_until(lambda: all(channel.has_ended for channel in channels))
     for channel in channels:
-        wait_until(lambda channel=channel: channel.has_ended)  # type: ignore[misc]
         channel.close()
     believed.close()
 

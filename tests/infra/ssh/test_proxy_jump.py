@@ -7,6 +7,7 @@ or processes that hold a way open would be left.
 import getpass
 import os
 import shutil
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -147,7 +148,7 @@ def test_a_way_that_breaks_is_a_connection_that_broke(
     access = bastions.before(ssh_server.access, "outer")
     with SSHSession(access, python=sys.executable, programs_dir=str(tmp_path / "programs")) as session:
         session.run(["true"], timeout_s=30, may_repeat=True)
-        bastions.servers["outer"].signal_sessions(9)
+        bastions.servers["outer"].signal_sessions(signal.SIGKILL)
         bastions.servers["outer"].stop()
         with pytest.raises(NodeUnreachableError):
             session.run(["true"], timeout_s=30)

@@ -359,9 +359,14 @@ def test_a_harmless_request_that_is_cut_off_is_made_once_more(
     file, program = tmp_path / "file", tmp_path / "program.py"
     file.write_bytes(b"content")
     program.write_text("def main(argv):\n    print('content', end='')\n")
+
+    def write_and_read() -> bytes:
+        fragile.write_file(str(tmp_path / "new"), b"content")
+        return (tmp_path / "new").read_bytes()
+
     requests: dict[str, Callable[[], object]] = {
         "read": lambda: fragile.read_file(str(file)),
-        "write": lambda: (fragile.write_file(str(tmp_path / "new"), b"content"), (tmp_path / "new").read_bytes())[1],
+        "write": write_and_read,
         "run": lambda: fragile.run(["cat", str(file)], timeout_s=30, may_repeat=True).stdout,
         "program": lambda: fragile.run_program(program, [], timeout_s=30, may_repeat=True).stdout,
     }

@@ -10,6 +10,7 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import httpx
 import pytest
@@ -44,9 +45,9 @@ class GCSServer:
         url = f"http://127.0.0.1:{self.port}/upload/storage/v1/b/{bucket}/o"
         httpx.post(url, params={"uploadType": "media", "name": name}, content=content).raise_for_status()
 
-    def _call(self, method: str, path: str, **arguments: object) -> httpx.Response:
+    def _call(self, method: str, path: str, **arguments: Any) -> httpx.Response:
         url = f"http://127.0.0.1:{self.port}/storage/v1/{path}"
-        return httpx.request(method, url, **arguments).raise_for_status()  # type: ignore[arg-type]
+        return httpx.request(method, url, **arguments).raise_for_status()
 
 
 def use(monkeypatch: pytest.MonkeyPatch, environment: dict[str, str]) -> None:

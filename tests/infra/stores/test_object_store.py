@@ -118,7 +118,7 @@ def test_a_server_that_does_not_answer_may_answer_later(bucket: str, monkeypatch
 def test_a_wrong_clock_is_not_taken_for_wrong_credentials() -> None:
     said = "The difference between the request time and the current time is too large."
     error = {"Error": {"Code": "RequestTimeTooSkewed", "Message": said}, "ResponseMetadata": {"HTTPStatusCode": 403}}
-    refused = sort_failure(ClientError(error, "PutObject"), "s3://bucket/x")  # type: ignore[arg-type]
+    refused = sort_failure(ClientError(error, "PutObject"), "s3://bucket/x")
     assert isinstance(refused, StoreRefusedError) and "the clock of this machine is wrong" in str(refused)
     assert "AWS_ACCESS_KEY_ID" not in str(refused)
 

@@ -260,7 +260,8 @@ def test_an_event_goes_behind_whole_lines_alone(make_job: JobMaker) -> None:
     whole = json.dumps({"event": "started", "attempt": 1}) + "\n"
     Path(second.run_dir, "events.jsonl").write_text(whole + '{"event": "check')
     start(first), start(second)
-    end(first), end(second)
+    end(first)
+    end(second)
     assert [event["event"] for event in events_of(second)] == ["started", "waits_for_gpus", "has_gpus"]
 
 
@@ -313,7 +314,8 @@ def test_the_first_gpu_and_its_number_are_the_same_gpu(make_job: JobMaker) -> No
     first, second = make_job("first", FIRST_GPU), make_job("second", "0")
     assert start(first) == ""
     assert "waits for GPU 0, held by run run-of-first" in start(second)
-    end(first), end(second)
+    end(first)
+    end(second)
 
 
 def test_the_file_of_a_lock_that_is_held_stays_new_so_that_no_cleaner_of_tmp_takes_it_away(
@@ -327,9 +329,9 @@ def test_the_file_of_a_lock_that_is_held_stays_new_so_that_no_cleaner_of_tmp_tak
     monkeypatch.setattr(jobs, "_SUPERVISOR", hasty)
     holder, waiting = make_job("holder", "1"), make_job("waiting", "0", "1")
     assert start(holder) == "" and "GPU 1" in start(waiting)
-    for name in ("number-0.json", "number-1.json"):
-        file = tmp_path / "locks" / name
+    files = [tmp_path / "locks" / name for name in ("number-0.json", "number-1.json")]
+    for file in files:
         os.utime(file, (0, 0))
-        wait_until(lambda file=file: file.stat().st_mtime > time.time() - 60)
+    wait_until(lambda: all(file.stat().st_mtime > time.time() - 60 for file in files))
     end(holder)
     end(waiting)

@@ -4,6 +4,7 @@ Not here: single samples (tests/rollouts_core/make.py), what other systems retur
 """
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,7 +39,7 @@ def draw_logprobs(batch: TrainBatch, seed: int = 0) -> Tensor:
     return (batch.rollout_logprobs_BT + noise).requires_grad_()
 
 
-def make_batch_of_ratios(log_ratios: list[list[float]], advantages: list[float], **columns: Tensor) -> TrainBatch:
+def make_batch_of_ratios(log_ratios: list[list[float]], advantages: list[float], **columns: Any) -> TrainBatch:
     """Rows of trained tokens whose log-prob now is `log_ratios` and was 0 before."""
     rows = [[make_sample(range(len(row) + 1))] for row in log_ratios]
     batch = build_batch(rows, advantages=[[advantage] for advantage in advantages], pad_id=0)

@@ -125,6 +125,7 @@ def test_only_a_clipped_token_loses_its_gradient(ratio: float, advantage: float,
     loss.backward()
     # d/dlogp of -exp(logp) * A is -ratio * A
     expected = -ratio * advantage if has_gradient else 0.0
+    assert logprobs_BT.grad is not None
     assert float(logprobs_BT.grad) == pytest.approx(expected, abs=1e-6)
     assert metrics["clip_share"] == (0.0 if has_gradient else 1.0)
 
@@ -185,6 +186,7 @@ def test_zero_advantages_give_zero_gradient(aggregation: str) -> None:
     batch = build_batch([samples], advantages=[[0.0] * 4], pad_id=0)
     logprobs_BT = draw_logprobs(batch)
     policy_loss(TokenScores(logprobs_BT=logprobs_BT), batch, LossConfig(aggregation=aggregation))[0].backward()
+    assert logprobs_BT.grad is not None
     assert torch.count_nonzero(logprobs_BT.grad) == 0
 
 
@@ -196,6 +198,7 @@ def test_garbage_at_masked_positions_reaches_neither_loss_nor_gradient(garbage: 
     loss, metrics = policy_loss(TokenScores(logprobs_BT=logprobs_BT), batch, LossConfig(aggregation=aggregation))
     loss.backward()
     assert all(math.isfinite(value) for value in metrics.values())
+    assert logprobs_BT.grad is not None
     assert logprobs_BT.grad[0, 0] == 0
     assert float(logprobs_BT.grad[0, 1]) == pytest.approx(-2.0 * math.exp(-0.1))
 
@@ -250,6 +253,7 @@ def test_without_old_log_probs_the_ratio_is_one() -> None:
 def test_the_sign_of_the_advantage_says_whether_a_token_becomes_more_likely() -> None:
     logits, labels, loss_mask = draw_logits()
     grpo_loss(logits, labels, loss_mask, torch.tensor([1.0, -1.0])).backward()
+    assert logits.grad is not None
     at_labels = logits.grad.gather(-1, labels[..., None])[..., 0]
     assert bool((at_labels[0, 1:] < 0).all()) and bool((at_labels[1, 2:] > 0).all())
 

@@ -50,6 +50,7 @@ def test_a_dual_clipped_token_has_no_gradient_and_counts_as_clipped() -> None:
     config = LossConfig(dual_clip=3.0)
     loss, metrics = policy_loss(TokenScores(logprobs_BT=logprobs_BT), make_one_token_batch(-2.0), config)
     loss.backward()
+    assert logprobs_BT.grad is not None
     assert float(logprobs_BT.grad) == 0.0
     assert metrics["clip_share"] == 1.0
 
@@ -80,6 +81,7 @@ def test_cispo_keeps_the_gradient_of_a_clipped_token(ratio: float, weight: float
     loss, _ = policy_loss(TokenScores(logprobs_BT=logprobs_BT), make_one_token_batch(2.0), config)
     loss.backward()
     assert float(loss.detach()) == pytest.approx(-weight * 2 * math.log(ratio), abs=1e-6)
+    assert logprobs_BT.grad is not None
     assert float(logprobs_BT.grad) == pytest.approx(-weight * 2, abs=1e-6)
 
 
@@ -87,6 +89,7 @@ def test_a_lower_clip_of_one_has_no_lower_bound() -> None:
     logprobs_BT = torch.tensor([[math.log(0.01)]], requires_grad=True)
     config = LossConfig(objective="cispo", clip_low=1.0)
     policy_loss(TokenScores(logprobs_BT=logprobs_BT), make_one_token_batch(1.0), config)[0].backward()
+    assert logprobs_BT.grad is not None
     assert float(logprobs_BT.grad) == pytest.approx(-0.01, abs=1e-6)
 
 
@@ -96,6 +99,7 @@ def test_reinforce_has_the_gradient_of_the_log_prob_whatever_the_ratio() -> None
     loss, _ = policy_loss(TokenScores(logprobs_BT=logprobs_BT), make_one_token_batch(1.5), config)
     loss.backward()
     assert float(loss.detach()) == pytest.approx(6.0)
+    assert logprobs_BT.grad is not None
     assert float(logprobs_BT.grad) == pytest.approx(-1.5)
 
 
@@ -136,6 +140,7 @@ def test_without_old_log_probs_the_ratio_to_them_is_one_with_its_gradient() -> N
     loss, _ = policy_loss(TokenScores(logprobs_BT=logprobs_BT), make_one_token_batch(2.0), config)
     loss.backward()
     assert float(loss.detach()) == pytest.approx(-2.0)
+    assert logprobs_BT.grad is not None
     assert float(logprobs_BT.grad) == pytest.approx(-2.0)
 
 

@@ -7,6 +7,7 @@ Not here: the policy loss itself (test_loss.py, test_loss_objectives.py).
 
 import math
 from dataclasses import fields, replace
+from typing import Any
 
 import pytest
 import torch
@@ -74,6 +75,7 @@ def test_the_kl_penalty_pulls_towards_the_reference() -> None:
     logprobs_BT = torch.tensor([[0.0, 0.0]], requires_grad=True)
     batch = make_batch_of_ratios([[0.0, 0.0]], [0.0], ref_logprobs_BT=torch.tensor([[-1.0, 1.0]]))
     policy_loss(TokenScores(logprobs_BT=logprobs_BT), batch, LossConfig(kl_coef=1.0))[0].backward()
+    assert logprobs_BT.grad is not None
     assert float(logprobs_BT.grad[0, 0]) > 0 > float(logprobs_BT.grad[0, 1])
 
 
@@ -84,6 +86,7 @@ def test_limits_of_the_kl_divergence_hold_and_take_the_gradient() -> None:
     loss, _ = policy_loss(TokenScores(logprobs_BT=logprobs_BT), batch, config)
     loss.backward()
     assert float(loss.detach()) == pytest.approx((10.0 + 10.0) / 2)
+    assert logprobs_BT.grad is not None
     assert logprobs_BT.grad.tolist() == [[0.0, 0.0]]
 
 
@@ -142,12 +145,13 @@ def test_everything_at_once_adds_up_over_micro_batches(aggregation: str) -> None
     samples = make_random_samples(6)
     whole = build_batch([[s] for s in samples], advantages=[[a] for a in (1.0, -1.0, 2.0, -0.5, 0.5, 1.5)], pad_id=0)
     shape = whole.loss_mask_BT.shape
-    columns = {
-        name: whole.rollout_logprobs_BT + 0.3 * torch.randn(shape, generator=generator)
-        for name in ("old_logprobs_BT", "ref_logprobs_BT")
-    }
-    columns |= {name: torch.randn(shape, generator=generator) for name in ("old_values_BT", "returns_BT")}
-    whole = replace(whole, **columns)
+    whole = replace(
+        whole,
+        old_logprobs_BT=whole.rollout_logprobs_BT + 0.3 * torch.randn(shape, generator=generator),
+        ref_logprobs_BT=whole.rollout_logprobs_BT + 0.3 * torch.randn(shape, generator=generator),
+        old_values_BT=torch.randn(shape, generator=generator),
+        returns_BT=torch.randn(shape, generator=generator),
+    )
     scores = TokenScores(
         logprobs_BT=draw_logprobs(whole).detach(),
         entropies_BT=torch.rand(shape, generator=generator),
@@ -162,8 +166,9 @@ def test_everything_at_once_adds_up_over_micro_batches(aggregation: str) -> None
 
 def slice_batch(batch: TrainBatch, part: int) -> TrainBatch:
     """Two of the rows, with the totals of the whole."""
-    tensors = {f.name: getattr(batch, f.name) for f in fields(batch)}
-    return replace(batch, **{n: v[2 * part : 2 * part + 2] for n, v in tensors.items() if isinstance(v, Tensor)})
+    columns = {f.name: getattr(batch, f.name) for f in fields(batch)}
+    rows: dict[str, Any] = {n: v[2 * part : 2 * part + 2] for n, v in columns.items() if isinstance(v, Tensor)}
+    return replace(batch, **rows)
 
 
 def slice_scores(scores: TokenScores, part: int) -> TokenScores:
@@ -173,15 +178,20 @@ def slice_scores(scores: TokenScores, part: int) -> TokenScores:
 
 @pytest.mark.parametrize("garbage", [math.inf, -math.inf, math.nan])
 def test_garbage_at_masked_positions_of_any_column_reaches_nothing(garbage: float) -> None:
-    batch = build_batch([[make_sample([1, 2, 3], [0, 0, 1])]], advantages=[[2.0]], pad_id=0)
     dirty_BT = torch.tensor([[garbage, -0.2]])
-    columns = dict.fromkeys(
-        ("rollout_logprobs_BT", "old_logprobs_BT", "ref_logprobs_BT", "old_values_BT", "returns_BT"), dirty_BT
+    batch = replace(
+        build_batch([[make_sample([1, 2, 3], [0, 0, 1])]], advantages=[[2.0]], pad_id=0),
+        rollout_logprobs_BT=dirty_BT,
+        old_logprobs_BT=dirty_BT,
+        ref_logprobs_BT=dirty_BT,
+        old_values_BT=dirty_BT,
+        returns_BT=dirty_BT,
     )
     logprobs_BT = torch.tensor([[garbage, -0.1]], requires_grad=True)
     scores = TokenScores(logprobs_BT=logprobs_BT, entropies_BT=dirty_BT, values_BT=dirty_BT)
-    loss, metrics = policy_loss(scores, replace(batch, **columns), EVERYTHING)
+    loss, metrics = policy_loss(scores, batch, EVERYTHING)
     loss.backward()
     assert all(math.isfinite(value) for value in metrics.values())
+    assert logprobs_BT.grad is not None
     assert logprobs_BT.grad[0, 0] == 0
     assert math.isfinite(float(logprobs_BT.grad[0, 1]))

@@ -56,7 +56,7 @@ def slime_loss(case: Case) -> dict[str, Any]:
     }
 
 
-VERL_AGGREGATION = {
+VERL_AGGREGATION: dict[str, dict[str, Any]] = {
     "token-mean": {"aggregation": "token_mean"},
     "seq-mean-token-mean": {"aggregation": "sequence_mean"},
     "seq-mean-token-sum": {"aggregation": "constant_length", "constant_length": 1},
@@ -89,7 +89,7 @@ def verl_loss(case: Case) -> dict[str, Any]:
     }
 
 
-TRL_AGGREGATION = {
+TRL_AGGREGATION: dict[str, dict[str, Any]] = {
     "grpo": {"aggregation": "sequence_mean"},
     "bnpo": {"aggregation": "token_mean"},
     "dapo": {"aggregation": "token_mean"},
@@ -226,7 +226,7 @@ def prime_rl_loss(case: Case) -> dict[str, Any]:
     }
 
 
-SKYRL_AGGREGATION = {
+SKYRL_AGGREGATION: dict[str, dict[str, Any]] = {
     "token_mean": {"aggregation": "token_mean"},
     "sequence_mean": {"aggregation": "sequence_mean"},
     "seq_mean_token_sum_norm": {"aggregation": "constant_length", "constant_length": 7},
@@ -335,6 +335,7 @@ def test_a_loss_and_its_gradient_are_those_of_the_system(name: str) -> None:
         ours, theirs = int(batch.loss_mask_BT.sum()), int(sum(map(sum, case["outputs"]["loss_mask_BT"])))
     assert close(ours * loss.detach(), theirs * case["outputs"]["loss"])
     expected = torch.tensor(case["outputs"]["gradient_policy_logprobs_BT"], dtype=torch.float64)
+    assert logprobs_BT.grad is not None
     assert close(ours * logprobs_BT.grad, theirs * expected)
 
 
@@ -384,4 +385,5 @@ def test_a_value_loss_and_its_gradient_are_those_of_the_system(name: str) -> Non
     assert close(loss.detach(), case["outputs"]["loss"])
     # At the limit itself, where both errors are equal, the systems split the gradient in different ways.
     elsewhere_BT = (tensor("new_values_BT") - tensor("values_BT")).abs().sub(value_clip).abs() > 1e-9
+    assert values_BT.grad is not None
     assert close(values_BT.grad[elsewhere_BT], tensor_of(case, "gradient_new_values_BT")[elsewhere_BT])

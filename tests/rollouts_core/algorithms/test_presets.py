@@ -167,7 +167,7 @@ def test_the_rollout_settings_of_a_preset_are_settings_of_rollouts() -> None:
 
 
 def test_presets_with_one_update_ask_for_no_extra_forward_pass() -> None:
-    free = {name for name in ALGORITHMS if not algorithm_preset(name).needs_old_scores}
+    free = {name for name in get_args(AlgorithmName) if not algorithm_preset(name).needs_old_scores}
     assert {"slime-grpo", "trl-dapo", "nemo-loo", "open-instruct", "prime-rl"} <= free
     assert not {"verl-dapo", "openrlhf-rloo"} & free
 

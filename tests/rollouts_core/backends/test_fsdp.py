@@ -41,7 +41,7 @@ pytestmark = pytest.mark.slow
 
 OPTIM = OptimConfig(lr=0.01, num_warmup_steps=2, weight_decay=0.1, max_grad_norm=0.5)
 """The norms of the tiny model's first gradients are above 1: clipping is active."""
-SAME = {"atol": 2e-5, "rtol": 1e-4}
+SAME: dict[str, Any] = {"atol": 2e-5, "rtol": 1e-4}
 """Sums in another order, through a few steps of AdamW."""
 
 Work = Callable[[TrainingBackend], Any]  # Any: whatever a test wants to know
@@ -106,7 +106,7 @@ def train(backend: TrainingBackend, *, seeds: Sequence[int] = range(4)) -> tuple
 
 
 def assert_close(
-    found: tuple[list[Metrics], Weights], expected: tuple[list[Metrics], Weights], **tolerance: float
+    found: tuple[list[Metrics], Weights], expected: tuple[list[Metrics], Weights], **tolerance: Any
 ) -> None:
     """The same metrics step by step, and the same weights in the end."""
     for metrics, others in zip(found[0], expected[0], strict=True):

@@ -28,7 +28,7 @@ from rollouts_core.backends.create import create_backend
 from rollouts_core.backends.jax import JAXTrainingBackend, create_jax_backend
 from rollouts_core.backends.jax_model import bucket_size, pad_batch, score_in_pieces, to_params, to_weights
 from rollouts_core.backends.protocol import TrainingBackend
-from rollouts_core.backends.pytorch import create_pytorch_backend
+from rollouts_core.backends.pytorch import PyTorchTrainingBackend, create_pytorch_backend
 from rollouts_core.batch import TrainBatch, build_batch, with_step_totals
 from rollouts_core.checkpoint import verify_checkpoint
 from rollouts_core.config import (
@@ -133,7 +133,7 @@ def test_losses_and_gradient_norms_are_those_of_pytorch(name: str, models: dict[
 
 def test_the_rl_loss_with_entropies_values_and_a_reference_is_that_of_pytorch(qwen3: ModelConfig) -> None:
     loss_fn = create_policy_loss(LossConfig(entropy_coef=0.01, kl_coef=0.1, value_coef=0.5))
-    options = {"temperature": 0.7, "with_entropies": True, "with_values": True, "with_reference": True}
+    options: dict[str, Any] = {"temperature": 0.7, "with_entropies": True, "with_values": True, "with_reference": True}
     pytorch = create_pytorch_backend(qwen3, OPTIM, loss_fn, num_steps=NUM_STEPS, device="cpu", **options)
     histories = []
     for backend in (pytorch, create(qwen3, loss_fn, **options)):
@@ -181,9 +181,10 @@ def test_a_restored_backend_takes_the_same_steps_bit_for_bit(qwen3: ModelConfig,
 @pytest.mark.parametrize("order", ["jax to pytorch", "pytorch to jax"])
 def test_each_backend_goes_on_from_the_others_checkpoint(qwen3: ModelConfig, tmp_path: Path, order: str) -> None:
     pytorch = create_pytorch_backend(qwen3, OPTIM, create_cross_entropy_loss(), num_steps=NUM_STEPS, device="cpu")
-    first, second = create(qwen3), pytorch
+    backends: list[JAXTrainingBackend | PyTorchTrainingBackend] = [create(qwen3), pytorch]
     if order == "pytorch to jax":
-        first, second = second, first
+        backends.reverse()
+    first, second = backends
     take_steps(first, range(3))
     asyncio.run(first.save_checkpoint(tmp_path / "step_000003", {"step": 3}).result())
     asyncio.run(second.load_checkpoint(tmp_path / "step_000003").result())
@@ -196,15 +197,17 @@ def test_a_value_head_goes_from_pytorch_to_jax_and_back(qwen3: ModelConfig, tmp_
     pytorch = create_pytorch_backend(
         qwen3, OPTIM, create_cross_entropy_loss(), num_steps=NUM_STEPS, device="cpu", with_values=True
     )
-    torch.nn.init.constant_(pytorch.policy.value_head.weight, 0.25)
+    value_head = pytorch.policy.value_head
+    assert value_head is not None
+    torch.nn.init.constant_(value_head.weight, 0.25)
     take_steps(pytorch, range(1))  # without a gradient for the value head, so that it has no moving averages yet
     asyncio.run(pytorch.save_checkpoint(tmp_path / "step_000001", {"step": 1}).result())
     backend = create(qwen3, with_values=True)
     asyncio.run(backend.load_checkpoint(tmp_path / "step_000001").result())
     asyncio.run(backend.save_checkpoint(tmp_path / "step_000002", {"step": 2}).result())
-    torch.nn.init.zeros_(pytorch.policy.value_head.weight)
+    torch.nn.init.zeros_(value_head.weight)
     asyncio.run(pytorch.load_checkpoint(tmp_path / "step_000002").result())
-    assert pytorch.policy.value_head.weight.tolist() == [[0.25] * 32]
+    assert value_head.weight.tolist() == [[0.25] * 32]
 
 
 def test_an_sft_job_gives_the_losses_of_the_pytorch_job(

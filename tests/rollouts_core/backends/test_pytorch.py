@@ -248,9 +248,11 @@ def test_what_changes_weights_waits_until_a_save_has_copied_them(
     assert not torch.equal(copy_weights(backend)["lm_head.weight"], before["lm_head.weight"])
 
 
-def test_training_goes_on_after_a_copy_that_failed(base_model: ModelConfig, tmp_path: Path) -> None:
+def test_training_goes_on_after_a_copy_that_failed(
+    base_model: ModelConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     backend = create_backend(base_model)
-    backend._snapshot = None  # stands for memory that ran out
+    monkeypatch.setattr(backend, "_snapshot", None)  # stands for memory that ran out
     saving = backend.save_checkpoint(tmp_path / "step_000001", {"step": 1})
     take_steps(backend, range(1))
     with pytest.raises(AttributeError):
@@ -267,10 +269,12 @@ def test_a_second_checkpoint_does_not_change_the_first(base_model: ModelConfig, 
     verify_checkpoint(tmp_path / "step_000001")
 
 
-def test_a_second_save_during_the_first_is_a_mistake(base_model: ModelConfig, tmp_path: Path) -> None:
+def test_a_second_save_during_the_first_is_a_mistake(
+    base_model: ModelConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     backend = create_backend(base_model)
     may_write = threading.Event()
-    backend._write_checkpoint = lambda *_: may_write.wait(10)  # a slow disk
+    monkeypatch.setattr(backend, "_write_checkpoint", lambda *_: may_write.wait(10))  # a slow disk
     saving = backend.save_checkpoint(tmp_path / "step_000001", {"step": 1})
     with pytest.raises(AssertionError, match="one save at a time"):
         backend.save_checkpoint(tmp_path / "step_000002", {"step": 2})
@@ -290,10 +294,12 @@ def test_a_trained_value_head_is_in_the_checkpoint(base_model: ModelConfig, tmp_
         create_pytorch_backend(base_model, OPTIM, create_cross_entropy_loss(), num_steps=10, with_values=True)
         for _ in range(2)
     )
-    torch.nn.init.constant_(first.policy.value_head.weight, 0.25)
+    head, other_head = first.policy.value_head, second.policy.value_head
+    assert head is not None and other_head is not None
+    torch.nn.init.constant_(head.weight, 0.25)
     save(first, tmp_path / "step_000001", {"step": 1})
     load(second, tmp_path / "step_000001")
-    assert torch.equal(second.policy.value_head.weight, first.policy.value_head.weight)
+    assert torch.equal(other_head.weight, head.weight)
     AutoModelForCausalLM.from_pretrained(tmp_path / "step_000001")
 
 

@@ -41,9 +41,9 @@ from tests.rollouts_core.backends.test_launch import (
     is_training,
     sft_job,
     started,
-    wait_until,
     write_job,
 )
+from tests.waiting import wait_until
 
 KEY = "known-to-all-machines"
 ONE_EACH = TWO.model_copy(update={"trainer_processes": 1})

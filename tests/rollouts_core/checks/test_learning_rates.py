@@ -78,7 +78,5 @@ def test_a_stage_that_does_not_run_is_not_looked_at() -> None:
 
 def test_the_small_pipeline_is_not_warned_of(quickstart_dir: Path) -> None:
     training = small_settings()["training"]
-    assert (
-        find(str(quickstart_dir / "base_model"), **{kind: {"optim": training[kind]["optim"]} for kind in training})
-        == []
-    )
+    optims: dict[str, Any] = {kind: {"optim": training[kind]["optim"]} for kind in training}
+    assert find(str(quickstart_dir / "base_model"), **optims) == []

@@ -3,6 +3,7 @@
 Without it somebody trains all weights for a day in place of the adapters that lora.alpha was set for.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -25,7 +26,7 @@ class Answers:
         return 0.0
 
 
-def find(**sections: Any) -> list[str]:  # Any: settings of every type
+def find(**sections: Any) -> Sequence[str]:  # Any: settings of every type
     return find_settings_without_effect(Config.model_validate({"model": {"path": "m"}, "data": DATA, **sections}))
 
 

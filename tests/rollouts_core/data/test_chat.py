@@ -46,7 +46,7 @@ CALLS_A_TOOL: list[Message] = [
     {"role": "tool", "name": "add", "content": "2"},
     {"role": "assistant", "content": "It is 2."},
 ]
-ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+ADD: dict[str, object] = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
 WITH_TOOLS = (
     "{% if tools %}<|im_start|>system\n{% for tool in tools %}{{ tool | tojson }}{% endfor %}<|im_end|>{% endif %}"
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"

@@ -10,9 +10,10 @@ import pytest
 from rollouts_core.data.chat import Conversation
 from rollouts_core.data.conversations import describe_keys, read_demonstration, read_messages
 from rollouts_core.errors import DataError
+from rollouts_core.types import Message
 
-ASK = {"role": "user", "content": "1+1?"}
-ANSWER = {"role": "assistant", "content": "2"}
+ASK: Message = {"role": "user", "content": "1+1?"}
+ANSWER: Message = {"role": "assistant", "content": "2"}
 CALL = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
 TOOL = {"type": "function", "function": {"name": "add"}}
 

@@ -102,13 +102,10 @@ def test_rows_that_are_not_compared_may_be_trained_on(tmp_path: Path) -> None:
 
 def test_each_file_is_looked_for_by_what_is_compared_on_it(tmp_path: Path) -> None:
     """Prompts choose the checkpoint, and demonstrations say which ones are kept until then."""
-    asked, demonstrated = (
-        read_held_out(name, str(write_rows(tmp_path / f"{name}.jsonl", [row])), metric)
-        for name, row, metric in (
-            ("data.heldout", {"prompt": "1+1=?"}, "accuracy"),
-            ("data.sft_eval", {"messages": [SUM, ANSWER]}, "loss"),
-        )
-    )
+    prompts = write_rows(tmp_path / "heldout.jsonl", [{"prompt": "1+1=?"}])
+    asked = read_held_out("data.heldout", str(prompts), "accuracy")
+    demonstrations = write_rows(tmp_path / "sft_eval.jsonl", [{"messages": [SUM, ANSWER]}])
+    demonstrated = read_held_out("data.sft_eval", str(demonstrations), "loss")
     list(watch_rows([(1, {"messages": [SUM, OTHER, ANSWER]})], "sft.jsonl", [asked, demonstrated]))
     assert (asked.check(), demonstrated.check()) == ([], [])
     list(watch_rows([(2, {"messages": [SUM, ANSWER]})], "sft.jsonl", [asked, demonstrated]))

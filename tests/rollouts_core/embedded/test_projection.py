@@ -6,6 +6,7 @@ Without it a completion would depend on what else runs, in the last digits first
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from tests.rollouts_core.embedded.tiny_models import make_model, random_prompt, 
 
 MAX_ROWS = 130
 SHAPES = [(96, 32), (61, 64), (192, 64), (1024, 128), (128, 512), (768, 384), (256, 1536)]  # (columns, inner)
-MODELS = {
+MODELS: dict[str, dict[str, Any]] = {
     "tiny": {},
     "odd": {"hidden_size": 72, "intermediate_size": 200, "head_dim": 18, "vocab_size": 67},
     "wide": {"hidden_size": 512, "intermediate_size": 1536, "head_dim": 64, "num_hidden_layers": 1},

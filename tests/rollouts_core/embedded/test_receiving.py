@@ -27,7 +27,7 @@ from rollouts_core.embedded import receiving
 from rollouts_core.embedded.weights import digest_tensors, read_tensors
 from rollouts_core.engines import Completion, GenerationRequest, SGLangEngine, sending
 from rollouts_core.engines.group import WeightGroup
-from rollouts_core.engines.sent import HostCopies, SentWeights, flatten
+from rollouts_core.engines.sent import HostCopies, SentWeights, flatten, split_buckets
 from rollouts_core.errors import WeightSyncError
 from tests.rollouts_core.embedded.tiny_models import expected_logprobs
 from tests.rollouts_core.served_engine import engine_url
@@ -188,7 +188,6 @@ CHANGED = {"model.layers.0.self_attn.q_proj.weight", "model.layers.1.mlp.down_pr
 def sent_names(monkeypatch: pytest.MonkeyPatch) -> list[set[str]]:
     """The names of the tensors of each update that is sent."""
     seen: list[set[str]] = []
-    split_buckets = sending.split_buckets
 
     def watched(tensors: dict[str, torch.Tensor], max_bytes: int) -> Iterator[dict[str, torch.Tensor]]:
         seen.append(set(tensors))

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -33,8 +34,8 @@ def restore_threads() -> Iterator[None]:
     torch.set_num_threads(1)
 
 
-def complete_one(decoder: Decoder, prompt: list[int], **params: object) -> Completion:
-    return generate_tokens(decoder, [prompt], [SamplingParams(**params)])[0]  # type: ignore[arg-type]
+def complete_one(decoder: Decoder, prompt: list[int], **params: Any) -> Completion:
+    return generate_tokens(decoder, [prompt], [SamplingParams(**params)])[0]
 
 
 def mixed_requests(count: int) -> tuple[list[list[int]], list[SamplingParams]]:

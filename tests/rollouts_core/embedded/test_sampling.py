@@ -5,6 +5,8 @@ Without it a restriction that is not applied, or a logprob of another distributi
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -66,7 +68,7 @@ def test_temperature_zero_takes_the_most_probable_token_with_its_raw_logprob() -
         ({"top_k": -1, "top_p": 1.0, "min_p": 0.0}, {0, 1, 2, 3, 4}),
     ],
 )
-def test_restrictions_exclude_exactly_the_improbable_tokens(restriction: dict[str, float], allowed: set[int]) -> None:
+def test_restrictions_exclude_exactly_the_improbable_tokens(restriction: dict[str, Any], allowed: set[int]) -> None:
     tokens, logprobs = draw(SamplingParams(**restriction), 2000)
     assert set(tokens.tolist()) == allowed
     torch.testing.assert_close(logprobs, PROBS.log()[tokens], atol=1e-6, rtol=0)  # not renormalised
@@ -82,10 +84,10 @@ def test_restrictions_exclude_exactly_the_improbable_tokens(restriction: dict[st
     ],
 )
 def test_penalties_change_the_logits_of_what_the_completion_has(
-    penalties: dict[str, float], expected: list[float]
+    penalties: dict[str, Any], expected: list[float]
 ) -> None:
     logits_V = torch.tensor([1.0, -2.0, 3.0])
-    penalize(logits_V, np.array([0, 1, 0]), SamplingParams(**penalties))  # type: ignore[arg-type]
+    penalize(logits_V, np.array([0, 1, 0]), SamplingParams(**penalties))
     assert logits_V.tolist() == expected
 
 
@@ -144,5 +146,6 @@ def test_uniform_numbers_are_spread_evenly_over_seeds_and_positions() -> None:
     ],
 )
 def test_values_outside_their_range_are_refused_by_name(field: str, value: float) -> None:
+    settings: dict[str, Any] = {field: value}
     with pytest.raises(ValueError, match=f"{field} must be"):
-        SamplingParams(**{field: value})
+        SamplingParams(**settings)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, MutableMapping
 from pathlib import Path
 from typing import Any
 
@@ -156,12 +156,13 @@ def test_a_stream_that_is_read_slowly_is_kept_no_events_for(scheduler: Scheduler
     sent: list[bytes] = []
 
     async def read_slowly() -> None:
-        requests = iter([request])
+        requests = [request]
+        never: asyncio.Future[dict[str, Any]] = asyncio.Future()
 
         async def receive() -> dict[str, Any]:
-            return next(requests, None) or await asyncio.Future()
+            return requests.pop() if requests else await never
 
-        async def send(message: dict[str, Any]) -> None:
+        async def send(message: MutableMapping[str, Any]) -> None:
             sent.append(message.get("body", b""))
             if len(sent) == 3:  # behind the header and the first event
                 await until_running(scheduler, 0)
@@ -193,7 +194,7 @@ def add_tokenizer(directory: Path) -> Path:
 
 @pytest.mark.parametrize("keeps_stop", [False, True])
 def test_a_stop_string_ends_a_completion_and_is_cut_off_the_text(texts: Scheduler, keeps_stop: bool) -> None:
-    params = {"max_new_tokens": 12, "ignore_eos": True, "sampling_seed": 3}
+    params: dict[str, Any] = {"max_new_tokens": 12, "ignore_eos": True, "sampling_seed": 3}
     whole = ask(texts, "POST", "/generate", {"text": "%", "sampling_params": params}).json()
     words = whole["text"].split(" ")
     stop = " ".join(words[4:7])
@@ -478,7 +479,7 @@ def test_health_follows_the_generation_thread(scheduler: Scheduler) -> None:
     def broken_step(*_: object) -> torch.Tensor:
         raise RuntimeError("out of luck")
 
-    scheduler.decoder.step = broken_step  # type: ignore[method-assign]
+    scheduler.decoder.step = broken_step  # type: ignore[method-assign,assignment]
     failed = ask(scheduler, "POST", "/generate", {"input_ids": [3]})
     assert (failed.status_code, "out of luck" in failed.json()["error"]["message"]) == (503, True)
     assert ask(scheduler, "GET", "/health").status_code == 503

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -35,6 +35,9 @@ from rollouts_core.rollout.generate import create_engine_generate_fn
 from rollouts_core.rollout.manager import AsyncRolloutManager
 from rollouts_core.types import Sample, Status
 from tests.rollouts_core.served_engine import served_engine
+
+if TYPE_CHECKING:
+    from rollouts_core.engines.protocol import Weights
 
 MAX_WAIT_S = 60.0
 
@@ -74,6 +77,9 @@ class WatchedBackend:
     def load_weights(self, weights: Mapping[str, Tensor]) -> TrainFuture[None]:
         return self._note("load_weights", lambda: self.backend.load_weights(weights))
 
+    def release_cache(self) -> TrainFuture[None]:
+        return self._note("release_cache", self.backend.release_cache)
+
     def save_checkpoint(self, path: Path, state: TrainingState) -> TrainFuture[None]:
         return self._note("save_checkpoint", lambda: self.backend.save_checkpoint(path, state))
 
@@ -106,7 +112,7 @@ class RecoveringEngine:
     async def segment_access(self) -> SegmentAccess:
         return SegmentAccess.NONE
 
-    async def load_weights(self, weights: Path, version: str, canary: Canary | None = None) -> None:
+    async def load_weights(self, weights: Weights, version: str, canary: Canary | None = None) -> None:
         await self.client.load_weights(weights, version, canary)
         assert canary is not None
         self.recoveries.append(asyncio.create_task(self.recover(version, canary)))
@@ -127,6 +133,14 @@ def canary_sample() -> Sample:
         rollout_log_probs=[0.0] * 7,
         status=Status.COMPLETED,
     )
+
+
+def answer_of(canary: Canary) -> list[float]:
+    async def ask() -> list[list[float]]:
+        return await canary.score([canary_sample()])
+
+    [answer] = asyncio.run(ask())
+    return answer
 
 
 def create_backend(base_model: ModelConfig, *, temperature: float = 1.0) -> PyTorchTrainingBackend:
@@ -183,9 +197,9 @@ def test_a_recovery_amid_training_does_not_touch_the_model_that_is_trained(
     assert len(threads) == 1, f"the backend is called by {threads}"
     assert threading.main_thread().name not in threads
     assert {"forward_backward", "optim_step", "get_weights", "save_checkpoint"} <= backend.threads.keys()
-    [expected] = asyncio.run(checkpoint_canary(Path(base_model.path)).score([canary_sample()]))
+    expected = answer_of(checkpoint_canary(Path(base_model.path)))
     assert engine.answers["test-0"][0] == pytest.approx(expected, abs=1e-4)
-    [expected] = asyncio.run(checkpoint_canary(tmp_path / "weights" / "test-1").score([canary_sample()]))
+    expected = answer_of(checkpoint_canary(tmp_path / "weights" / "test-1"))
     assert engine.answers["test-1"][0] == pytest.approx(expected, abs=1e-4)
 
 
@@ -195,15 +209,15 @@ def test_the_answer_is_that_of_the_published_weights_after_the_trainer_trained_o
 ) -> None:
     backend = WatchedBackend(create_backend(base_model, temperature=temperature))
     canary = backend_canary(backend, Path(base_model.path), temperature=temperature)
-    before = asyncio.run(canary.score([canary_sample()]))
+    before = answer_of(canary)
     assert backend.threads.pop("score")
     weights = asyncio.run(backend.get_weights().result())
     other = {name: value + 0.1 * torch.randn_like(value) for name, value in weights.items()}
     asyncio.run(backend.load_weights(other).result())
     backend.backend._num_optim_steps += 1
-    after = asyncio.run(canary.score([canary_sample()]))
+    after = answer_of(canary)
     assert "score" not in backend.threads
-    assert after[0] == pytest.approx(before[0], abs=1e-4)
+    assert after == pytest.approx(before, abs=1e-4)
 
 
 def test_the_thread_does_calls_in_their_order_and_its_errors_arrive_at_the_result(

@@ -97,7 +97,7 @@ def test_every_rank_of_the_server_gets_the_bytes_of_each_bucket() -> None:
             for end in ends:
                 end.receive(len(bucket))
             group.broadcast(bucket)
-            assert [end.says() for end in ends] == [hashlib.sha256(bucket.numpy()).hexdigest()] * 2
+            assert [end.says() for end in ends] == [hashlib.sha256(bucket.numpy().tobytes()).hexdigest()] * 2
 
 
 def test_a_server_that_is_killed_amid_an_update_is_an_engine_that_vanished() -> None:

@@ -13,8 +13,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from pathlib import Path
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -47,6 +48,7 @@ pytestmark = pytest.mark.skipif(not memory_scope(), reason="no memory can be sha
 
 HEAD = "lm_head.weight"
 EMBEDDING = "model.embed_tokens.weight"
+ResultT = TypeVar("ResultT")
 
 
 @pytest.fixture
@@ -77,10 +79,10 @@ def loaded_names(monkeypatch: pytest.MonkeyPatch) -> list[set[str]]:
     return seen
 
 
-def served(model_dir: Path, use: Callable[[SGLangEngine, Scheduler], Awaitable[object]]) -> object:
+def served(model_dir: Path, use: Callable[[SGLangEngine, Scheduler], Coroutine[Any, Any, ResultT]]) -> ResultT:
     """What `use` returns of an engine on the model."""
     with served_engine(model_dir) as (engine, scheduler):
-        return asyncio.run(use(engine, scheduler))  # type: ignore[arg-type]
+        return asyncio.run(use(engine, scheduler))
 
 
 def make_backend(model_dir: Path, *, lora_rank: int = 0) -> PyTorchTrainingBackend:
@@ -135,7 +137,7 @@ def test_a_publish_in_memory_is_served_and_proved_and_writes_no_weights(model_di
         await publish_weights(backend, [engine], target)
         return await engine.weight_version(), scheduler.weight_digests().result(), str(scheduler.model_dir)
 
-    version, digests, served_dir = served(model_dir, publish)  # type: ignore[misc]
+    version, digests, served_dir = served(model_dir, publish)
     assert version == "run-1"
     assert digests == digests_of(asyncio.run(backend.get_weights().result()))
     assert served_dir == str(target.weights_dir), "a later run recognises the engine by a folder of its store"

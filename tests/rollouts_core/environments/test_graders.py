@@ -8,6 +8,7 @@ import random
 import re
 import socket
 import sys
+from collections.abc import Callable
 from time import perf_counter
 
 import pytest
@@ -84,14 +85,16 @@ def test_every_column_of_a_worked_answer_is_right(num_digits: int) -> None:
         worked, _, _ = write_worked_answer(problem).partition(":")
         carry, digits = 0, ""
         for column in worked.split(","):
-            a, b, given_carry, tens, ones = re.fullmatch(r"(\d)\+(\d)\+(\d)=(\d)(\d)", column).groups()
+            matched = re.fullmatch(r"(\d)\+(\d)\+(\d)=(\d)(\d)", column)
+            assert matched is not None
+            a, b, given_carry, tens, ones = matched.groups()
             assert (int(given_carry), int(a) + int(b) + carry) == (carry, int(tens + ones))
             carry, digits = int(tens), ones + digits
         assert int(str(carry) + digits) == problem.first + problem.second
 
 
 @pytest.mark.parametrize("write", [write_worked_answer, write_blurted_answer])
-def test_both_styles_of_answer_are_graded_right(write: object) -> None:
+def test_both_styles_of_answer_are_graded_right(write: Callable[[Addition], str]) -> None:
     rng = random.Random(0)
     for _ in range(100):
         problem = draw_addition(rng, num_digits=3)

@@ -18,6 +18,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -41,8 +42,8 @@ USER_CHANGE = ("check(libc.unshare(spaces | CLONE_NEWUSER)", "check(libc.unshare
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="namespaces are Linux's")
 
 
-def run(code: str, *, stdin: str = "", **limits: float) -> SandboxResult:
-    return asyncio.run(run_in_sandbox(code, stdin=stdin, limits=SandboxLimits(**limits)))  # type: ignore[arg-type]
+def run(code: str, *, stdin: str = "", **limits: Any) -> SandboxResult:
+    return asyncio.run(run_in_sandbox(code, stdin=stdin, limits=SandboxLimits(**limits)))
 
 
 def change_child(monkeypatch: pytest.MonkeyPatch, folder: Path, *changes: tuple[str, str]) -> None:
@@ -207,7 +208,7 @@ def test_a_signal_to_everybody_reaches_nobody_outside() -> None:
     ],
 )
 def test_a_program_that_does_not_end_is_ended_with_all_its_processes(
-    mark: str, code: str, limits: dict[str, float]
+    mark: str, code: str, limits: dict[str, Any]
 ) -> None:
     began = time.monotonic()
     assert run(code, **limits).outcome is Outcome.TIMEOUT

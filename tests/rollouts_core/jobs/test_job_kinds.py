@@ -317,9 +317,10 @@ def test_the_loss_of_evaluation_demonstrations_is_logged_and_scores_checkpoints(
 ) -> None:
     job = sft_job(base, quickstart_dir, eval_every=2).model_copy(update={"eval_data": rows(quickstart_dir, "sft")})
     result = do(job, tmp_path / "run")
-    logged = {row["step"]: row.get("eval_loss") for row in read_metrics(tmp_path / "run/metrics.jsonl")}
-    assert [step for step, loss in logged.items() if loss] == [2, 4]
-    assert [entry["score"] for entry in result["checkpoints"]] == [-logged[2], -logged[4]]
+    metrics = read_metrics(tmp_path / "run/metrics.jsonl")
+    losses = {row["step"]: row["eval_loss"] for row in metrics if row.get("eval_loss")}
+    assert list(losses) == [2, 4]
+    assert [entry["score"] for entry in result["checkpoints"]] == [-losses[2], -losses[4]]
 
 
 @pytest.mark.slow

@@ -115,7 +115,8 @@ def start(directory: Path, *, attempt: int = 1) -> subprocess.Popen[bytes]:
 
 def said_by(process: subprocess.Popen[bytes]) -> str:
     """What a job has said so far, in all its attempts."""
-    return Path(process.args[-1]).with_name("log.txt").read_text()  # type: ignore[index]
+    assert isinstance(process.args, list)
+    return Path(str(process.args[-1])).with_name("log.txt").read_text()
 
 
 def wait_while_it_runs(condition: Callable[[], object], process: subprocess.Popen[bytes], timeout_s: float) -> None:

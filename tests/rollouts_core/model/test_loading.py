@@ -290,7 +290,7 @@ TINY = {
 }
 
 
-class ColdModel(LlamaForCausalLM):  # type: ignore[misc]  # transformers has no types
+class ColdModel(LlamaForCausalLM):
     """A model that halves its logits and tells nobody."""
 
     def forward(self, *inputs: Any, **settings: Any) -> Any:  # Any: whatever a model takes
@@ -299,7 +299,7 @@ class ColdModel(LlamaForCausalLM):  # type: ignore[misc]  # transformers has no 
         return output
 
 
-class CautiousModel(LlamaForCausalLM):  # type: ignore[misc]  # transformers has no types
+class CautiousModel(LlamaForCausalLM):
     """A model whose logits, small as they are when it is loaded, stay below 50."""
 
     def forward(self, *inputs: Any, **settings: Any) -> Any:  # Any: whatever a model takes

@@ -60,9 +60,10 @@ def test_norms_of_another_formula_stay() -> None:
 
 def _run(norm: nn.Module, x: torch.Tensor, grad: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Output, gradient of the input, gradient of the weight."""
-    inputs = x.clone().requires_grad_()
+    inputs, weight = x.clone().requires_grad_(), norm.weight
     output = norm(inputs)
-    norm.weight.grad = None
+    norm.zero_grad()
     output.backward(grad)
-    assert inputs.grad is not None and norm.weight.grad is not None
-    return output.detach(), inputs.grad, norm.weight.grad
+    assert isinstance(weight, torch.Tensor)
+    assert inputs.grad is not None and weight.grad is not None
+    return output.detach(), inputs.grad, weight.grad

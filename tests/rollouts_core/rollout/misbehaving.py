@@ -55,7 +55,7 @@ class Connection(BaseHTTPRequestHandler):
             logprobs = {"token_logprobs": changes.pop("logprobs", [-1.0, -2.0])}
             return {"choices": [{"token_ids": [5, 6], "logprobs": logprobs, "finish_reason": "length", **changes}]}
         logprobs = changes.pop("logprobs", [-1.0, -2.0])
-        meta = {"finish_reason": {"type": "length"}, "weight_version": "default"}
+        meta: dict[str, Json] = {"finish_reason": {"type": "length"}, "weight_version": "default"}
         if logprobs is not None:
             meta["output_token_logprobs"] = [[logprob, 0, None] for logprob in logprobs]
         renamed = {"output_ids": changes.pop("token_ids", [5, 6]), **changes}

@@ -175,7 +175,7 @@ def test_training_sees_the_tokens_that_were_sampled_where_their_text_would_give_
     [sample] = asyncio.run(generate([pending]))
     trained = [token for token, weight in zip(sample.tokens, sample.loss_mask, strict=True) if weight]
     assert trained == [0, 1, 4, 2, 4]
-    again = tokenize_prompt(tokenizer, [Message(m) for m in sample.metadata["conversation"][:3]])
+    again = tokenize_prompt(tokenizer, sample.metadata["conversation"][:3])
     assert again != engine.requests[1].prompt_tokens
 
 

@@ -265,9 +265,18 @@ def test_an_environment_that_never_answers_ends_the_run_and_is_never_a_reward(
     tokenizer: PreTrainedTokenizerBase, model_dir: Path
 ) -> None:
     environment = f"{__name__}:SilentEnvironment"
-    limits = {"multi_turn": MultiTurnConfig(reply_timeout_s=0.05), "max_environment_retries": 1}
-    limits |= {"max_environment_failure_share": 0.02, "max_outage_minutes": 0}
     words = r"2 of the last \d groups .* SilentEnvironment on prompt 'sum-\d' did not answer within 0.05 s"
     with misbehaving("sglang", end_turn) as server, pytest.raises(EnvironmentOutageError, match=words):
-        sample_batch("sglang", server.url, tokenizer, model_dir, environment=environment, reward_fn="", **limits)
+        sample_batch(
+            "sglang",
+            server.url,
+            tokenizer,
+            model_dir,
+            environment=environment,
+            reward_fn="",
+            multi_turn=MultiTurnConfig(reply_timeout_s=0.05),
+            max_environment_retries=1,
+            max_environment_failure_share=0.02,
+            max_outage_minutes=0,
+        )
     assert server.num_asked >= 2 * 2 * 2  # both samples of two groups, each begun twice

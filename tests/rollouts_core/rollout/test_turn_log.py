@@ -60,12 +60,12 @@ def manager_of(
     return AsyncRolloutManager(DataBuffer(make_prompts(4)), config, generate_fn=generate, reward_fn=environment.grade)
 
 
-async def stop_amid(manager: AsyncRolloutManager, is_there: asyncio.Event) -> dict[str, Any]:
+async def stop_amid(manager: AsyncRolloutManager, is_there: asyncio.Event) -> list[Any]:
     """What a checkpoint amid a batch says, read back from JSON."""
     async with manager:
         batch = asyncio.create_task(manager.generate_batch())
         await is_there.wait()
-        state: dict[str, Any] = json.loads(json.dumps([manager.data_buffer.state_dict(), manager.state_dict()]))
+        state: list[Any] = json.loads(json.dumps([manager.data_buffer.state_dict(), manager.state_dict()]))
         batch.cancel()
     return state
 

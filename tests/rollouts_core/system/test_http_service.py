@@ -9,6 +9,7 @@ import asyncio
 import time
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
+from functools import partial
 from typing import Any
 
 import pytest
@@ -35,7 +36,7 @@ def ask_all(service: HTTPService, num: int) -> list[int]:
     """The answers to so many requests at the same time."""
 
     async def ask() -> list[int]:
-        return await gather([lambda n=n: service.ask({"n": n}, lambda answer: int(answer["n"])) for n in range(num)])
+        return await gather([partial(service.ask, {"n": n}, lambda answer: int(answer["n"])) for n in range(num)])
 
     return asyncio.run(ask())
 

@@ -200,7 +200,7 @@ def prepare_imports(checkout: Path, *, stand_ins: Sequence[str] = (), folders: S
     def uncompiled(function: Any = None, **_options: Any) -> Any:
         return function if function is not None else (lambda inner: inner)
 
-    torch.compile = uncompiled
+    torch.compile = uncompiled  # type: ignore[assignment]
 
 
 def bare_package(name: str, folder: Path) -> None:

@@ -32,7 +32,7 @@ def _loss_case(checkout: Path) -> Case:
     mask_BT = tensor("loss_mask_BT")
 
     def loss_of_example(policy_logprobs_BT: torch.Tensor, rows: slice) -> torch.Tensor:
-        namespace = {
+        namespace: dict[str, Any] = {
             "torch": torch,
             "logp": (policy_logprobs_BT * mask_BT)[rows],
             "advantages": tensor("advantages_B")[rows],

@@ -43,7 +43,7 @@ def _trace(reward: float) -> SimpleNamespace:
     return SimpleNamespace(id="made", reward=reward, has_error=False, agent=agent, nodes=[node])
 
 
-def _group_advantages(algorithm: type, settings: dict[str, Any], rewards: list[float]) -> list[float]:
+def _group_advantages(algorithm: type[Any], settings: dict[str, Any], rewards: list[float]) -> list[float]:
     traces = [_trace(reward) for reward in rewards]
     episodes = [SimpleNamespace(traces=[trace]) for trace in traces]
     asyncio.run(algorithm.score_group(SimpleNamespace(**settings), episodes))
@@ -144,7 +144,8 @@ def record(checkout: Path) -> list[Case]:
     folders = ("src", "packages/prime-rl-configs/src")
     prepare_imports(checkout, stand_ins=STAND_INS, folders=folders)
     # its configuration records are pydantic models with a way to read files, which nothing here uses
-    importlib.import_module("pydantic_config").BaseConfig = pydantic.BaseModel
+    pydantic_config: Any = importlib.import_module("pydantic_config")
+    pydantic_config.BaseConfig = pydantic.BaseModel
     for package in ("prime_rl.orchestrator", "prime_rl.orchestrator.algo"):
         bare_package(package, checkout / "src" / package.replace(".", "/"))
     return [*_advantage_cases(), *_loss_cases(), *_defaults_cases()]

@@ -265,7 +265,8 @@ def record(checkout: Path) -> list[Case]:
     if INPUTS["group_index_B"] != [row for row, (start, end) in enumerate(PROMPTS) for _ in range(start, end)]:
         raise ValueError("The prompts of the rows must be those of group_index_B.")
     prepare_imports(checkout, stand_ins=STAND_INS)
-    importlib.import_module("ray").is_initialized = lambda: False
+    ray: Any = importlib.import_module("ray")
+    ray.is_initialized = lambda: False
     for package in ("skyrl.backends", "skyrl.backends.skyrl_train", "skyrl.backends.skyrl_train.utils"):
         bare_package(package, checkout / package.replace(".", "/"))
     return [
