@@ -4,12 +4,13 @@ import sys
 import types
 from pathlib import Path
 
-# Of the package around this one nothing is known: its other modules may need more than the standard library.
-infra = types.ModuleType("infra")
-infra.__path__ = [str(Path(__file__).parents[1])]
-sys.modules["infra"] = infra
-del sys.path[0]  # this folder, in which modules have names that others may mean
+if __name__ == "__main__":
+    # Of the package around this one nothing is known: its other modules may need more than the standard library.
+    infra = types.ModuleType("infra")
+    infra.__path__ = [str(Path(__file__).parents[1])]
+    sys.modules["infra"] = infra
+    del sys.path[0]  # this folder, in which modules have names that others may mean
 
-from infra.supervisor.verbs import main  # noqa: E402
+    from infra.supervisor.verbs import main
 
-sys.exit(main(sys.argv))
+    sys.exit(main(sys.argv))
