@@ -151,7 +151,7 @@ def test_a_server_whose_generation_fails_ends_with_an_error(model_dir: Path, mon
 
     def ask_from_outside(url: str) -> None:
         body = {"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 4, "ignore_eos": True}}
-        threading.Thread(target=lambda: httpx.post(f"{url}/generate", json=body), daemon=True).start()
+        threading.Thread(target=lambda: httpx.post(f"{url}/generate", json=body, timeout=60.0), daemon=True).start()
 
     with pytest.raises(EngineError, match="stopped generating"):
         serve(model_dir, port=0, on_ready=ask_from_outside)
@@ -168,14 +168,14 @@ def test_a_server_without_memory_ends_with_the_sentence_that_says_what_to_lower(
 
     def ask(url: str) -> None:
         body = {"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 4, "ignore_eos": True}}
-        answers.append(httpx.post(f"{url}/generate", json=body))
+        answers.append(httpx.post(f"{url}/generate", json=body, timeout=60.0))
 
     def ask_from_outside(url: str) -> None:
         threading.Thread(target=ask, args=(url,), daemon=True).start()
 
     with pytest.raises(NoMemoryError, match=r"^lower deployment\.max_running_requests$"):
         serve(model_dir, port=0, on_ready=ask_from_outside)
-    wait_until(lambda: bool(answers), timeout_s=10)
+    wait_until(lambda: bool(answers))
     assert (answers[0].status_code, answers[0].json()["error"]["message"]) == (
         400,
         "lower deployment.max_running_requests",
