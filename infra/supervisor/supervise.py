@@ -58,6 +58,7 @@ def supervise(spec: JobSpec, attempt: int, report_fd: int) -> None:
         for name in ("lease", f"spare-{attempt}"):
             internal_path(spec.run_dir, name).touch()
         write_meta(spec.run_dir, meta)
+        log = CappedLog(log_path, spec.max_log_bytes)  # before anybody hears of the start, and looks for it
         slots = GPUSlots(spec, find_gpu_slots(spec.gpus, os.environ.get("CUDA_VISIBLE_DEVICES")))
         waits_for = slots.take()
         program = None if waits_for else spawn_program(spec, attempt, slots.descriptors)
@@ -68,7 +69,7 @@ def supervise(spec: JobSpec, attempt: int, report_fd: int) -> None:
         return
     update_meta(spec.run_dir, {**meta, "pid": program and program.process.pid, "waits_for": waits_for})
     report(report_fd, {})
-    with CappedLog(log_path, spec.max_log_bytes) as log:
+    with log:
         started_program = program or wait_and_spawn(spec, meta, slots, waits_for, log)
         if isinstance(started_program, Program):
             ending, restarts = run_with_restarts(started_program, spec, meta, log, slots)

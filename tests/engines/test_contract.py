@@ -194,11 +194,12 @@ def test_an_update_amid_completions_mixes_no_weights_and_each_completion_says_it
 def num_running(server: Server) -> int:
     """Requests that the server works on, by its own count."""
     if server.job.engine.kind == "vllm":
-        lines = httpx.get(f"{server.url}/metrics").text.splitlines()
+        lines = httpx.get(f"{server.url}/metrics", timeout=60.0).text.splitlines()
         return int(sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:num_requests_running")))
     if server.job.engine.kind == "sglang":
-        return sum(int(load["num_running_reqs"]) for load in httpx.get(f"{server.url}/v1/loads").json()["loads"])
-    return int(httpx.get(f"{server.url}/server_info").json()["internal_states"][0]["num_running_reqs"])
+        loads = httpx.get(f"{server.url}/v1/loads", timeout=60.0).json()["loads"]
+        return sum(int(load["num_running_reqs"]) for load in loads)
+    return int(httpx.get(f"{server.url}/server_info", timeout=60.0).json()["internal_states"][0]["num_running_reqs"])
 
 
 def test_requests_that_nobody_waits_for_any_more_are_ended(server: Server) -> None:

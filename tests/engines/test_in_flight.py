@@ -73,14 +73,23 @@ async def publish_amid(server: Server, in_flight: InFlight, start: SavedModel, t
     client = server.client()
     engine = InFlightEngine(client, in_flight)
     try:
-        await engine.load_weights(start.directory, "start-1")
-        with anyio.fail_after(120):
-            while not await is_seen_at_work(server, under_way := start_all(engine)):
-                await under_way  # they ended before the server told of them
-        await engine.load_weights(trained.directory, "trained-1")
-        return await under_way
+        for _ in range(10):
+            await engine.load_weights(start.directory, "start-1")
+            with anyio.fail_after(120):
+                while not await is_seen_at_work(server, under_way := start_all(engine)):
+                    await under_way  # they ended before the server told of them
+            await engine.load_weights(trained.directory, "trained-1")
+            completions = await under_way
+            if in_flight == "finish" or most_versions(completions) > 1:
+                return completions
+        raise AssertionError("the requests ended every time before the weights were published")
     finally:
         await client.aclose()
+
+
+def most_versions(completions: Sequence[Completion]) -> int:
+    """Of how many versions the tokens of one completion are at most."""
+    return max(len({version for version, begin, end in c.version_spans if begin < end}) for c in completions)
 
 
 @pytest.mark.parametrize("in_flight", ["finish", "abort", "continue"])
@@ -94,5 +103,4 @@ def test_every_token_is_of_the_version_that_its_span_names(
     completions = asyncio.run(publish_amid(server, in_flight, start, trained))
     check_spans({"start-1": start.model, "trained-1": trained.model}, completions)
     assert {completion.status for completion in completions} <= {Status.TRUNCATED, Status.COMPLETED}
-    num_spans = {len({version for version, begin, end in c.version_spans if begin < end}) for c in completions}
-    assert max(num_spans) == (1 if in_flight == "finish" else 2)
+    assert most_versions(completions) == (1 if in_flight == "finish" else 2)

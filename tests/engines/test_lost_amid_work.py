@@ -97,7 +97,8 @@ def test_a_kill_amid_requests_loses_no_sample_and_changes_none(pair: list[Server
         with anyio.fail_after(60):
             while not await asyncio.to_thread(num_running, victim):
                 pass
-        httpx.post(f"{victim.url}/pause_generation", json={"mode": "in_place"})  # the kill finds them under way
+        # The kill finds them under way.
+        httpx.post(f"{victim.url}/pause_generation", json={"mode": "in_place"}, timeout=60.0)
         assert num_running(victim) > 0
         await asyncio.to_thread(victim.kill)
         with anyio.fail_after(60):

@@ -184,7 +184,7 @@ def abort_amid(url: str) -> Any:  # Any: JSON
         for line in stream.iter_lines():
             if line.startswith("data: {"):
                 if not last:
-                    assert httpx.post(f"{url}/abort_request", json={"rid": "long"}).status_code == 200
+                    assert httpx.post(f"{url}/abort_request", json={"rid": "long"}, timeout=60.0).status_code == 200
                 last = line
     return json.loads(last.removeprefix("data: "))
 

@@ -14,6 +14,7 @@ import signal
 import socket
 import subprocess
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from flows.server import running_server
 from flows.up import find_serving
 from infra.ledger import Ledger
 from rollouts_core.checkpoint import list_checkpoints, verify_checkpoint
-from tests.flows.conftest import Rollouts, processes_of
+from tests.flows.conftest import Rollouts, pids_of, processes_of
 from tests.flows.test_faults import (
     LONG,
     NUM_STEPS,
@@ -59,8 +60,9 @@ def served(rollouts_alone: Rollouts, quickstart_files: Path) -> Iterator[Rollout
     rollouts.run("down")
     for path in rollouts.store.glob("stages/*/.job/meta-*.json"):
         pid = json.loads(path.read_text())["supervisor_pid"]
-        if Path(f"/proc/{pid}/cmdline").is_file() and str(rollouts.store) in Path(f"/proc/{pid}/cmdline").read_text():
-            os.kill(pid, signal.SIGTERM)
+        if pid in pids_of(rollouts.store):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGTERM)
 
 
 def up(rollouts: Rollouts, *arguments: str) -> str:

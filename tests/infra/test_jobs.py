@@ -94,6 +94,17 @@ def test_a_job_with_a_result_is_finished_and_not_started_again(session: Session,
     assert json.loads((run_dir / "job.json").read_text()) == dict(spec.job)
 
 
+def test_a_job_whose_log_cannot_be_made_does_not_start_and_says_why(session: Session, run_dir: Path) -> None:
+    (run_dir / "log.txt").mkdir(parents=True)
+    with pytest.raises(PermanentInfraError, match=r"cannot be started: .*Is a directory: '.*/log\.txt'"):
+        start_or_attach(session, shell_spec(run_dir, "touch begun"))
+    (run_dir / "log.txt").rmdir()
+    assert not (run_dir / "begun").exists()
+    start_or_attach(session, shell_spec(run_dir, "echo up"))
+    assert wait_for_end(session, run_dir).attempt == 1
+    assert (run_dir / "log.txt").read_text() == "up\n"
+
+
 def test_a_start_while_the_job_runs_attaches(session: Session, run_dir: Path) -> None:
     spec = shell_spec(run_dir, "sleep 60")
     first = start_or_attach(session, spec)

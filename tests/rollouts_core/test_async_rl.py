@@ -376,5 +376,5 @@ def test_an_error_in_training_leaves_no_request_behind(run: Run) -> None:
 
 def requests_of(url: str) -> tuple[int, int]:
     """How many requests a server has running and waiting."""
-    [state] = httpx.get(f"{url}/server_info").json()["internal_states"]
+    [state] = httpx.get(f"{url}/server_info", timeout=60.0).json()["internal_states"]
     return state["num_running_reqs"], state["num_waiting_reqs"]

@@ -105,8 +105,9 @@ def test_a_key_reaches_the_engine_and_those_who_ask_it_and_lies_in_no_file(
     monkeypatch.setenv("ENGINE_KEY", key)
     record = engine.launch_engine.fn(with_key, 0, scope, node)
     try:
-        assert httpx.get(f"{record.url}/model_info").status_code == 401
-        assert httpx.get(f"{record.url}/model_info", headers={"Authorization": f"Bearer {key}"}).status_code == 200
+        assert httpx.get(f"{record.url}/model_info", timeout=60.0).status_code == 401
+        headers = {"Authorization": f"Bearer {key}"}
+        assert httpx.get(f"{record.url}/model_info", headers=headers, timeout=60.0).status_code == 200
         assert engine.launch_engine.fn(with_key, 0, scope, node).url == record.url  # attaches
         files = [path for path in Path(scope.store).rglob("*") if path.is_file()]
         assert Path(record.run_dir) / "job.json" in files
@@ -142,11 +143,11 @@ def test_an_engine_holds_the_gpus_of_its_rl_for_it_against_another_run(
 
 
 def pause(url: str) -> None:
-    assert httpx.post(f"{url}/pause_generation", json={"mode": "in_place"}).status_code == 200
+    assert httpx.post(f"{url}/pause_generation", json={"mode": "in_place"}, timeout=60.0).status_code == 200
 
 
 def is_paused(url: str) -> bool:
-    return bool(httpx.get(f"{url}/server_info").json()["internal_states"][0]["is_paused"])
+    return bool(httpx.get(f"{url}/server_info", timeout=60.0).json()["internal_states"][0]["is_paused"])
 
 
 def test_a_pause_that_a_killed_trainer_left_behind_is_ended_and_that_of_a_living_one_is_not(
@@ -231,15 +232,16 @@ def test_an_engine_on_a_node_of_its_own_asks_for_the_stores_key_and_comes_back_o
     try:
         assert (record.node, Path(record.run_dir).parents[1]) == ("far", tmp_path / "far")
         key = {"Authorization": f"Bearer {own_unit_key(Path(scope.store))}"}
-        assert httpx.get(f"{record.url}/model_info").status_code == httpx.post(record.lease_url).status_code == 401
-        assert httpx.post(record.lease_url, headers=key).status_code == 204
+        assert httpx.get(f"{record.url}/model_info", timeout=60.0).status_code == 401
+        assert httpx.post(record.lease_url, timeout=60.0).status_code == 401
+        assert httpx.post(record.lease_url, headers=key, timeout=60.0).status_code == 204
         assert engine.launch_engine.fn(rl, 0, scope, cluster) == record  # attaches
 
         (program,) = servers_of(far)
         os.kill(program, signal.SIGKILL)
         wait_until(lambda: not servers_of(far) <= {program}, what="another process of the engine")
         assert engine.launch_engine.fn(rl, 0, scope, cluster) == record
-        assert httpx.post(record.lease_url, headers=key).status_code == 204
+        assert httpx.post(record.lease_url, headers=key, timeout=60.0).status_code == 204
         engine.stop_engine.fn(record, scope, cluster)
         assert processes_of(tmp_path / "far") == []
     finally:

@@ -24,6 +24,7 @@ from infra.errors import CommandTimeoutError, NodeUnreachableError, PermanentInf
 from infra.jobs import JobState, cancel_job, follow_job, job_status, start_or_attach
 from infra.node_agent import END_OF_INPUT, FRAME_HEAD, REQUEST
 from infra.providers.ssh import expand_root
+from infra.ssh.agent_call import Agent
 from infra.ssh.ssh_session import SSHSession
 from tests.infra.separate_node import separate_node
 from tests.infra.shell_jobs import is_alive, read_pid, shell_spec, wait_for_end
@@ -391,10 +392,18 @@ def ask_and_cut_off(
 ) -> Iterator["Future[object]"]:
     """Ask over a connection that was used before and carries nothing any more, and then breaks."""
     session.run(["true"], timeout_s=30)
+    is_asked, send = threading.Event(), Agent.send
+
+    def send_and_tell(agent: Agent, *parts: bytes | memoryview) -> bool:
+        is_taken = send(agent, *parts)
+        is_asked.set()
+        return is_taken
+
     server.signal_sessions(signal.SIGSTOP)
-    with ThreadPoolExecutor(1) as pool:
+    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(1) as pool:
+        patch.setattr(Agent, "send", send_and_tell)
         answer = pool.submit(request)
-        time.sleep(0.3)  # it is asked by then
+        assert is_asked.wait(60)
         server.signal_sessions(signal.SIGKILL)
         yield answer
 

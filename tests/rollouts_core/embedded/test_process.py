@@ -6,7 +6,7 @@ Without it its supervisor, or a port, would be left in a state that only a perso
 from __future__ import annotations
 
 import json
-import os
+import select
 import signal
 import socket
 import subprocess
@@ -85,18 +85,40 @@ def test_others_are_answered_beside_patterns_without_end(model: PreTrainedModel,
         assert process.wait(TIMEOUT_S) == 0
 
 
+def connect_and_ask(url: str) -> socket.socket:
+    """The connection of a request for as many tokens as the model may have."""
+    host, port = url.removeprefix("http://").split(":")
+    client = socket.create_connection((host, int(port)), TIMEOUT_S)
+    body = json.dumps({"input_ids": [3], "sampling_params": {"max_new_tokens": 2000, "ignore_eos": True}})
+    client.sendall(f"POST /generate HTTP/1.1\r\nHost: e\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode())
+    return client
+
+
+def is_answered(client: socket.socket, *, within_s: float = 0.0) -> bool:
+    return bool(select.select([client], [], [], within_s)[0])
+
+
+def stop_amid_a_request(process: subprocess.Popen[str], url: str) -> socket.socket:
+    """The connection of a request that the server was at when it was stopped."""
+    for _ in range(10):
+        client = connect_and_ask(url)
+        while not is_answered(client):
+            if httpx.get(f"{url}/server_info", timeout=TIMEOUT_S).json()["internal_states"][0]["num_running_reqs"]:
+                break
+        process.send_signal(signal.SIGSTOP)
+        if not is_answered(client, within_s=0.5):
+            return client
+        client.close()
+        process.send_signal(signal.SIGCONT)  # it had ended a moment before
+    raise AssertionError("the request ended every time before the server was stopped")
+
+
 @pytest.mark.slow
 def test_sigterm_ends_running_requests_with_what_they_have_within_a_second(model_dir: Path) -> None:
-    with serving(model_dir) as (process, url), socket.socket() as client:
-        host, port = url.removeprefix("http://").split(":")
-        client.settimeout(TIMEOUT_S)
-        client.connect((host, int(port)))
-        body = json.dumps({"input_ids": [3], "sampling_params": {"max_new_tokens": 2000, "ignore_eos": True}})
-        client.sendall(f"POST /generate HTTP/1.1\r\nHost: e\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode())
-        while httpx.get(f"{url}/server_info").json()["internal_states"][0]["num_running_reqs"] == 0:
-            time.sleep(0.01)
+    with serving(model_dir) as (process, url), stop_amid_a_request(process, url) as client:
         sent_at = time.monotonic()
-        os.kill(process.pid, signal.SIGTERM)
+        process.send_signal(signal.SIGTERM)
+        process.send_signal(signal.SIGCONT)
         answer = b"".join(iter(lambda: client.recv(65536), b""))
         assert process.wait(TIMEOUT_S) == 0
         assert time.monotonic() - sent_at < TIMEOUT_S / 2  # one second, and room for a busy machine
@@ -129,7 +151,7 @@ def test_a_server_whose_generation_fails_ends_with_an_error(model_dir: Path, mon
 
     def ask_from_outside(url: str) -> None:
         body = {"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 4, "ignore_eos": True}}
-        threading.Thread(target=lambda: httpx.post(f"{url}/generate", json=body), daemon=True).start()
+        threading.Thread(target=lambda: httpx.post(f"{url}/generate", json=body, timeout=60.0), daemon=True).start()
 
     with pytest.raises(EngineError, match="stopped generating"):
         serve(model_dir, port=0, on_ready=ask_from_outside)
@@ -146,14 +168,14 @@ def test_a_server_without_memory_ends_with_the_sentence_that_says_what_to_lower(
 
     def ask(url: str) -> None:
         body = {"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 4, "ignore_eos": True}}
-        answers.append(httpx.post(f"{url}/generate", json=body))
+        answers.append(httpx.post(f"{url}/generate", json=body, timeout=60.0))
 
     def ask_from_outside(url: str) -> None:
         threading.Thread(target=ask, args=(url,), daemon=True).start()
 
     with pytest.raises(NoMemoryError, match=r"^lower deployment\.max_running_requests$"):
         serve(model_dir, port=0, on_ready=ask_from_outside)
-    wait_until(lambda: bool(answers), timeout_s=10)
+    wait_until(lambda: bool(answers))
     assert (answers[0].status_code, answers[0].json()["error"]["message"]) == (
         400,
         "lower deployment.max_running_requests",

@@ -255,7 +255,7 @@ def test_calls_that_wait_for_a_dead_server_are_given_up_together(engine_type: En
     """One after the other they would take the restart timeout once for each."""
 
     async def ask_it() -> float:
-        async with engine_type("http://127.0.0.1:9", restart_timeout_s=0.3) as engine:
+        async with engine_type("http://127.0.0.1:9", restart_timeout_s=2.0) as engine:
             began = perf_counter()
             outcomes = await asyncio.gather(*(engine.generate([REQUEST]) for _ in range(8)), return_exceptions=True)
             took_s = perf_counter() - began
@@ -263,7 +263,7 @@ def test_calls_that_wait_for_a_dead_server_are_given_up_together(engine_type: En
         assert {type(outcome) for outcome in outcomes} == {EngineUnavailableError}
         return took_s
 
-    assert 0.3 <= asyncio.run(ask_it()) < 0.9
+    assert 2.0 <= asyncio.run(ask_it()) < 10.0  # and not 16
 
 
 @BOTH

@@ -73,7 +73,7 @@ def address_of(url: str) -> EngineAddress:
 def test_whoever_has_the_key_renews_and_nobody_else_as_long_as_the_engine_lives(lease_file: Path) -> None:
     with offered(lease_file) as (url, engine):
         assert httpx.post(url, timeout=60.0).status_code == 401
-        assert httpx.post(url, headers={"Authorization": "Bearer guessed"}).status_code == 401
+        assert httpx.post(url, headers={"Authorization": "Bearer guessed"}, timeout=60.0).status_code == 401
         assert lease_file.stat().st_mtime == LONG_AGO
         renew_lease(address_of(url), KEY)
         assert lease_file.stat().st_mtime > LONG_AGO

@@ -26,7 +26,7 @@ def command_line(pid: int) -> str:
     """Empty where it has ended, also where nobody has asked how."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):
         return ""
 
 
