@@ -27,6 +27,7 @@ from infra.session import LocalSession
 from rollouts_core.config import EngineKind
 from rollouts_core.engines import Completion, EnginePool, RoutedPool, SGLangEngine, SGLangRouter
 from rollouts_core.engines.router_process import RouterProcess, started_router
+from rollouts_core.engines.silence import SILENCE_TIMEOUT_S
 from rollouts_core.errors import EngineUnavailableError
 from rollouts_core.metrics import read_metrics
 from tests.engines.conftest import SavedModel
@@ -118,14 +119,19 @@ def pair(
         yield [stack.enter_context(serving(kind, start.directory, folder / name)) for name in ("one", "two")]
 
 
-def with_pool(router: Router, servers: list[Server], use: Callable[[RoutedPool], Awaitable[ResultT]]) -> ResultT:
+def with_pool(
+    router: Router,
+    servers: list[Server],
+    use: Callable[[RoutedPool], Awaitable[ResultT]],
+    *,
+    silence_timeout_s: float = SILENCE_TIMEOUT_S,
+) -> ResultT:
     """What `use` returns of the servers behind the router."""
 
     async def run() -> ResultT:
-        clients = [server.client() for server in servers]
-        engines = [client for client in clients if isinstance(client, SGLangEngine)]
-        for engine in engines:
-            engine._keeper.restart_timeout_s = 5.0
+        engines = [
+            SGLangEngine(server.url, restart_timeout_s=5.0, silence_timeout_s=silence_timeout_s) for server in servers
+        ]
         pool = EnginePool(engines, retry_s=0.2)
         async with RoutedPool(SGLangRouter(router.url), pool, engines) as routed:
             await routed.wait_until_ready(60.0)
@@ -194,16 +200,19 @@ def test_an_engine_that_stands_still_amid_requests_of_the_routers_is_done_withou
     async def generate_around_a_stop(pool: RoutedPool) -> list[Completion]:
         await pool.load_weights(trained.directory, "trained-4")
         completions = await pool.generate(REQUESTS)
-        for engine in pool._engines:
-            engine.watch.timeout_s = 6.0
-        under_way = asyncio.ensure_future(pool.generate(LONG_REQUESTS))
-        with anyio.fail_after(60):
-            while not await asyncio.to_thread(num_running, still):
-                if under_way.done():  # before anybody looked
-                    under_way = asyncio.ensure_future(pool.generate(LONG_REQUESTS))
-        os.killpg(process_group, signal.SIGSTOP)
-        completions += await asyncio.wait_for(under_way, 120)
+        for _ in range(10):
+            under_way = asyncio.ensure_future(pool.generate(LONG_REQUESTS))
+            with anyio.fail_after(60):
+                while not await asyncio.to_thread(num_running, still):
+                    if under_way.done():  # before anybody looked
+                        under_way = asyncio.ensure_future(pool.generate(LONG_REQUESTS))
+            os.killpg(process_group, signal.SIGSTOP)
+            answered = await asyncio.wait_for(under_way, 120)
+            if pool.pool.quarantined:
+                break
+            os.killpg(process_group, signal.SIGCONT)  # all of them had ended a moment before
         assert pool.pool.quarantined.keys() == {still.url}
+        completions += answered
         completions += await pool.generate(REQUESTS)
         os.killpg(process_group, signal.SIGCONT)
         with anyio.fail_after(90):
@@ -212,7 +221,7 @@ def test_an_engine_that_stands_still_amid_requests_of_the_routers_is_done_withou
         return completions + await pool.generate(REQUESTS)
 
     try:
-        completions = with_pool(router, pair, generate_around_a_stop)
+        completions = with_pool(router, pair, generate_around_a_stop, silence_timeout_s=6.0)
     finally:
         os.killpg(process_group, signal.SIGCONT)
     assert len(completions) == 3 * len(REQUESTS) + len(LONG_REQUESTS)
