@@ -378,7 +378,7 @@ def assert_goes_on(directory: Path) -> None:
     """The job trains at least one more step."""
     before = len(read_json_lines(directory / "metrics.jsonl"))
     assert exits_of(directory) == []
-    wait_until(lambda: len(read_json_lines(directory / "metrics.jsonl")) > before, what="one more step", timeout_s=10)
+    wait_until(lambda: len(read_json_lines(directory / "metrics.jsonl")) > before, what="one more step")
 
 
 def assert_resumed(directory: Path, *, attempt: int) -> None:

@@ -149,7 +149,7 @@ def test_a_server_is_shared_stays_until_the_last_user_leaves_and_leaves_nothing(
         first_pid = keeper_pid(store)
     assert second_url == address.api_url
     time.sleep(3)
-    assert is_healthy(address)
+    wait_until(lambda: is_healthy(address))
     assert keeper_pid(store) == first_pid
     second_user.communicate("")
     wait_until(lambda: not processes_of(store))
@@ -183,7 +183,7 @@ def test_who_joins_while_the_server_stops_gets_one_that_stays(store: Path) -> No
     wait_until(lambda: not is_healthy(address))  # from here on it is stopping, and may still be there
     with local_server(store) as joined:
         time.sleep(2.5)
-        assert is_healthy(joined)
+        wait_until(lambda: is_healthy(joined))
 
 
 @pytest.mark.slow
@@ -194,7 +194,7 @@ def test_the_address_left_by_a_killed_keeper_is_not_believed(store: Path) -> Non
         wait_until(lambda: not is_healthy(address))
         assert (store / "prefect" / "server.json").exists()
         with local_server(store) as fresh:
-            assert is_healthy(fresh)
+            wait_until(lambda: is_healthy(fresh))
             assert keeper_pid(store) != killed_pid
 
 
@@ -310,7 +310,7 @@ def test_the_environment_it_made_itself_is_not_taken_for_the_users_server(
     for name, value in prefect_environment(store, gone).items():
         monkeypatch.setenv(name, value)
     with local_server(store) as address:
-        assert is_healthy(address)
+        wait_until(lambda: is_healthy(address))
         assert address.api_url != gone.api_url
 
 

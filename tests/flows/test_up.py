@@ -191,7 +191,7 @@ def test_a_killed_serving_process_is_noticed_and_up_starts_another(served: Rollo
     killed = find_serving(served.store)
     assert killed is not None
     os.kill(killed.pid, signal.SIGKILL)
-    wait_until(lambda: find_serving(served.store) is None, what="the death being noticed", timeout_s=10)
+    wait_until(lambda: find_serving(served.store) is None, what="the death being noticed")
     assert (served.store / "prefect/serving.json").exists()
     code, output = served.run("run", "--deployment", "quickstart")
     assert code == 2

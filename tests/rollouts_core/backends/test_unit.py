@@ -153,7 +153,7 @@ def test_launchers_meet_by_their_key_and_each_beat_renews_the_lease(
 def linked(monkeypatch: pytest.MonkeyPatch, sent: list[int]) -> Iterator[tuple[Link, socket.socket]]:
     """A link whose other end is ours; signals that it sends to this process are kept."""
     monkeypatch.setattr(unit, "BEAT_S", 0.05)
-    monkeypatch.setattr(unit, "SILENCE_S", 0.5)
+    monkeypatch.setattr(unit, "SILENCE_S", 2.0)
     monkeypatch.setattr(unit, "LEAVE_S", 0.1)
     monkeypatch.setattr(os, "kill", lambda pid, number: sent.append(number))
     monkeypatch.setattr(signal, "getsignal", lambda number: print)
@@ -166,12 +166,12 @@ def linked(monkeypatch: pytest.MonkeyPatch, sent: list[int]) -> Iterator[tuple[L
 def test_a_machine_that_falls_silent_ends_what_this_one_does(monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[int] = []
     with linked(monkeypatch, sent) as (link, theirs):
-        for _ in range(10):
+        for _ in range(30):
             theirs.sendall(b"\n")
             time.sleep(0.1)
         assert not link.wait_for_end(0.0) and sent == []
-        assert link.wait_for_end(2.0) and "no sign of life" in link.problem
-        wait_until(lambda: sent == [signal.SIGTERM], timeout_s=2.0)
+        assert link.wait_for_end(60.0) and "no sign of life" in link.problem
+        wait_until(lambda: sent == [signal.SIGTERM])
 
 
 @pytest.mark.parametrize(
@@ -184,7 +184,7 @@ def test_how_a_machine_ended_is_heard(
     with linked(monkeypatch, []) as (link, theirs):
         theirs.sendall(said)
         theirs.shutdown(socket.SHUT_RDWR)
-        assert link.wait_for_end(2.0)
+        assert link.wait_for_end(60.0)
     assert link.exit_code == code and link.problem.startswith(problem) and bool(link.problem) == bool(problem)
 
 
@@ -194,11 +194,11 @@ def test_the_first_of_several_machines_that_is_lost_is_named_while_others_are_si
 ) -> None:
     """They wait for it themselves; what this one started has ended, so nothing is left to be signalled."""
     sent: list[int] = []
-    monkeypatch.setattr(unit, "SETTLE_S", 1.0)
+    monkeypatch.setattr(unit, "SETTLE_S", 4.0)
     with linked(monkeypatch, sent) as (first, gone), linked(monkeypatch, sent) as (second, _):
         monkeypatch.setattr(unit, "LEAVE_S", 0.5)
         gone.shutdown(socket.SHUT_RDWR)
-        assert first.wait_for_end(2.0)
+        assert first.wait_for_end(60.0)
         joined = LeaderUnit(
             Meeting(num_nodes=3, node_rank=0, host="", port=1, own_address=""), [trainer()] * 2, [first, second]
         )
@@ -231,8 +231,8 @@ def test_when_the_leaders_launcher_is_killed_the_other_machine_ends(
     with both_started((leader, further), monkeypatch) as processes:
         wait_until(lambda: is_training(leader))
         processes[0].kill()
-        processes[1].wait(40)
-        wait_until(lambda: not find_processes(leader) and not find_processes(further), timeout_s=5)
+        processes[1].wait(120)
+        wait_until(lambda: not find_processes(leader) and not find_processes(further), timeout_s=60)
 
 
 @pytest.mark.slow
@@ -243,8 +243,8 @@ def test_when_another_machines_launcher_is_killed_the_leader_ends_and_names_it(
     with both_started((leader, further), monkeypatch) as processes:
         wait_until(lambda: is_training(leader))
         processes[1].kill()
-        assert processes[0].wait(40) == unit.MACHINE_LOST_CODE
-        wait_until(lambda: not find_processes(leader) and not find_processes(further), timeout_s=5)
+        assert processes[0].wait(120) == unit.MACHINE_LOST_CODE
+        wait_until(lambda: not find_processes(leader) and not find_processes(further), timeout_s=60)
     (failure,) = [line["message"] for line in read_json_lines(leader / "events.jsonl") if line["event"] == "failed"]
     assert failure.startswith("me@far:22 was ended or killed amid the training (its log: ")
     assert (leader / "log.txt").read_text().splitlines()[-1] == f"rollouts: {failure}"
@@ -259,5 +259,5 @@ def test_a_process_of_another_machine_that_is_killed_ends_the_job_and_its_machin
         wait_until(lambda: is_training(leader))
         (worker,) = set(find_processes(further)) - {processes[1].pid}
         os.kill(worker, signal.SIGKILL)
-        assert [process.wait(40) for process in processes] == [1, -signal.SIGKILL]
+        assert [process.wait(120) for process in processes] == [1, -signal.SIGKILL]
     assert f"me@far:22 ended with code -9 (its log: {further}/log.txt there)" in (leader / "log.txt").read_text()
