@@ -1,4 +1,4 @@
-"""What is known about a job; nothing here changes it."""
+"""What is known about a job, and the lease by which somebody keeps it."""
 
 from __future__ import annotations
 
