@@ -42,7 +42,7 @@ from flows.server import ROOT, ServerAddress, ServerError, local_server, running
 from flows.status import describe_machines, describe_reports, describe_runs, going_jobs
 from flows.terminal import DEFAULT_STORE, Port, Store, console
 from flows.tools import TOOLS
-from infra.locks import lock_file, open_lock, try_lock
+from infra.locks import is_locked, lock_file, open_lock, try_lock
 from infra.supervisor.variables import with_absolute_paths
 
 READY_TIMEOUT_S = 180.0
@@ -240,8 +240,7 @@ def require_serving(store: Path) -> Serving:
 
 def _is_locked(home: Path) -> bool:
     """Whether the process lives: a killed one holds no lock, whatever its file says."""
-    with lock_file(home / "serving.lock") as lock:
-        return not try_lock(lock, fcntl.LOCK_EX)
+    return is_locked(home / "serving.lock", fcntl.LOCK_EX)
 
 
 def _start_serving(store: Path, home: Path) -> None:

@@ -5,12 +5,12 @@ Standard library only, and old syntax: whoever runs it has nothing else of ours.
 
 from __future__ import annotations
 
+import importlib
 import importlib.abc
 import importlib.machinery
-import json  # noqa: F401 - for what node_programs.py appends
-import sys  # noqa: F401
+import sys
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -37,3 +37,9 @@ class BundledModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def get_source(self, name: str) -> str:
         """The text, for whoever prints a traceback."""
         return self._sources[name]
+
+
+def import_main(sources: Mapping[str, str], module: str) -> Any:  # Any: what a program calls its entry
+    """The function `main` of a module, which may import all that are given."""
+    sys.meta_path.insert(0, BundledModules(sources))
+    return importlib.import_module(module).main

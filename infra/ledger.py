@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 from infra.errors import LedgerUnwritableError, PermanentInfraError, TransientInfraError
-from infra.locks import lock_file, try_lock
+from infra.locks import lock_file, locked, try_lock
 
 LEDGER_FILE = "ledger.db"
 """Its name in a store."""
@@ -272,8 +272,7 @@ class Ledger:
     def _changing_leases(self, run_dir: str) -> Iterator[None]:
         path = self._path.with_suffix(".changing") / run_dir.rpartition("/")[2]
         path.parent.mkdir(mode=0o700, exist_ok=True)
-        with lock_file(path) as lock:  # the file stays, as that of `renting`
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        with locked(path):  # the file stays, as that of `renting`
             yield
 
     def nodes_at_work(self, directory_name: str, *, besides: str = "") -> set[str]:
@@ -391,8 +390,7 @@ class Ledger:
         """Only one process at a time rents for a run; others wait here."""
         path = self._path.with_suffix(".renting") / run_id
         path.parent.mkdir(mode=0o700, exist_ok=True)
-        with lock_file(path) as lock:  # the file stays: who waits for it must not be left with one that has no name
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        with locked(path):  # the file stays: who waits for it must not be left with one that has no name
             yield
 
     def start_lock(self, stage: str) -> Path:

@@ -1,7 +1,10 @@
 """Locks of files that the kernel frees when their process is gone, on kill -9 too.
 
-Not here: what a lock means (ledger.py, tasks/trainer_nodes.py, flows/server.py).
+Also sent to nodes, as part of the supervisor: standard library only. Not here: what a lock means (ledger.py,
+supervisor/, tasks/trainer_nodes.py, flows/server.py).
 """
+
+from __future__ import annotations
 
 import fcntl
 import os
@@ -30,5 +33,26 @@ def lock_file(path: Path) -> Iterator[int]:
     lock = open_lock(path)
     try:
         yield lock
+    finally:
+        os.close(lock)
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[int]:
+    """Hold a file's exclusive lock for the block, once it can be had; yields its descriptor."""
+    with lock_file(path) as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield lock
+
+
+def is_locked(path: Path, probe: int) -> bool:
+    """Whether a process holds a lock of the file that excludes `probe`, LOCK_SH or LOCK_EX; no file has none."""
+    try:
+        # NFS wants a file to be open for writing where its lock is exclusive; a look at a job needs no such right.
+        lock = os.open(path, os.O_RDONLY if probe == fcntl.LOCK_SH else os.O_RDWR)
+    except FileNotFoundError:
+        return False
+    try:
+        return not try_lock(lock, probe)
     finally:
         os.close(lock)

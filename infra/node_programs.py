@@ -1,18 +1,19 @@
 """Our programs for nodes, each as one text that runs by itself wherever Python is.
 
-A program is a file, or a package whose `verbs.main` gets the command line; both need nothing but the standard library.
-Not here: how a text is sent and run (session.py, node_agent.py).
+A program is a file, or a package whose `verbs.main` gets the command line. A package may import other modules of ours;
+all of them need nothing but the standard library. Not here: how a text is sent and run (session.py, node_agent.py).
 """
 
-import json
+from __future__ import annotations
+
+import ast
+from functools import cache
 from pathlib import Path
 
 from infra import bundle
 
-_IMPORT_ALL = """
-SOURCES = json.loads({sources!r})
-sys.meta_path.insert(0, BundledModules(SOURCES))
-from {package}.verbs import main
+_RUN = """
+main = import_main({sources!r}, "{package}.verbs")
 if __name__ == "__main__":
     sys.exit(main(sys.argv))
 """
@@ -24,12 +25,24 @@ def read_program(source: Path) -> str:
     Args:
         source: its file, or the folder of its package.
     """
-    if source.is_file():
-        return source.read_text(encoding="utf-8")
-    package = f"{source.parent.name}.{source.name}"
-    sources = {f"{package}.{path.stem}": path.read_text(encoding="utf-8") for path in sorted(source.glob("*.py"))}
-    sources[package] = sources.pop(f"{package}.__init__")
-    sources[source.parent.name] = ""
-    del sources[f"{package}.__main__"]
+    return source.read_text(encoding="utf-8") if source.is_file() else _read_package(source)
+
+
+@cache
+def _read_package(source: Path) -> str:
+    package = f"infra.{source.name}"
+    sources = {"infra": "", package: (source / "__init__.py").read_text(encoding="utf-8")}
+    _add_imported(f"{package}.verbs", source.parent, sources)
     loader = Path(bundle.__file__).read_text(encoding="utf-8")
-    return loader + _IMPORT_ALL.format(sources=json.dumps(sources), package=package)
+    return loader + _RUN.format(sources=sources, package=package)
+
+
+def _add_imported(module: str, root: Path, sources: dict[str, str]) -> None:
+    """Add a module of `infra`, which lies in `root`, and all of ours that it imports."""
+    if module in sources:
+        return
+    path = root.joinpath(*module.split(".")[1:]).with_suffix(".py")
+    sources[module] = path.read_text(encoding="utf-8")
+    for node in ast.walk(ast.parse(sources[module])):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("infra."):
+            _add_imported(str(node.module), root, sources)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from infra.supervisor.locks import locked
+from infra.locks import locked
 from rollouts_core.checkpoint import list_checkpoints, verify_checkpoint
 from rollouts_core.errors import CheckpointError
 from rollouts_core.run_directory import RunDirectory

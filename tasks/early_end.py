@@ -22,9 +22,9 @@ from pydantic import BaseModel
 
 from infra.errors import InfraError
 from infra.jobs import JobState, ask_to_finish
+from infra.locks import locked
 from infra.repeating import repeating
 from infra.session import Session
-from infra.supervisor.locks import locked
 from rollouts_core.checkpoint import adopt_checkpoint, list_checkpoints, verify_checkpoint
 from rollouts_core.errors import CheckpointError, RolloutsError
 from rollouts_core.run_directory import RunDirectory

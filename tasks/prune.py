@@ -33,7 +33,7 @@ from infra.ledger import Ledger
 from infra.registry import Model, models, select_models
 from infra.run_ids import short_id
 from infra.stores.download import is_being_fetched
-from infra.supervisor.locks import is_supervised
+from infra.supervisor.status import is_supervised
 from rollouts_core.run_directory import RunDirectory
 from rollouts_core.system.files import remove_partial_directories
 from tasks.places import INPUTS, NAMES, RUNS, STAGES, is_place, places_in

@@ -11,7 +11,6 @@ Not here: the trackers (trackers.py).
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import signal
@@ -25,7 +24,7 @@ from contextvars import copy_context
 from pathlib import Path
 from typing import Any
 
-from infra.locks import lock_file
+from infra.locks import locked
 from rollouts_core.config.messages import first_line
 from rollouts_core.metrics import read_metrics
 from rollouts_core.run_directory import RunDirectory
@@ -113,8 +112,7 @@ def _process_beside(training: TrackedStage, say: Callable[[str], None]) -> Itera
 
 def track(training: TrackedStage, is_over: threading.Event, say: Callable[[str], None]) -> None:
     """Send what the file has and gets until it is over; returns when the tracker has all of it."""
-    with lock_file(training.state.with_suffix(".lock")) as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # a run that was killed may still be sending
+    with locked(training.state.with_suffix(".lock")):  # a run that was killed may still be sending
         tracker = TRACKERS[training.tracker](training, first_unsent_step(training), say)
         say(tracker.shown_at)
         position, is_last = 0, False

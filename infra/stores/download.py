@@ -30,9 +30,9 @@ from infra.errors import (
     PermanentInfraError,
     StoreUnavailableError,
 )
+from infra.locks import locked
 from infra.stores.object_store import ObjectStore
 from infra.stores.publication import MANIFEST, read_manifest_digests, read_publication
-from infra.supervisor.locks import locked
 from infra.sync import receiver
 
 PIECE_BYTES = 8 << 20

@@ -30,7 +30,7 @@ The run directory has to be on a disk whose flock() works between the processes 
 A job that was given GPUs begins when no other has them: see GPUSlots. While it waits it is RUNNING, without a pid.
 
     verbs ─┬─ start ── supervise ─┬─ program ── output        spec       what a client asks for
-           ├─ status              ├─ gpu_slots                files      of a run directory, locks
+           ├─ status              ├─ gpu_slots                files      of a run directory
            ├─ follow              └─ stop_requests            processes  of a job, variables
            └─ cancel
 """

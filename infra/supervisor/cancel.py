@@ -7,12 +7,12 @@ import os
 import time
 from pathlib import Path
 
+from infra.locks import locked
 from infra.supervisor.files import INTERNAL_DIR, POLL_S, JsonObject, exit_path, internal_path, latest_attempt, read_json
 from infra.supervisor.follow import is_followed_elsewhere
-from infra.supervisor.locks import is_supervised, locked
 from infra.supervisor.processes import end_orphans
 from infra.supervisor.spec import JobError
-from infra.supervisor.status import read_status
+from infra.supervisor.status import is_supervised, read_status
 
 CANCEL_MARGIN_S = 15.0
 

@@ -1,6 +1,6 @@
 """The files of a run directory that the supervisor reads and writes; the package's head lists them.
 
-Not here: their locks (locks.py), what they mean together (status.py).
+Not here: what they mean together (status.py).
 """
 
 from __future__ import annotations

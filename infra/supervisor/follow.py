@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from infra.locks import is_locked
 from infra.supervisor.files import (
     INTERNAL_DIR,
     POLL_S,
@@ -23,8 +24,7 @@ from infra.supervisor.files import (
     parse_object,
     read_from,
 )
-from infra.supervisor.locks import is_locked, is_supervised
-from infra.supervisor.status import read_status
+from infra.supervisor.status import is_supervised, read_status
 
 NO_LOG = -1
 """In place of an offset in the log, from which on it is followed."""

@@ -17,8 +17,8 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from infra.locks import locked
 from infra.supervisor.files import READ_BYTES, parse_object
-from infra.supervisor.locks import locked
 from infra.supervisor.processes import find_processes
 from infra.supervisor.spec import FIRST_GPU, JobSpec
 

@@ -14,8 +14,8 @@ import time
 import traceback
 from pathlib import Path
 
+from infra.locks import locked
 from infra.supervisor.files import INTERNAL_DIR, POLL_S, JsonObject, internal_path, read_text, write_json
-from infra.supervisor.locks import locked
 from infra.supervisor.processes import become_subreaper, end_orphans
 from infra.supervisor.program import LEFTOVER_GRACE_S
 from infra.supervisor.spec import JobError, JobSpec

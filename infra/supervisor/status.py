@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import fcntl
 import os
 from pathlib import Path
 
+from infra.locks import is_locked
 from infra.supervisor.files import JsonObject, exit_path, file_size, internal_path, latest_attempt, read_from, read_json
-from infra.supervisor.locks import is_supervised
 from infra.supervisor.processes import find_processes, read_boot_id
+
+
+def is_supervised(run_dir: str) -> bool:
+    """True while a supervisor of this job lives (or one is just being started)."""
+    # Shared: looking never disturbs another look.
+    return is_locked(internal_path(run_dir, "lock"), fcntl.LOCK_SH)
 
 
 def read_status(run_dir: str) -> JsonObject:

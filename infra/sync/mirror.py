@@ -25,10 +25,10 @@ from typing import Any, BinaryIO
 
 from infra.chunks import CHUNK_BYTES
 from infra.errors import DiskFullError, InfraError, PermanentInfraError, TransientInfraError
+from infra.locks import locked
 from infra.repeating import repeating
 from infra.session import Session
 from infra.supervisor.files import parse_object
-from infra.supervisor.locks import locked
 from infra.sync import receiver, sender
 
 LIST_TIMEOUT_S = 60.0

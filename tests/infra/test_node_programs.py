@@ -20,16 +20,17 @@ INFRA = Path(infra.__file__).parent
 SUPERVISOR = Path(supervisor.__file__).parent
 FILES = [
     *sorted(SUPERVISOR.glob("*.py")),
-    *(INFRA / f"{name}.py" for name in ("bundle", "environment_builder", "node_agent", "node_probe")),
+    *(INFRA / f"{name}.py" for name in ("bundle", "environment_builder", "locks", "node_agent", "node_probe")),
     *(INFRA / f"sync/{name}.py" for name in ("receiver", "sender")),
 ]
 VERBS = """
 import traceback
 
 from infra.greeter.words import word
+from infra.mark import MARK
 
 def main(argv):
-    print(word(argv[1]))
+    print(word(argv[1]) + MARK)
     try:
         word(None)
     except TypeError:
@@ -45,12 +46,12 @@ def word(name):
 def test_a_package_is_sent_as_one_text_whose_tracebacks_show_its_lines(tmp_path: Path) -> None:
     package = tmp_path / "infra" / "greeter"
     package.mkdir(parents=True)
-    for name, text in {"__init__": "", "__main__": "", "verbs": VERBS, "words": WORDS}.items():
+    for name, text in {"__init__": "", "verbs": VERBS, "words": WORDS, "../mark": "MARK = '!'"}.items():
         (package / f"{name}.py").write_text(text)
     for sent in ([tmp_path / "sent.py"], ["-c", read_program(package)]):
         (tmp_path / "sent.py").write_text(read_program(package))
         seen = subprocess.run([sys.executable, "-I", *sent, "you"], capture_output=True, text=True, check=False)
-        assert (seen.returncode, seen.stdout) == (3, "hello you\n")
+        assert (seen.returncode, seen.stdout) == (3, "hello you!\n")
         assert "# where it fails" in seen.stderr
 
 
@@ -68,7 +69,8 @@ def test_what_runs_on_nodes_imports_only_the_standard_library_of_an_older_python
     ]
     modules = {alias.name for each in imports if isinstance(each, ast.Import) for alias in each.names}
     modules |= {str(each.module) for each in imports if isinstance(each, ast.ImportFrom)}
-    others = {name for name in modules if path.parent != SUPERVISOR or not name.startswith("infra.supervisor.")}
+    sent_too = {".".join(("infra", *each.relative_to(INFRA).with_suffix("").parts)) for each in FILES}
+    others = modules - sent_too if path.parent == SUPERVISOR else modules
     assert {name.split(".")[0] for name in others} <= sys.stdlib_module_names
     names = {alias.name for each in imports for alias in each.names}
     assert not names & {"Self", "UTC", "StrEnum", "tomllib", "assert_never", "LiteralString"}
@@ -81,11 +83,12 @@ def test_the_supervisor_runs_where_nothing_of_ours_is_installed(is_sent: bool, t
         program.write_text(read_program(SUPERVISOR))
     else:
         shutil.copytree(SUPERVISOR, program)
+        shutil.copy(INFRA / "locks.py", tmp_path)
     seen = subprocess.run(
         [sys.executable, "-I", "-S", "-v", program, "status", tmp_path], capture_output=True, text=True, check=True
     )
     assert json.loads(seen.stdout)["state"] == "ABSENT"
-    assert str(Path(supervisor.__file__).parents[1]) not in seen.stderr, "a module of this checkout was imported"
+    assert str(INFRA) not in seen.stderr, "a module of this checkout was imported"
 
 
 def test_the_supervisor_fits_into_an_argument_of_a_command() -> None:

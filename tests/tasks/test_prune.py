@@ -41,7 +41,7 @@ with Ledger(Path(sys.argv[1])) as ledger, ledger.living_run("dead"):
 HOLDING = """
 import sys
 from pathlib import Path
-from infra.supervisor.locks import locked
+from infra.locks import locked
 with locked(Path(sys.argv[1])):
     print("held", flush=True)
     sys.stdin.read()

@@ -27,7 +27,7 @@ from infra.ledger import LEDGER_FILE, Ledger
 from infra.registry import Alias, Model, current, find_model, history, models, register_model
 from infra.retrainings import Retraining, RetrainingState, retrainings
 from infra.session import LocalSession
-from infra.supervisor.locks import is_supervised
+from infra.supervisor.status import is_supervised
 from rollouts_core.checkpoint import load_manifest, new_checkpoint, verify_checkpoint
 from tasks.prune import plan_prune, remove_folders
 from tasks.retraining import Answer, Compared, Rules, retrain_once

@@ -22,9 +22,9 @@ from flows.status import going_jobs
 from infra.errors import CompletedCommand, TransientInfraError
 from infra.jobs import JobSpec, JobState, job_status, start_or_attach
 from infra.ledger import Ledger
+from infra.locks import is_locked
 from infra.node import Node
 from infra.session import LocalSession, Session
-from infra.supervisor.locks import is_locked
 from tasks import stage as stages
 from tasks.placement import Placement, bring_earlier_work
 from tasks.progress import StageProgress

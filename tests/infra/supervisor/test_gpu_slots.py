@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from infra import jobs, supervisor
+from infra import jobs, locks, supervisor
 from infra.jobs import (
     FIRST_GPU,
     JobSpec,
@@ -323,6 +323,7 @@ def test_the_file_of_a_lock_that_is_held_stays_new_so_that_no_cleaner_of_tmp_tak
 ) -> None:
     hasty = tmp_path / "supervisor"
     shutil.copytree(Path(supervisor.__file__).parent, hasty)
+    shutil.copy(str(locks.__file__), tmp_path)
     text = (hasty / "gpu_slots.py").read_text()
     (hasty / "gpu_slots.py").write_text(text.replace("GPU_FILES_NEW_S = 3600.0", "GPU_FILES_NEW_S = 0.2"))
     assert (hasty / "gpu_slots.py").read_text() != text
