@@ -171,24 +171,22 @@ def _create_chat_judge(config: RewardConfig) -> AskJudge:
     """Greedy, but where the model takes no temperature but its own, as OpenAI's that reason."""
     url = f"{config.url.rstrip('/')}/chat/completions"
     service = HTTPService(url, config)
-
-    is_greedy = True
+    sampling = {"temperature": 0}
 
     def read(answer: Any) -> float:  # Any: JSON
         return read_score(answer["choices"][0]["message"]["content"])
 
     async def ask_judge(question: Message) -> float:
-        nonlocal is_greedy
-        body = {"model": config.model, "messages": [question], **({"temperature": 0} if is_greedy else {})}
+        body = {"model": config.model, "messages": [question]}
         try:
-            score: float = await service.ask(body, read)
+            score: float = await service.ask(body | sampling, read)
         except RefusedError as error:
-            if error.parameter != "temperature" or "temperature" not in body:
+            if error.parameter != "temperature":
                 raise
-            if is_greedy:
-                is_greedy = False
+            if sampling:  # not those who asked before it was known
+                sampling.clear()
                 logger.warning("%s is asked without temperature 0, and may score differently each time: %s", url, error)
-            return await ask_judge(question)
+            score = await service.ask(body, read)
         return score
 
     return ask_judge
