@@ -18,6 +18,13 @@ from tests.infra.delay_proxy import delayed_port
 from tests.infra.ssh_server import SSHServer, find_sshd, running_server
 from tests.mounts import mounted_tmpfs
 
+SESSIONS_OF_JOBS = [
+    "local",
+    *(pytest.param(name, marks=pytest.mark.slow) for name in ("ssh", "far")),
+    pytest.param("stand_in", marks=[pytest.mark.slow, pytest.mark.matrix]),  # a minute: test_ssh_session.py has some
+]
+"""What jobs are tested over: parameters of a fixture that returns `session_called(request)`."""
+
 
 @pytest.fixture(scope="session")
 def ssh_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SSHServer]:

@@ -1,6 +1,9 @@
 """Small shell programs as jobs, and ways to look at their processes."""
 
 import os
+import signal
+import subprocess
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +29,16 @@ def read_pid(path: Path) -> int:
     """The process number that a script writes to a file, once it is there."""
     wait_until(lambda: path.exists() and path.read_text().endswith("\n"))
     return int(path.read_text())
+
+
+def kill_follower(run_dir: Path, store: str = "") -> int:
+    """Kill who follows the job, for a store or for all, and return how many there were: none, when all is said."""
+    table = subprocess.run(["ps", "-A", "-ww", "-o", "pid=,args="], capture_output=True, text=True, check=True).stdout
+    lines = [line for line in table.splitlines() if f" follow {run_dir} " in line and line.endswith(store)]
+    for line in lines:
+        with suppress(ProcessLookupError):  # it has said everything since then
+            os.kill(int(line.split()[0]), signal.SIGKILL)
+    return len(lines)
 
 
 def wait_for_end(session: Session, run_dir: Path) -> JobStatus:
