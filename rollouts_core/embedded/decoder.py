@@ -34,7 +34,7 @@ from rollouts_core.embedded.architecture import (
     load_architecture,
     tensor_shapes,
 )
-from rollouts_core.embedded.projection import Projection, find_row_step
+from rollouts_core.embedded.projection import Projection, choose_library, find_row_step
 from rollouts_core.embedded.segments import SegmentAddress, read_segment
 from rollouts_core.embedded.weights import check_tensors, digest_tensors, read_tensors
 from rollouts_core.errors import CheckpointError, NoMemoryError
@@ -138,7 +138,7 @@ class Decoder:
         self._cos_TD, self._sin_TD = _rotary_tables(
             self.architecture, _round_up(self.context_length, LENGTH_STEP), dtype
         )
-        self.row_step = find_row_step((projection.shape_NK for projection in self._weights.projections), dtype)
+        self.row_step = find_row_step(self._weights.projections)
         self._norm_eps = torch.tensor(self.architecture.norm_eps, dtype=dtype)
         self._kv = self._new_cache(self.row_step, LENGTH_STEP)
         self.load_weights(model_dir)
@@ -462,7 +462,8 @@ def _allocate_weights(architecture: Architecture, dtype: torch.dtype) -> ModelWe
     def allocate_projection(*names: str) -> Projection:
         biases = [f"{name}.bias" for name in names]
         bias = allocate(*biases) if biases[0] in shapes else None
-        return Projection(allocate(*(f"{name}.weight" for name in names)), bias)
+        weight = allocate(*(f"{name}.weight" for name in names))
+        return Projection(weight, bias, choose_library(weight))
 
     def allocate_qk_norm(prefix: str) -> Tensor | None:
         """A row per head; those of the first query head and of the first key head have the checkpoint's names."""
@@ -487,5 +488,6 @@ def _allocate_weights(architecture: Architecture, dtype: torch.dtype) -> ModelWe
     embedding = allocate(EMBEDDING)
     layers = tuple(allocate_layer(f"model.layers.{layer}.") for layer in range(architecture.num_layers))
     norm = allocate("model.norm.weight")
-    head = Projection(embedding if architecture.ties_embeddings else allocate(HEAD))
+    head_weight = embedding if architecture.ties_embeddings else allocate(HEAD)
+    head = Projection(head_weight, None, choose_library(head_weight))
     return ModelWeights(embedding=embedding, layers=layers, norm=norm, head=head, by_name=by_name)
