@@ -115,6 +115,9 @@ class Session(Protocol):
     def write_file(self, path: str, content: bytes) -> None:
         """Write a file atomically; its missing parent directories are made."""
 
+    def expect_chunks(self, num_chunks: int) -> None:
+        """Make ready, beside what is done meanwhile, what so many chunks need that are written soon; never fails."""
+
     def write_chunks(self, path: str, chunks: Sequence[Chunk]) -> dict[int, str]:
         """Write chunks of a file in their places; what else is in it stays, missing parent directories are made.
 
@@ -230,6 +233,9 @@ class LocalSession:
     def write_file(self, path: str, content: bytes) -> None:
         with _named_refusal(path, lambda: len(content)):
             node_agent.write_atomically(Path(path), [content])
+
+    def expect_chunks(self, num_chunks: int) -> None:
+        pass
 
     def write_chunks(self, path: str, chunks: Sequence[Chunk]) -> dict[int, str]:
         num_bytes = 0

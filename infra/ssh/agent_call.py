@@ -100,13 +100,17 @@ class Agent:
             num_bytes -= len(piece)
             yield piece
 
+    def end_input(self) -> None:
+        """Tell it that no other request will come."""
+        self._channel.end_input()
+
     def end(self) -> None:
         """Let it go, at once."""
         self._channel.close()
 
     def end_in_peace(self) -> None:
         """Let it end what it does, and wait for that where it can still be heard."""
-        self._channel.end_input()
+        self.end_input()
         deadline = time.monotonic() + CLOSE_TIMEOUT_S
         with contextlib.suppress(TimeoutError):
             while self._channel.receive(_RECEIVE_BYTES, timeout_s=max(0.0, deadline - time.monotonic())):

@@ -15,6 +15,7 @@ import contextlib
 import errno
 import functools
 import hashlib
+import itertools
 import logging
 import threading
 import time
@@ -100,9 +101,10 @@ class SSHSession:
         """With the connection whose host key it demands."""
         self._may_use_openssh = True
         self._is_closed = False
-        self._preparing = threading.Lock()
         self._lock = threading.Lock()
         self._connecting = {purpose: threading.Lock() for purpose in PURPOSES}
+        self._preparing = {purpose: threading.Lock() for purpose in PURPOSES}
+        """Held while an agent is made ready before it is needed."""
 
     @property
     def python(self) -> str:
@@ -192,6 +194,15 @@ class SSHSession:
     def write_file(self, path: str, content: bytes) -> None:
         self._repeated_if_cut(lambda: self._write(path, content))
 
+    def expect_chunks(self, num_chunks: int) -> None:
+        threading.Thread(target=self._log_in_ahead, args=(num_chunks,), daemon=True).start()
+
+    def _log_in_ahead(self, num_chunks: int) -> None:
+        with contextlib.suppress(InfraError):  # who needs the connection says what is wrong with it
+            if self._connection("control").is_far:
+                for purpose in PIECES[:num_chunks]:
+                    self._make_agent_ready(purpose)
+
     def write_chunks(self, path: str, chunks: Sequence[Chunk]) -> dict[int, str]:
         # What a distant node is sent is limited by the window of each connection.
         purposes: Sequence[Purpose] = PIECES if self._connection("control").is_far else ("bulk",)
@@ -243,6 +254,8 @@ class SSHSession:
     ) -> None:
         with self._lock:
             self._is_closed = True  # a thread that still uses it must not connect again
+            for _, agent in itertools.chain(*self._idle_agents.values()):
+                agent.end_input()  # all say goodbye at the same time
             for purpose in PURPOSES:
                 self._end_idle_agents(purpose)
             if self._openssh_client is not None:
@@ -276,24 +289,28 @@ class SSHSession:
                 self._end_idle_agents("control")  # they may be as dead without its having been noticed
             return ask()
 
-    def _make_agent_ready(self) -> None:
-        """Have an agent, with all programs so far, that answers the next request within one round trip."""
+    def _make_agent_ready(self, purpose: Purpose) -> None:
+        """Begin to make an agent, with all programs so far, that answers the next request within one round trip."""
         with self._lock:
-            if self._is_closed or self._idle_agents["control"] or not self._preparing.acquire(blocking=False):
+            if self._is_closed or self._idle_agents[purpose] or not self._preparing[purpose].acquire(blocking=False):
                 return
-            programs = dict(self._programs)
-        try:
-            agent = self._new_agent("control")
-            agent.programs.update(programs)
-            give_back = functools.partial(self._give_back, "control")
-            request = {"verb": "load", "programs": programs}
-            with AgentCall(agent, request, timeout_s=ANSWER_MARGIN_S, give_back=give_back) as call:
-                call.send_input(())
-                list(call.frames())
-        except InfraError as error:
-            logger.info("no agent at %s is ready before it is needed: %s", self._access.address, error)
-        finally:
-            self._preparing.release()
+            programs = dict(self._programs) if purpose == "control" else {}
+
+        def make() -> None:
+            try:
+                agent = self._new_agent(purpose)
+                agent.programs.update(programs)
+                give_back = functools.partial(self._give_back, purpose)
+                request = {"verb": "load", "programs": programs}
+                with AgentCall(agent, request, timeout_s=ANSWER_MARGIN_S, give_back=give_back) as call:
+                    call.send_input(())
+                    list(call.frames())
+            except InfraError as error:
+                logger.info("no agent at %s is ready before it is needed: %s", self._access.address, error)
+            finally:
+                self._preparing[purpose].release()
+
+        threading.Thread(target=make, name=f"agent for {purpose}", daemon=True).start()
 
     def _begin(self, purpose: Purpose, agent: Agent, request: JsonObject, *, timeout_s: float | None) -> AgentCall:
         program = request.get("program")
@@ -304,8 +321,8 @@ class SSHSession:
 
     def _idle_agent(self, purpose: Purpose) -> Agent | None:
         """One that waits for a request, or is about to."""
-        if purpose == "control" and not self._idle_agents[purpose] and self._preparing.acquire(timeout=ANSWER_MARGIN_S):
-            self._preparing.release()
+        if not self._idle_agents[purpose] and self._preparing[purpose].acquire(timeout=ANSWER_MARGIN_S):
+            self._preparing[purpose].release()
         while True:
             with self._lock:
                 self._check_open()
@@ -407,7 +424,7 @@ class SSHSession:
     ) -> Iterator[Iterator[bytes]]:
         with self._ask(purpose, request) as call:
             if purpose == "control":  # most calls come beside a log that is followed
-                threading.Thread(target=self._make_agent_ready, daemon=True).start()
+                self._make_agent_ready("control")
             call.send_input([stdin], in_background=len(stdin) > _INLINE_BYTES)
             yield self._stdout_of(call, argv)
 

@@ -35,6 +35,8 @@ CALL_TIMEOUT_S = 3600.0
 SMALL_FILE_BYTES = 256 << 10
 BATCH_BYTES = 8 << 20
 """Files up to the first size travel together, about as many bytes as the second at a time."""
+MANY_BYTES = 32 << 20
+"""One connection to a distant node takes about as long for them as it takes to log in several times."""
 MAX_VAIN_ATTEMPTS = 4
 """A copy whose connection breaks is gone on with until so many attempts in a row have brought nothing."""
 FIRST_PAUSE_S = 0.25
@@ -169,6 +171,9 @@ def _make_attempt(
 ) -> bool:
     """Copy files; notes as the last of `num_missing` how many bytes are sent; true when all was there already."""
     sizes = {name: source.size for name, source in sources.items()}
+    large = [source for source in sources.values() if source.size > SMALL_FILE_BYTES]
+    if sum(source.size for source in large) > MANY_BYTES:
+        session.expect_chunks(sum(source.num_chunks for source in large))
     wanted = json.dumps({"sizes": sizes, "chunk_bytes": CHUNK_BYTES}).encode()
     there = _call(session, ["describe", destination], stdin=wanted, may_repeat=True)
     if there["files"] == sizes and _are_same(sources, there["usable"], destination):

@@ -61,15 +61,18 @@ async def carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, d
 
     delivery = asyncio.create_task(deliver())
     content = b"."
-    while content:
-        await has_room.wait()
-        content = await reader.read(READ_BYTES)
-        held.append((loop.time() + delay_s, content))
-        num_held += len(content)
-        has_some.set()
-        if num_held >= MAX_HELD_BYTES:
-            has_room.clear()
-    await delivery
+    try:
+        while content:
+            await has_room.wait()
+            content = await reader.read(READ_BYTES)
+            held.append((loop.time() + delay_s, content))
+            num_held += len(content)
+            has_some.set()
+            if num_held >= MAX_HELD_BYTES:
+                has_room.clear()
+        await delivery
+    finally:
+        delivery.cancel()  # where a program ended early
 
 
 async def serve(target_port: int, *, delay_s: float) -> None:

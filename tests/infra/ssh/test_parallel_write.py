@@ -17,6 +17,8 @@ import pytest
 
 from infra.chunks import CHUNK_BYTES, Chunk
 from infra.errors import DiskFullError, NodeUnreachableError
+from infra.ports import find_free_port
+from infra.session import LocalSession
 from infra.ssh.parallel_write import MAX_SENDERS, ParallelWrite
 from infra.ssh.ssh_session import SSHSession
 from tests.infra.delay_proxy import delayed_port
@@ -45,6 +47,16 @@ def far(server: SSHServer, tmp_path: Path) -> Iterator[SSHSession]:
             yield session
 
 
+def num_logins(server: SSHServer) -> int:
+    """So many connections were let in."""
+    return (server.folder / "log").read_text().count("Accepted publickey")
+
+
+def num_under_way() -> int:
+    """So many connections are being made ahead."""
+    return sum(thread.name.startswith("agent for pieces") for thread in threading.enumerate())
+
+
 @pytest.mark.parametrize("num_bytes", [0, 1, 300_000, ODD_BYTES])
 def test_the_file_is_the_content_whatever_the_pieces(far: SSHSession, tmp_path: Path, num_bytes: int) -> None:
     content = os.urandom(num_bytes)
@@ -58,13 +70,44 @@ def test_the_file_is_the_content_whatever_the_pieces(far: SSHSession, tmp_path: 
 def test_a_large_file_takes_several_connections_and_a_small_one_does_not(
     far: SSHSession, server: SSHServer, tmp_path: Path
 ) -> None:
-    def num_logins() -> int:
-        return (server.folder / "log").read_text().count("Accepted publickey")
-
     far.write_chunks(str(tmp_path / "small"), chunks_of(bytes(1 << 20)))
-    num_for_small = num_logins()
+    num_for_small = num_logins(server)
     far.write_chunks(str(tmp_path / "large"), chunks_of(bytes(4 * CHUNK_BYTES)))
-    assert (num_for_small, num_logins()) == (2, 5), "one is for calls"
+    assert (num_for_small, num_logins(server)) == (2, 5), "one is for calls"
+
+
+def test_connections_for_chunks_that_are_expected_are_made_ahead(
+    far: SSHSession, server: SSHServer, tmp_path: Path
+) -> None:
+    far.expect_chunks(4)
+    wait_until(lambda: num_logins(server) == 5)
+    far.write_chunks(str(tmp_path / "file"), chunks_of(bytes(4 * CHUNK_BYTES)))
+    assert num_logins(server) == 5
+
+
+def test_chunks_that_come_early_wait_for_the_connections_that_are_under_way(
+    far: SSHSession, server: SSHServer, tmp_path: Path
+) -> None:
+    far.run(["true"], timeout_s=30)
+    far.expect_chunks(4)
+    wait_until(lambda: num_under_way() == 4)
+    far.write_chunks(str(tmp_path / "file"), chunks_of(bytes(4 * CHUNK_BYTES)))
+    assert num_logins(server) == 5
+
+
+def test_to_a_near_node_nothing_is_made_ahead(server: SSHServer, tmp_path: Path) -> None:
+    with SSHSession(server.access, python=sys.executable, programs_dir=str(tmp_path / "programs")) as near:
+        near.expect_chunks(4)
+        near.write_chunks(str(tmp_path / "file"), chunks_of(bytes(4 * CHUNK_BYTES)))
+        assert num_logins(server) == 2
+
+
+def test_a_node_that_is_not_there_is_said_by_who_needs_it(server: SSHServer, tmp_path: Path) -> None:
+    access = replace(server.access, port=find_free_port(LocalSession(sys.executable)))
+    with SSHSession(access, python=sys.executable, programs_dir=str(tmp_path / "programs")) as lost:
+        lost.expect_chunks(4)
+        with pytest.raises(NodeUnreachableError):
+            lost.write_chunks(str(tmp_path / "file"), chunks_of(bytes(4 * CHUNK_BYTES)))
 
 
 def test_a_connection_that_breaks_ends_every_sender_and_the_next_try_works(

@@ -67,6 +67,10 @@ class CountingSession(LocalSession):
         self._at = at
         self._action = action
         self.sent: list[int] = []
+        self.expected: list[int] = []
+
+    def expect_chunks(self, num_chunks: int) -> None:
+        self.expected.append(num_chunks)
 
     def write_chunks(self, path: str, chunks: Sequence[Chunk]) -> dict[int, str]:
         return super().write_chunks(path, [Chunk(each.number, self._watched(each)) for each in chunks])
@@ -110,6 +114,14 @@ def flip_a_bit(path: Path, offset: int) -> None:
         byte = file.read(1)[0]
         file.seek(offset)
         file.write(bytes([byte ^ 1]))
+
+
+def test_the_chunks_of_what_is_large_are_expected_before_they_are_sent(source: Path, target: Path) -> None:
+    session = CountingSession()
+    publish_directory(session, source, str(target))
+    (source / "model").write_bytes(bytes(CHUNK_BYTES))
+    publish_directory(session, source, str(target.with_name("small")))
+    assert session.expected == [NUM_CHUNKS]
 
 
 def test_the_next_copy_sends_the_chunks_that_are_missing(source: Path, target: Path) -> None:
