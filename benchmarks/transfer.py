@@ -1,12 +1,13 @@
 """Files to and from a machine that is reached over SSH: this project against ssh, scp, rsync and sftp.
 
-    python benchmarks/transfer.py [--megabytes 1024] [--files 2000] [--round-trip-ms 50] [--rounds 3]
+    python benchmarks/transfer.py [--megabytes 1024] [--shards 200] [--files 2000] [--round-trip-ms 50] [--rounds 3]
 
 An OpenSSH server of its own on loopback, all programs with the same key and cipher (AES-GCM); with --round-trip-ms
 behind a proxy that holds everything back. Every contender connects anew, and they take turns within a round.
 
     one file    ours: publish_directory and pull_run, which verify sha256 on both sides and publish atomically
                 ssh cat, scp, rsync -W: none of them verifies the content
+    shards      of 1 MiB, as datasets and adapters have; against rsync
     many files  of 4 KiB; against paramiko's sftp.put, the usual way from Python, on a tenth of them, and rsync
 """
 
@@ -44,6 +45,7 @@ from tests.infra.delay_proxy import delayed_port
 from tests.infra.ssh_server import running_server
 
 SMALL_FILE_BYTES = 4096
+SHARD_BYTES = 1 << 20
 SFTP_SHARE = 10
 """sftp.put takes a tenth of the files; its time is multiplied."""
 CIPHER = "aes128-gcm@openssh.com"
@@ -67,6 +69,7 @@ def main() -> None:
 def read_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--megabytes", type=int, default=1024, help="MiB of the one file (default: 1024)")
+    parser.add_argument("--shards", type=int, default=200, help="number of files of 1 MiB; 0 for none (default: 200)")
     parser.add_argument("--files", type=int, default=2000, help="number of small files; 0 for none (default: 2000)")
     parser.add_argument("--round-trip-ms", type=float, default=0.0, help="distance of the machine (default: 0)")
     parser.add_argument("--rounds", type=int, default=3, help="turns of every contender (default: 3)")
@@ -91,9 +94,10 @@ class Bench:
 
     def __init__(self, folder: Path, access: SSHAccess) -> None:
         self.access = access
-        self.source, self.small, self.target = folder / "source", folder / "small", folder / "target"
+        self.source, self.target = folder / "source", folder / "target"
+        self.small, self.shards = folder / "small", folder / "shards"
         self.programs_dir = folder / "programs"
-        for directory in (self.source, self.small, self.target):
+        for directory in (self.source, self.small, self.shards, self.target):
             directory.mkdir()
         self._options = ["-i", access.key_file, "-c", CIPHER]
         settings = {"StrictHostKeyChecking": "no", "UserKnownHostsFile": "/dev/null", "LogLevel": "ERROR"}
@@ -170,6 +174,8 @@ def measure(bench: Bench, options: argparse.Namespace) -> dict[str, dict[str, li
             file.write(os.urandom(1 << 20))
     for number in range(options.files):
         (bench.small / f"{number:05d}.json").write_bytes(os.urandom(SMALL_FILE_BYTES))
+    for number in range(options.shards):
+        (bench.shards / f"{number:05d}.arrow").write_bytes(os.urandom(SHARD_BYTES))
     works: dict[str, dict[str, Callable[[], None]]] = {
         "push": {
             "ours": lambda: bench.push(bench.source),
@@ -184,6 +190,11 @@ def measure(bench: Bench, options: argparse.Namespace) -> dict[str, dict[str, li
             "rsync": lambda: bench.rsync(bench.source, is_push=False),
         },
     }
+    if options.shards:
+        works["shards"] = {
+            "ours": lambda: bench.push(bench.shards),
+            "rsync": lambda: bench.rsync(bench.shards, is_push=True),
+        }
     if options.files:
         works["small files"] = {
             "ours": lambda: bench.push(bench.small),
@@ -206,9 +217,10 @@ def measure(bench: Bench, options: argparse.Namespace) -> dict[str, dict[str, li
 
 def render(seconds: Mapping[str, Mapping[str, list[float]]], options: argparse.Namespace) -> str:
     """One table: what each took, and how many times faster ours is."""
+    num_bytes_of = {"shards": options.shards * SHARD_BYTES, "small files": options.files * SMALL_FILE_BYTES}
     rows = []
     for work, contenders in seconds.items():
-        num_bytes = options.files * SMALL_FILE_BYTES if work == "small files" else options.megabytes << 20
+        num_bytes = num_bytes_of.get(work, options.megabytes << 20)
         for name, taken in contenders.items():
             ratios = [other / ours for other, ours in zip(taken, contenders["ours"], strict=True)]
             speeds = range_of([num_bytes / 1e6 / each for each in taken])

@@ -20,6 +20,8 @@ _READ_BYTES = 256 << 10
 class Chunk(NamedTuple):
     """A chunk on its way."""
 
+    name: str
+    """That of its file, below the directory that it goes to."""
     number: int
     pieces: Iterable[bytes]
     """Its content, in order."""

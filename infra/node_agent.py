@@ -9,8 +9,8 @@ has to be installed and no two versions can meet; standard library only, and old
 
 A frame is one byte of kind, four of length, the content. What shells print ahead of the nonce, which comes once, is
 skipped. An input that ends without "end of input" is a broken connection: the command is killed, a file that was to be
-replaced stays, one that is written in chunks has what came. Requests come one after the other, and each is answered by
-a fork of the process that waits for them: opening a channel and starting Python takes more than most answers.
+replaced stays, those that are written in chunks have what came. Requests come one after the other, and each is answered
+by a fork of the process that waits for them: opening a channel and starting Python takes more than most answers.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ import errno
 import fcntl
 import hashlib
 import io
+import itertools
 import json
+import operator
 import os
 import select
 import signal
@@ -39,6 +41,8 @@ from typing import IO, TYPE_CHECKING, Any, BinaryIO, Protocol
 
 FRAME_HEAD = struct.Struct(">cI")
 REQUEST, DATA, END_OF_INPUT = b"R", b"D", b"E"
+NAME = b"N"
+"""Names the file that the pieces belong to from here on."""
 STDOUT, STDERR, DONE = b"o", b"e", b"x"
 READ_BYTES = 1 << 20
 PIPE_BYTES = 1 << 20
@@ -95,7 +99,7 @@ def answer_request(request: JsonObject, stream: BinaryIO, programs: dict[str, ty
         "load": lambda: load(client),
         "run": lambda: run_command(request, client, frames, programs),
         "write": lambda: write_file(request, client),
-        "write_chunks": lambda: write_chunks(request, client),
+        "write_chunks": lambda: write_chunks(request, client.frames()),
         "read": lambda: read_file(request, client, frames),
     }
     try:
@@ -130,8 +134,8 @@ class Client:
         self._stream = stream
         self._is_over = threading.Event()
 
-    def chunks(self) -> Iterator[bytes]:
-        """The content of the data frames up to the end of input.
+    def frames(self) -> Iterator[tuple[bytes, bytes]]:
+        """Kind and content of the frames up to the end of input.
 
         Raises:
             BrokenInputError: the connection ends before that.
@@ -141,7 +145,11 @@ class Client:
             if kind == END_OF_INPUT:
                 self._is_over.set()
                 return
-            yield content
+            yield kind, content
+
+    def chunks(self) -> Iterator[bytes]:
+        """The content of the data frames; as `frames`."""
+        return (content for _, content in self.frames())
 
     def skip_input(self) -> None:
         """Drop what belongs to no verb.
@@ -389,39 +397,52 @@ def write_file(request: JsonObject, client: Client) -> JsonObject:
     return {}
 
 
-def write_chunks(request: JsonObject, client: Client) -> JsonObject:
-    """Write chunks of a file; the answer has the digest of each, by its number."""
-    pieces = (
-        (int.from_bytes(content[:OFFSET_BYTES], "big"), memoryview(content)[OFFSET_BYTES:])
-        for content in client.chunks()
-    )
+def write_chunks(request: JsonObject, frames: Iterable[tuple[bytes, bytes]]) -> JsonObject:
+    """Write chunks of files; the answer has the digest of each, by the file's name and its number."""
     try:
-        return {"digests": list(write_in_place(Path(request["path"]), pieces, request["chunk_bytes"]).items())}
+        digests = write_in_place(Path(request["directory"]), read_pieces(frames), request["chunk_bytes"])
+        return {"digests": [[*chunk, digest] for chunk, digest in digests.items()]}
     except OSError as error:
-        return {"errno": error.errno, "problem": error.strerror}
+        return {"errno": error.errno, "problem": error.strerror, "path": error.filename}
     except ValueError as error:  # a zero byte in the path
-        return {"errno": None, "problem": str(error)}
+        return {"errno": None, "problem": str(error), "path": request["directory"]}
 
 
-def write_in_place(path: Path, pieces: Iterable[tuple[int, bytes | memoryview]], chunk_bytes: int) -> dict[int, str]:
-    """Write pieces of a file, each at its offset, durably; returns the sha256 of each chunk, by its number.
+def read_pieces(frames: Iterable[tuple[bytes, bytes]]) -> Iterator[tuple[str, int, memoryview]]:
+    """Pieces with the names of their files and their offsets there."""
+    name = ""
+    for kind, content in frames:
+        if kind == NAME:
+            name = content.decode()
+        else:
+            yield name, int.from_bytes(content[:OFFSET_BYTES], "big"), memoryview(content)[OFFSET_BYTES:]
 
-    Pieces of a chunk come in order. What else is in the file stays; others may write to it at the same time.
+
+def write_in_place(
+    directory: Path, pieces: Iterable[tuple[str, int, bytes | memoryview]], chunk_bytes: int
+) -> dict[tuple[str, int], str]:
+    """Write pieces of files, each at its offset, durably; returns the sha256 of each chunk, by its file and number.
+
+    Pieces of a chunk come in order. What else is in a file stays; others may write to it at the same time.
 
     Raises:
-        OSError: ESTALE: somebody has taken the file over (receiver.py) or removed it.
+        OSError: with the path; ESTALE: somebody has taken the file over (receiver.py) or removed it.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    digests: dict[int, hashlib._Hash] = {}
-    descriptor = os.open(str(path), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
-    try:
-        for offset, piece in pieces:
-            write_if_ours(descriptor, path, offset, memoryview(piece))
-            digests.setdefault(offset // chunk_bytes, hashlib.sha256()).update(piece)
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-    return {number: digest.hexdigest() for number, digest in digests.items()}
+    digests: dict[tuple[str, int], hashlib._Hash] = {}
+    for name, pieces_of_file in itertools.groupby(pieces, key=operator.itemgetter(0)):
+        path = directory / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(str(path), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+        try:
+            for _, offset, piece in pieces_of_file:
+                write_if_ours(descriptor, path, offset, memoryview(piece))
+                digests.setdefault((name, offset // chunk_bytes), hashlib.sha256()).update(piece)
+            os.fsync(descriptor)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(path)) from error
+        finally:
+            os.close(descriptor)
+    return {chunk: digest.hexdigest() for chunk, digest in digests.items()}
 
 
 def write_if_ours(descriptor: int, path: Path, offset: int, piece: memoryview) -> None:

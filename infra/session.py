@@ -118,15 +118,16 @@ class Session(Protocol):
     def expect_chunks(self, num_chunks: int) -> None:
         """Make ready, beside what is done meanwhile, what so many chunks need that are written soon; never fails."""
 
-    def write_chunks(self, path: str, chunks: Sequence[Chunk]) -> dict[int, str]:
-        """Write chunks of a file in their places; what else is in it stays, missing parent directories are made.
+    def write_chunks(self, directory: str, chunks: Sequence[Chunk]) -> dict[tuple[str, int], str]:
+        """Write chunks of files in their places; what else is in them stays, missing directories are made.
 
-        Returns the sha256 of each chunk, by its number, as it was written, durably.
+        Chunks of one file come one after the other. Returns the sha256 of each chunk, by the name of its file and its
+        number, as it was written, durably.
 
         Raises:
             NodeUnreachableError: the connection broke; some chunks may be there, whole or in part.
             DiskFullError: there is no room for them.
-            TransientInfraError: somebody has moved or removed the file meanwhile.
+            TransientInfraError: somebody has moved or removed a file meanwhile.
         """
 
     def read_file(self, path: str) -> bytes:
@@ -237,20 +238,20 @@ class LocalSession:
     def expect_chunks(self, num_chunks: int) -> None:
         pass
 
-    def write_chunks(self, path: str, chunks: Sequence[Chunk]) -> dict[int, str]:
+    def write_chunks(self, directory: str, chunks: Sequence[Chunk]) -> dict[tuple[str, int], str]:
         num_bytes = 0
 
-        def pieces() -> Iterator[tuple[int, bytes]]:
+        def pieces() -> Iterator[tuple[str, int, bytes]]:
             nonlocal num_bytes
-            for chunk in chunks:
-                offset = chunk.number * CHUNK_BYTES
-                for piece in chunk.pieces:
-                    yield offset, piece
+            for name, number, pieces_of_chunk in chunks:
+                offset = number * CHUNK_BYTES
+                for piece in pieces_of_chunk:
+                    yield name, offset, piece
                     offset += len(piece)
                     num_bytes += len(piece)
 
-        with _named_refusal(path, lambda: num_bytes):
-            return node_agent.write_in_place(Path(path), pieces(), CHUNK_BYTES)
+        with _named_refusal(directory, lambda: num_bytes):
+            return node_agent.write_in_place(Path(directory), pieces(), CHUNK_BYTES)
 
     def read_file(self, path: str) -> bytes:
         try:
@@ -282,7 +283,8 @@ def _named_refusal(path: str, count_bytes: Callable[[], int]) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise refusal_to_write(path, error.errno, error.strerror, num_bytes=count_bytes()) from error
+        named = error.filename or path
+        raise refusal_to_write(named, error.errno, error.strerror, num_bytes=count_bytes()) from error
 
 
 def refusal_to_write(path: str, number: int | None, reason: str | None, *, num_bytes: int) -> InfraError:

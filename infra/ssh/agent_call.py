@@ -18,7 +18,7 @@ from typing import Any, Self
 
 from infra import node_agent
 from infra.errors import NodeUnreachableError, PermanentInfraError, RequestCutError
-from infra.node_agent import DATA, DONE, END_OF_INPUT, FRAME_HEAD, ISOLATED, OFFSET_BYTES, REQUEST
+from infra.node_agent import DATA, DONE, END_OF_INPUT, FRAME_HEAD, ISOLATED, NAME, OFFSET_BYTES, REQUEST
 from infra.ssh.connection import Channel
 
 MAX_GREETING_BYTES = 64 << 10
@@ -203,12 +203,15 @@ class AgentCall:
                     return
         self._agent.send(*_frame(END_OF_INPUT, b""))
 
-    def send_pieces(self, pieces: Iterable[tuple[int, bytes]]) -> None:
-        """Send pieces of a file, each behind its offset there, as the request's input, and that it ends there."""
-        for offset, piece in pieces:
+    def send_pieces(self, pieces: Iterable[tuple[str, int, bytes]]) -> None:
+        """Send pieces of files, each behind its offset there, as the request's input, and that it ends there."""
+        last_name = None
+        for name, offset, piece in pieces:
             head = FRAME_HEAD.pack(DATA, OFFSET_BYTES + len(piece)) + offset.to_bytes(OFFSET_BYTES, "big")
-            if not self._agent.send(head, piece):
+            named = _frame(NAME, name.encode()) if name != last_name else ()
+            if not self._agent.send(*named, head, piece):
                 return
+            last_name = name
         self._agent.send(*_frame(END_OF_INPUT, b""))
 
     def frames(self) -> Iterator[tuple[bytes, bytes]]:

@@ -1,9 +1,9 @@
-"""Write chunks of a file on a node over several connections at once.
+"""Write chunks of files on a node over several connections at once.
 
 Over a long way a connection carries one window per round trip, and the window of an OpenSSH server is 2 MiB: 35 MB/s at
 50 ms, however fast the line. Not here: the connections (ssh_session.py), the node's side (node_agent.py).
 
-    chunks ──> whoever is free ── pieces with their offsets ──> sender 0 ──> the file, each piece in its place
+    chunks ──> whoever is free ── pieces with their offsets ──> sender 0 ──> the files, each piece in its place
                                                            └──> sender 1 ──> ...
 """
 
@@ -21,30 +21,30 @@ Ask = Callable[[int, JsonObject], AgentCall]
 
 
 class ParallelWrite:
-    """Chunks on their way into one file."""
+    """Chunks on their way into the files of one directory."""
 
-    def __init__(self, ask: Ask, path: str, chunks: Sequence[Chunk], *, max_senders: int) -> None:
+    def __init__(self, ask: Ask, directory: str, chunks: Sequence[Chunk], *, max_senders: int) -> None:
         self._ask = ask
-        self._request = {"verb": "write_chunks", "path": path, "chunk_bytes": CHUNK_BYTES}
-        self._num_senders = max(1, min(max_senders, len(chunks)))  # an empty file is a file, too
+        self._request = {"verb": "write_chunks", "directory": directory, "chunk_bytes": CHUNK_BYTES}
+        self._num_senders = min(max_senders, len(chunks))
         self._chunks = iter(chunks)
         self._lock = threading.Lock()
         self._failures: list[BaseException] = []
         self._is_over = threading.Event()
-        self._digests: dict[int, str] = {}
+        self._digests: dict[tuple[str, int], str] = {}
         self.problem: JsonObject | None = None
         """The node's answer that says why it cannot write, once `run` has returned."""
         self.num_sent_bytes = 0
 
-    def run(self) -> dict[int, str]:
-        """Send everything; returns the sha256 of each chunk as the node has written it, durably.
+    def run(self) -> dict[tuple[str, int], str]:
+        """Send everything; returns the sha256 of each chunk as the node has written it, durably, by file and number.
 
         Raises:
             NodeUnreachableError: a connection broke; some chunks may be there, whole or in part.
         """
         if self._num_senders == 1:
             self._send(0)
-        else:
+        elif self._num_senders > 1:
             with ThreadPoolExecutor(self._num_senders, thread_name_prefix="chunks") as pool:
                 try:
                     list(pool.map(self._send, range(self._num_senders)))
@@ -62,13 +62,13 @@ class ParallelWrite:
             if "problem" in call.answer:
                 self.problem = call.answer
                 self._is_over.set()
-            self._digests.update(call.answer.get("digests", ()))
+            self._digests.update(((name, number), digest) for name, number, digest in call.answer.get("digests", ()))
         except BaseException as error:  # noqa: BLE001 - the first one is raised where all have ended
             self._failures.append(error)
             self._is_over.set()
 
-    def _pieces(self) -> Iterator[tuple[int, bytes]]:
-        """The pieces of chunk after chunk, with their offsets in the file, as long as there are some."""
+    def _pieces(self) -> Iterator[tuple[str, int, bytes]]:
+        """The pieces of chunk after chunk, with their files and their offsets there, as long as there are some."""
         while not self._is_over.is_set():
             with self._lock:
                 chunk = next(self._chunks, None)
@@ -78,6 +78,6 @@ class ParallelWrite:
             for piece in chunk.pieces:
                 if self._is_over.is_set():
                     return
-                yield offset, piece
+                yield chunk.name, offset, piece
                 offset += len(piece)
                 self.num_sent_bytes += len(piece)

@@ -203,11 +203,11 @@ class SSHSession:
                 for purpose in PIECES[:num_chunks]:
                     self._make_agent_ready(purpose)
 
-    def write_chunks(self, path: str, chunks: Sequence[Chunk]) -> dict[int, str]:
+    def write_chunks(self, directory: str, chunks: Sequence[Chunk]) -> dict[tuple[str, int], str]:
         # What a distant node is sent is limited by the window of each connection.
         purposes: Sequence[Purpose] = PIECES if self._connection("control").is_far else ("bulk",)
         writing = ParallelWrite(
-            lambda number, request: self._ask(purposes[number], request), path, chunks, max_senders=len(purposes)
+            lambda number, request: self._ask(purposes[number], request), directory, chunks, max_senders=len(purposes)
         )
         try:
             digests = writing.run()
@@ -215,7 +215,7 @@ class SSHSession:
             self._forget_connections(purposes)
             raise
         if writing.problem is not None:
-            raise _refusal(writing.problem, path, writing.num_sent_bytes)
+            raise _refusal(writing.problem, writing.problem["path"], writing.num_sent_bytes)
         return digests
 
     def read_file(self, path: str) -> bytes:

@@ -32,9 +32,8 @@ from infra.sync import receiver
 
 CALL_TIMEOUT_S = 3600.0
 """The node hashes the whole directory within one call: about 1 GB/s."""
-SMALL_FILE_BYTES = 256 << 10
-BATCH_BYTES = 8 << 20
-"""Files up to the first size travel together, about as many bytes as the second at a time."""
+BATCH_BYTES = CHUNK_BYTES
+"""So much goes with one call, over the connection that is there; more has connections of its own."""
 MANY_BYTES = 32 << 20
 """One connection to a distant node takes about as long for them as it takes to log in several times."""
 MAX_VAIN_ATTEMPTS = 4
@@ -171,9 +170,8 @@ def _make_attempt(
 ) -> bool:
     """Copy files; notes as the last of `num_missing` how many bytes are sent; true when all was there already."""
     sizes = {name: source.size for name, source in sources.items()}
-    large = [source for source in sources.values() if source.size > SMALL_FILE_BYTES]
-    if sum(source.size for source in large) > MANY_BYTES:
-        session.expect_chunks(sum(source.num_chunks for source in large))
+    if sum(sizes.values()) > MANY_BYTES:
+        session.expect_chunks(sum(source.num_chunks for source in sources.values()))
     wanted = json.dumps({"sizes": sizes, "chunk_bytes": CHUNK_BYTES}).encode()
     there = _call(session, ["describe", destination], stdin=wanted, may_repeat=True)
     if there["files"] == sizes and _are_same(sources, there["usable"], destination):
@@ -184,10 +182,11 @@ def _make_attempt(
     with _held_folder(session, destination, incoming, sum(sizes.values()) - num_reused_bytes, reused) as taken:
         missing = _missing_chunks(sources, taken)
         num_missing[-1] = sum(sources[name].length_of(number) for name, each in missing.items() for number in each)
-        small = {name: sources[name] for name in missing if sources[name].size <= SMALL_FILE_BYTES}
-        _send_small_files(session, small, incoming)
-        for name in missing.keys() - small.keys():
-            _send_chunks(session, sources[name], missing[name], f"{incoming}/{name}")
+        whole = {name: sources[name] for name, numbers in missing.items() if len(numbers) == sources[name].num_chunks}
+        if sum(source.size for source in whole.values()) > BATCH_BYTES:
+            whole = {name: source for name, source in whole.items() if source.size == 0}
+        _send_batch(session, whole, incoming)
+        _send_chunks(session, sources, {name: missing[name] for name in missing if name not in whole}, incoming)
         manifest = {name: [size, None] for name, size in sizes.items()}
         executable = [name for name, source in sources.items() if is_executable(source.path)]
         _commit(session, destination, incoming, manifest, executable=executable)
@@ -290,40 +289,41 @@ def _check_nesting(root: Path, destination: str) -> None:
         raise PermanentInfraError(f"{root} and {destination} lie in one another: choose another destination")
 
 
-def _send_small_files(session: Session, sources: Mapping[str, SourceFile], incoming: str) -> None:
-    """Send files, many with one call, because a call takes a round trip.
+def _send_batch(session: Session, sources: Mapping[str, SourceFile], incoming: str) -> None:
+    """Send whole files with one call, because a call takes a round trip.
 
     Raises:
         TransientInfraError: some arrived damaged.
     """
-    written: dict[str, str] = {}
+    if not sources:
+        return
     batch = bytearray()
-
-    def send_batch() -> None:
-        written.update(_call(session, ["accept", incoming], stdin=bytes(batch))["digests"])
-        batch.clear()
-
     for name, source in sources.items():
         batch += json.dumps([name, source.size]).encode() + b"\n" + b"".join(source.read(0))
-        if len(batch) > BATCH_BYTES:
-            send_batch()
-    if batch:
-        send_batch()
-    wrong = sorted(name for name, source in sources.items() if written.get(name) != source.digest(0))
-    if wrong:
-        raise TransientInfraError(f"{len(wrong)} files arrived damaged, the first is {wrong[0]!r}: copy again")
+    written = _call(session, ["accept", incoming], stdin=bytes(batch))["digests"]
+    _check_digests(sources, {(name, 0): written.get(name) for name in sources})
 
 
-def _send_chunks(session: Session, source: SourceFile, numbers: Sequence[int], destination: str) -> None:
-    """Send chunks of a file.
+def _send_chunks(
+    session: Session, sources: Mapping[str, SourceFile], numbers: Mapping[str, Sequence[int]], incoming: str
+) -> None:
+    """Send chunks of files, by their numbers.
 
     Raises:
         TransientInfraError: some arrived damaged.
     """
-    written = session.write_chunks(destination, [Chunk(number, source.read(number)) for number in numbers])
-    wrong = [number for number in numbers if written.get(number) != source.digest(number)]
+    chunks = [Chunk(name, number, sources[name].read(number)) for name in numbers for number in numbers[name]]
+    if not chunks:
+        return
+    written = session.write_chunks(incoming, chunks)
+    _check_digests(sources, {(name, number): written.get((name, number)) for name, number, _ in chunks})
+
+
+def _check_digests(sources: Mapping[str, SourceFile], written: Mapping[tuple[str, int], str | None]) -> None:
+    """Return if all chunks were written as they are here."""
+    wrong = sorted({name for (name, number), digest in written.items() if digest != sources[name].digest(number)})
     if wrong:
-        raise TransientInfraError(f"{len(wrong)} chunks of {source.path} arrived damaged: copy again")
+        raise TransientInfraError(f"{len(wrong)} files arrived damaged, the first is {wrong[0]!r}: copy again")
 
 
 def is_executable(path: Path) -> bool:

@@ -5,6 +5,7 @@ Without it a hung command hangs the pipeline, and a reader sees half a file.
 
 import hashlib
 import os
+import re
 import sys
 import time
 from collections.abc import Iterator
@@ -111,12 +112,26 @@ def test_chunks_are_written_in_their_places_and_the_rest_stays(session: Session,
     path.parent.mkdir()
     path.write_bytes(b"?" * CHUNK_BYTES + content[CHUNK_BYTES : 2 * CHUNK_BYTES])
     first, _, last = chunks_of(content)
-    digests = session.write_chunks(str(path), [last, first])
+    digests = session.write_chunks(str(path.parent), [last, first])
     assert path.read_bytes() == content
-    expected = {0: content[:CHUNK_BYTES], 2: content[2 * CHUNK_BYTES :]}
-    assert digests == {number: hashlib.sha256(each).hexdigest() for number, each in expected.items()}
-    assert session.write_chunks(str(path.with_name("empty")), []) == {}
-    assert path.with_name("empty").read_bytes() == b""
+    expected = {("file", 0): content[:CHUNK_BYTES], ("file", 2): content[2 * CHUNK_BYTES :]}
+    assert digests == {chunk: hashlib.sha256(each).hexdigest() for chunk, each in expected.items()}
+    assert session.write_chunks(str(path.parent), []) == {}
+
+
+def test_chunks_of_many_files_are_written_by_one_call(session: Session, tmp_path: Path) -> None:
+    contents = {f"{number % 3}/it's file {number}": os.urandom(1 + 40_000 * number) for number in range(20)}
+    chunks = [chunk for name, content in contents.items() for chunk in chunks_of(content, name=name)]
+    digests = session.write_chunks(str(tmp_path / "there"), chunks)
+    assert {name: (tmp_path / "there" / name).read_bytes() for name in contents} == contents
+    assert digests == {(name, 0): hashlib.sha256(content).hexdigest() for name, content in contents.items()}
+
+
+def test_the_file_that_cannot_be_written_is_named(session: Session, tmp_path: Path) -> None:
+    (tmp_path / "second").mkdir()
+    chunks = [*chunks_of(b"1", name="first"), *chunks_of(b"2", name="second")]
+    with pytest.raises(PermanentInfraError, match=re.escape(f"{tmp_path / 'second'} cannot be written: Is a dir")):
+        session.write_chunks(str(tmp_path), chunks)
 
 
 def test_a_file_that_somebody_takes_over_is_left_alone(session: Session, tmp_path: Path) -> None:
@@ -130,14 +145,14 @@ def test_a_file_that_somebody_takes_over_is_left_alone(session: Session, tmp_pat
         yield b"late"
 
     with pytest.raises(TransientInfraError, match="another copy has taken it over"):
-        session.write_chunks(str(path), [Chunk(0, pieces())])
+        session.write_chunks(str(tmp_path), [Chunk("file", 0, pieces())])
     assert taken.read_bytes() == b"early"
 
 
 @pytest.mark.slow
 def test_a_full_disk_is_named(session: Session, tiny_disk: Path) -> None:
     with pytest.raises(DiskFullError):
-        session.write_chunks(str(tiny_disk / "big"), chunks_of(bytes(4 << 20)))
+        session.write_chunks(str(tiny_disk), chunks_of(bytes(4 << 20), name="big"))
     with pytest.raises(DiskFullError):
         session.write_file(str(tiny_disk / "big"), bytes(4 << 20))
     assert [path.name for path in tiny_disk.iterdir()] == ["big"]

@@ -72,7 +72,7 @@ def test_a_file_goes_through_the_client_which_is_told_everything_that_counts(
     content = os.urandom(3 << 20)
     with session_on(ssh_server.access, tmp_path) as session:
         for _ in range(2):
-            session.write_chunks(str(tmp_path / "file"), chunks_of(content))
+            session.write_chunks(str(tmp_path), chunks_of(content))
         with session.pipe(["cat", str(tmp_path / "file")]) as chunks:
             assert b"".join(chunks) == content
     said = words.read_text().splitlines()
@@ -102,7 +102,7 @@ def test_a_key_file_may_have_any_name(
     key = tmp_path / """it's 100%h ${HOME} "the" key \\ """
     shutil.copy2(ssh_server.client_key_file, key)
     with session_on(replace(ssh_server.access, key_file=str(key)), tmp_path) as session:
-        session.write_chunks(str(tmp_path / "file"), chunks_of(b"content"))
+        session.write_chunks(str(tmp_path), chunks_of(b"content"))
     assert (tmp_path / "file").read_bytes() == b"content"
     assert words.exists() and not caplog.records
 
@@ -118,7 +118,7 @@ def test_a_client_that_fails_is_replaced_by_our_own_connection(
     words = wrap_client(tmp_path / "bin", monkeypatch, action=action)
     with caplog.at_level(logging.WARNING), session_on(ssh_server.access, tmp_path) as session:
         for content in (b"one", b"two"):
-            session.write_chunks(str(tmp_path / "file"), chunks_of(content))
+            session.write_chunks(str(tmp_path), chunks_of(content))
             assert (tmp_path / "file").read_bytes() == content
     assert "files take our own connection" in caplog.text
     assert words.read_text().splitlines().count("-F") == 1, "it is not tried again and again"
@@ -130,7 +130,7 @@ def test_a_large_file_reaches_a_distant_node_whose_client_fails(
     monkeypatch.setattr("infra.ssh.connection._NEAR_S", 0.005)
     wrap_client(tmp_path / "bin", monkeypatch, action="exit 255")
     content = os.urandom(1 << 20)
-    far_session.write_chunks(str(tmp_path / "file"), chunks_of(content * 32))
+    far_session.write_chunks(str(tmp_path), chunks_of(content * 32))
     assert (tmp_path / "file").read_bytes() == content * 32
 
 
@@ -155,7 +155,7 @@ def test_without_a_client_our_own_connection_does_it(
     access = ssh_server.access
     monkeypatch.setenv("PATH", str(tmp_path))
     with session_on(access, tmp_path) as session:
-        session.write_chunks(str(tmp_path / "file"), chunks_of(b"content"))
+        session.write_chunks(str(tmp_path), chunks_of(b"content"))
     assert (tmp_path / "file").read_bytes() == b"content"
 
 
@@ -164,7 +164,7 @@ def test_what_a_distant_node_sends_does_not_go_through_the_client(
 ) -> None:
     monkeypatch.setattr("infra.ssh.connection._NEAR_S", 0.005)
     words = wrap_client(tmp_path / "bin", monkeypatch)
-    far_session.write_chunks(str(tmp_path / "file"), chunks_of(b"content"))
+    far_session.write_chunks(str(tmp_path), chunks_of(b"content"))
     assert (tmp_path / "file").read_bytes() == b"content"
     words.unlink()  # it was asked to send
     with far_session.pipe(["cat", str(tmp_path / "file")]) as chunks:

@@ -57,22 +57,31 @@ def num_under_way() -> int:
     return sum(thread.name.startswith("agent for pieces") for thread in threading.enumerate())
 
 
-@pytest.mark.parametrize("num_bytes", [0, 1, 300_000, ODD_BYTES])
+@pytest.mark.parametrize("num_bytes", [1, 300_000, ODD_BYTES])
 def test_the_file_is_the_content_whatever_the_pieces(far: SSHSession, tmp_path: Path, num_bytes: int) -> None:
     content = os.urandom(num_bytes)
-    digests = far.write_chunks(str(tmp_path / "deep" / "file"), chunks_of(content))
+    digests = far.write_chunks(str(tmp_path / "deep"), chunks_of(content))
     assert (tmp_path / "deep" / "file").read_bytes() == content
     assert [path.name for path in (tmp_path / "deep").iterdir()] == ["file"]
     chunks = [content[start : start + CHUNK_BYTES] for start in range(0, num_bytes, CHUNK_BYTES)]
-    assert digests == {number: hashlib.sha256(chunk).hexdigest() for number, chunk in enumerate(chunks)}
+    assert digests == {("file", number): hashlib.sha256(chunk).hexdigest() for number, chunk in enumerate(chunks)}
+
+
+def test_files_that_are_no_larger_than_a_chunk_go_over_several_connections_too(
+    far: SSHSession, server: SSHServer, tmp_path: Path
+) -> None:
+    contents = {f"shard-{number}": os.urandom(300_000) for number in range(12)}
+    far.write_chunks(str(tmp_path), [chunk for name in contents for chunk in chunks_of(contents[name], name=name)])
+    assert {name: (tmp_path / name).read_bytes() for name in contents} == contents
+    assert num_logins(server) == MAX_SENDERS + 1
 
 
 def test_a_large_file_takes_several_connections_and_a_small_one_does_not(
     far: SSHSession, server: SSHServer, tmp_path: Path
 ) -> None:
-    far.write_chunks(str(tmp_path / "small"), chunks_of(bytes(1 << 20)))
+    far.write_chunks(str(tmp_path), chunks_of(bytes(1 << 20), name="small"))
     num_for_small = num_logins(server)
-    far.write_chunks(str(tmp_path / "large"), chunks_of(bytes(4 * CHUNK_BYTES)))
+    far.write_chunks(str(tmp_path), chunks_of(bytes(4 * CHUNK_BYTES), name="large"))
     assert (num_for_small, num_logins(server)) == (2, 5), "one is for calls"
 
 
@@ -81,7 +90,7 @@ def test_connections_for_chunks_that_are_expected_are_made_ahead(
 ) -> None:
     far.expect_chunks(4)
     wait_until(lambda: num_logins(server) == 5)
-    far.write_chunks(str(tmp_path / "file"), chunks_of(bytes(4 * CHUNK_BYTES)))
+    far.write_chunks(str(tmp_path), chunks_of(bytes(4 * CHUNK_BYTES)))
     assert num_logins(server) == 5
 
 
@@ -91,14 +100,14 @@ def test_chunks_that_come_early_wait_for_the_connections_that_are_under_way(
     far.run(["true"], timeout_s=30)
     far.expect_chunks(4)
     wait_until(lambda: num_under_way() == 4)
-    far.write_chunks(str(tmp_path / "file"), chunks_of(bytes(4 * CHUNK_BYTES)))
+    far.write_chunks(str(tmp_path), chunks_of(bytes(4 * CHUNK_BYTES)))
     assert num_logins(server) == 5
 
 
 def test_to_a_near_node_nothing_is_made_ahead(server: SSHServer, tmp_path: Path) -> None:
     with SSHSession(server.access, python=sys.executable, programs_dir=str(tmp_path / "programs")) as near:
         near.expect_chunks(4)
-        near.write_chunks(str(tmp_path / "file"), chunks_of(bytes(4 * CHUNK_BYTES)))
+        near.write_chunks(str(tmp_path), chunks_of(bytes(4 * CHUNK_BYTES)))
         assert num_logins(server) == 2
 
 
@@ -107,7 +116,7 @@ def test_a_node_that_is_not_there_is_said_by_who_needs_it(server: SSHServer, tmp
     with SSHSession(access, python=sys.executable, programs_dir=str(tmp_path / "programs")) as lost:
         lost.expect_chunks(4)
         with pytest.raises(NodeUnreachableError):
-            lost.write_chunks(str(tmp_path / "file"), chunks_of(bytes(4 * CHUNK_BYTES)))
+            lost.write_chunks(str(tmp_path), chunks_of(bytes(4 * CHUNK_BYTES)))
 
 
 def test_a_connection_that_breaks_ends_every_sender_and_the_next_try_works(
@@ -115,7 +124,7 @@ def test_a_connection_that_breaks_ends_every_sender_and_the_next_try_works(
 ) -> None:
     place = tmp_path / "files" / "model"
     content = os.urandom(3 * CHUNK_BYTES)
-    chunks = chunks_of(content)
+    chunks = chunks_of(content, name="model")
 
     def cut_in_the_middle() -> Iterator[bytes]:
         for number, piece in enumerate(chunks[1].pieces):
@@ -126,9 +135,9 @@ def test_a_connection_that_breaks_ends_every_sender_and_the_next_try_works(
 
     before = threading.active_count()
     with pytest.raises(NodeUnreachableError):
-        far.write_chunks(str(place), [chunks[0], Chunk(1, cut_in_the_middle()), chunks[2]])
+        far.write_chunks(str(place.parent), [chunks[0], chunks[1]._replace(pieces=cut_in_the_middle()), chunks[2]])
     wait_until(lambda: threading.active_count() <= before + MAX_SENDERS * 2)
-    far.write_chunks(str(place), chunks)
+    far.write_chunks(str(place.parent), chunks)
     assert place.read_bytes() == content
 
 
@@ -139,7 +148,7 @@ def test_a_source_that_fails_ends_every_sender(far: SSHSession, tmp_path: Path) 
 
     before = threading.active_count()
     with pytest.raises(ValueError, match="the disk here"):
-        far.write_chunks(str(tmp_path / "model"), [*chunks_of(bytes(2 * CHUNK_BYTES)), Chunk(2, failing())])
+        far.write_chunks(str(tmp_path), [*chunks_of(bytes(2 * CHUNK_BYTES)), Chunk("file", 2, failing())])
     wait_until(lambda: threading.active_count() <= before + MAX_SENDERS * 2)
 
 
@@ -150,9 +159,9 @@ def test_a_sender_that_cannot_begin_ends_the_copy_and_waits_for_nobody() -> None
         raise OSError("Cannot allocate memory")
 
     with pytest.raises(OSError, match="Cannot allocate memory"):
-        ParallelWrite(out_of_memory, "/nowhere/model", chunks_of(bytes(3 * CHUNK_BYTES)), max_senders=2).run()
+        ParallelWrite(out_of_memory, "/nowhere", chunks_of(bytes(3 * CHUNK_BYTES)), max_senders=2).run()
 
 
 def test_a_disk_that_fills_up_is_named(far: SSHSession, tiny_disk: Path) -> None:
     with pytest.raises(DiskFullError):
-        far.write_chunks(str(tiny_disk / "model"), chunks_of(bytes(ODD_BYTES)))
+        far.write_chunks(str(tiny_disk), chunks_of(bytes(ODD_BYTES), name="model"))

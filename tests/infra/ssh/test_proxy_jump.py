@@ -100,7 +100,7 @@ def test_commands_and_files_go_through_and_nothing_stays(
     content = os.urandom(2 << 20)
     with SSHSession(access, python=sys.executable, programs_dir=str(tmp_path / "programs")) as session:
         came_from = session.run(["sh", "-c", "echo $SSH_CONNECTION"], timeout_s=30, may_repeat=True).stdout
-        session.write_chunks(str(tmp_path / "file"), chunks_of(content))
+        session.write_chunks(str(tmp_path), chunks_of(content))
         with session.pipe(["cat", str(tmp_path / "file")]) as chunks:
             assert b"".join(chunks) == content
         assert came_from.split()[-1] == str(access.port).encode()

@@ -472,7 +472,7 @@ def test_new_keys_in_the_middle_of_a_transfer_lose_nothing(
         SSHSession(server.access, python=sys.executable, programs_dir=str(tmp_path)) as session,
     ):
         started = time.monotonic()
-        session.write_chunks(str(tmp_path / "pushed"), chunks_of(content))
+        session.write_chunks(str(tmp_path), chunks_of(content, name="pushed"))
         with session.pipe(["cat", str(tmp_path / "pushed")]) as chunks:
             pulled = b"".join(chunks)
         assert time.monotonic() - started < 60

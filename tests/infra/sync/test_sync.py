@@ -33,6 +33,12 @@ def source(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.fixture(autouse=True)
+def _no_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What would go with one call goes in chunks, as more does; `test_files_that_go_with_one_call_...` undoes it."""
+    monkeypatch.setattr("infra.sync.push.BATCH_BYTES", 1)
+
+
 def content_of(directory: Path) -> dict[str, bytes]:
     return {str(p.relative_to(directory)): p.read_bytes() for p in directory.rglob("*") if p.is_file()}
 
@@ -40,21 +46,23 @@ def content_of(directory: Path) -> dict[str, bytes]:
 class DamagingSession(LocalSession):
     """Loses the last byte of every chunk on its way."""
 
-    def write_chunks(self, path: str, chunks: Sequence[Chunk]) -> dict[int, str]:
-        return super().write_chunks(path, [Chunk(each.number, [b"".join(each.pieces)[:-1]]) for each in chunks])
+    def write_chunks(self, directory: str, chunks: Sequence[Chunk]) -> dict[tuple[str, int], str]:
+        return super().write_chunks(directory, [each._replace(pieces=[b"".join(each.pieces)[:-1]]) for each in chunks])
 
 
 class FlippingSession(LocalSession):
     """Changes a byte of every chunk on its way."""
 
-    def write_chunks(self, path: str, chunks: Sequence[Chunk]) -> dict[int, str]:
-        return super().write_chunks(path, [Chunk(each.number, [b"?", b"".join(each.pieces)[1:]]) for each in chunks])
+    def write_chunks(self, directory: str, chunks: Sequence[Chunk]) -> dict[tuple[str, int], str]:
+        return super().write_chunks(
+            directory, [each._replace(pieces=[b"?", b"".join(each.pieces)[1:]]) for each in chunks]
+        )
 
 
 class DyingSession(LocalSession):
     """Breaks at the large file, when the small ones are there."""
 
-    def write_chunks(self, path: str, chunks: Sequence[Chunk]) -> dict[int, str]:
+    def write_chunks(self, directory: str, chunks: Sequence[Chunk]) -> dict[tuple[str, int], str]:
         raise TransientInfraError("the connection broke")
 
 
@@ -91,8 +99,8 @@ def test_a_flipped_byte_or_an_extra_file_at_the_destination_is_replaced(
 @pytest.mark.parametrize(
     ("broken", "sentence"),
     [
-        (DamagingSession, "1 chunks of .* arrived damaged"),
-        (FlippingSession, "1 chunks of .* arrived damaged"),
+        (DamagingSession, "2 files arrived damaged, the first is .model.safetensors."),
+        (FlippingSession, "2 files arrived damaged, the first is .model.safetensors."),
         (DyingSession, "connection broke"),
     ],
 )
@@ -129,13 +137,15 @@ def test_a_file_that_changes_while_it_is_copied_leaves_the_old_destination(
     change: str, source: Path, tmp_path: Path
 ) -> None:
     class ChangingSession(LocalSession):
-        def write_chunks(self, path: str, chunks: Sequence[Chunk]) -> dict[int, str]:
+        def write_chunks(self, directory: str, chunks: Sequence[Chunk]) -> dict[tuple[str, int], str]:
             if change.startswith("is a"):
                 file.rename(tmp_path / "elsewhere")
                 file.symlink_to(tmp_path / "elsewhere")
             if change == "is gone":
                 file.unlink()
-            return super().write_chunks(path, [Chunk(each.number, self._changed(each.pieces)) for each in chunks])
+            return super().write_chunks(
+                directory, [each._replace(pieces=self._changed(each.pieces)) for each in chunks]
+            )
 
         def _changed(self, pieces: Iterable[bytes]) -> Iterator[bytes]:
             for number, piece in enumerate(pieces):
@@ -239,11 +249,11 @@ def test_a_full_disk_is_found_before_anything_is_written(session: Session, sourc
 class FillingSession(LocalSession):
     """Somebody else fills the disk just before the files arrive."""
 
-    def write_chunks(self, path: str, chunks: Sequence[Chunk]) -> dict[int, str]:
-        filler = Path(path).parents[1] / "filler"
+    def write_chunks(self, directory: str, chunks: Sequence[Chunk]) -> dict[tuple[str, int], str]:
+        filler = Path(directory).parent / "filler"
         if not filler.exists():
             filler.write_bytes(bytes(1_900_000))
-        return super().write_chunks(path, chunks)
+        return super().write_chunks(directory, chunks)
 
 
 @pytest.mark.slow
@@ -257,27 +267,26 @@ def test_a_disk_that_fills_up_meanwhile_leaves_nothing_half_written(source: Path
 
 
 LARGE = 300_000
-"""More than what travels with other files."""
 
 
 class CountingSession(LocalSession):
-    """Remembers which files were sent one by one, and breaks at one of them, halfway."""
+    """Remembers which files were sent, and breaks at one of them, halfway."""
 
     def __init__(self, breaks_at: str = "") -> None:
         super().__init__(sys.executable)
         self.breaks_at = breaks_at
         self.sent: list[str] = []
 
-    def write_chunks(self, path: str, chunks: Sequence[Chunk]) -> dict[int, str]:
-        name = Path(path).name
-        if name == self.breaks_at:
-            super().write_chunks(path, [Chunk(each.number, self._broken(each.pieces)) for each in chunks])
-        self.sent.append(name)
-        return super().write_chunks(path, chunks)
+    def write_chunks(self, directory: str, chunks: Sequence[Chunk]) -> dict[tuple[str, int], str]:
+        return super().write_chunks(directory, [each._replace(pieces=self._watched(each)) for each in chunks])
 
-    def _broken(self, pieces: Iterable[bytes]) -> Iterator[bytes]:
-        yield next(iter(pieces))
-        raise TransientInfraError("the connection broke")
+    def _watched(self, chunk: Chunk) -> Iterator[bytes]:
+        pieces = iter(chunk.pieces)
+        yield next(pieces)
+        if chunk.name == self.breaks_at:
+            raise TransientInfraError("the connection broke")
+        yield from pieces
+        self.sent.append(chunk.name)
 
 
 @pytest.fixture
@@ -297,7 +306,7 @@ def break_off(source: Path, target: Path) -> Path:
     with pytest.raises(TransientInfraError, match="connection broke"):
         publish_directory(session, source, str(target))
     [left] = target.parent.glob(f".{target.name}.incoming-*")
-    assert sorted([*session.sent, "shard-1"]) == sorted(path.name for path in left.glob("shard-*"))
+    assert sorted([*session.sent, "shard-1", "empty"]) == sorted(path.name for path in left.iterdir())
     return left
 
 
@@ -310,6 +319,18 @@ def test_a_copy_that_broke_off_is_gone_on_with_at_the_files_that_are_missing(sha
     assert set(session.sent) == {"shard-0", "shard-1", "shard-2"} - left | {"shard-1"}
     assert report.num_sent_bytes == sum((shards / name).stat().st_size for name in session.sent)
     assert [path.name for path in target.parent.iterdir()] == ["model"]
+
+
+def test_files_that_go_with_one_call_need_no_connection_of_their_own(
+    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, session = tmp_path / "out" / "model", CountingSession()
+    monkeypatch.setattr("infra.sync.push.BATCH_BYTES", 3 * LARGE + 5)
+    publish_directory(session, shards, str(target))
+    assert session.sent == [] and content_of(target) == content_of(shards)
+    (shards / "one-byte-more").write_bytes(b"?")
+    publish_directory(session, shards, str(tmp_path / "other"))
+    assert len(session.sent) == 5 and content_of(tmp_path / "other") == content_of(shards)
 
 
 def test_of_many_files_the_changed_one_is_sent(session: Session, shards: Path, tmp_path: Path) -> None:
@@ -335,7 +356,7 @@ def test_a_file_that_was_damaged_where_it_lies_is_sent_again(shards: Path, tmp_p
     (left / "config.json").write_bytes(b"[]")
     session = CountingSession()
     report = publish_directory(session, shards, str(target))
-    assert report.num_sent_bytes == sum((shards / name).stat().st_size for name in session.sent) + 2
+    assert report.num_sent_bytes == sum((shards / name).stat().st_size for name in session.sent)
     assert content_of(target) == content_of(shards)
 
 
@@ -350,7 +371,7 @@ def test_what_changed_after_it_was_looked_at_is_sent(shards: Path, tmp_path: Pat
     (shards / "new").write_bytes(b"new")
     session = LateSession()
     publish_directory(session, shards, str(target))
-    assert session.sent == ["shard-1"] and content_of(target) == content_of(shards)
+    assert session.sent == ["new", "shard-1"] and content_of(target) == content_of(shards)
 
 
 def test_files_of_the_same_content_stay_files_of_their_own(session: Session, source: Path, tmp_path: Path) -> None:
@@ -367,11 +388,11 @@ def test_files_of_the_same_content_stay_files_of_their_own(session: Session, sou
 
 def test_two_copies_at_once_do_not_disturb_each_other(shards: Path, tmp_path: Path) -> None:
     class SlowSession(CountingSession):
-        def write_chunks(self, path: str, chunks: Sequence[Chunk]) -> dict[int, str]:
+        def write_chunks(self, directory: str, chunks: Sequence[Chunk]) -> dict[tuple[str, int], str]:
             if not self.sent:  # one copy amid the other
                 publish_directory(LocalSession(sys.executable), shards, str(target))
                 publish_directory(LocalSession(sys.executable), other, str(target))
-            return super().write_chunks(path, chunks)
+            return super().write_chunks(directory, chunks)
 
     other, target = tmp_path / "other", tmp_path / "out" / "model"
     other.mkdir()
@@ -388,23 +409,25 @@ def test_what_a_killed_copy_left_is_used_and_removed(shards: Path, tmp_path: Pat
 import os, signal, sys
 from pathlib import Path
 from infra.session import LocalSession
-from infra.sync.push import publish_directory
+from infra.sync import push
 
 class KilledSession(LocalSession):
-    num_sent = 0
-    def write_chunks(self, path, chunks):
-        if self.num_sent == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        self.num_sent += 1
-        return super().write_chunks(path, chunks)
+    def write_chunks(self, directory, chunks):
+        return super().write_chunks(directory, [each._replace(pieces=self.watched(each)) for each in chunks])
 
-publish_directory(KilledSession(sys.executable), Path({str(shards)!r}), {str(target)!r})
+    def watched(self, chunk):
+        if chunk.name == "shard-1":
+            os.kill(os.getpid(), signal.SIGKILL)
+        yield from chunk.pieces
+
+push.BATCH_BYTES = 1
+push.publish_directory(KilledSession(sys.executable), Path({str(shards)!r}), {str(target)!r})
 """
     killed = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[3], check=False)
     assert killed.returncode == -signal.SIGKILL and not target.exists()
     session = CountingSession()
     publish_directory(session, shards, str(target))
-    assert len(session.sent) == 2 and content_of(target) == content_of(shards)
+    assert session.sent == ["shard-1", "shard-2"] and content_of(target) == content_of(shards)
     # Who kept the folder for the killed one ends by itself: at the latest the next copy removes it.
     wait_until(lambda: publish_and_list(shards, target) == ["model"])
 

@@ -72,11 +72,12 @@ class CountingSession(LocalSession):
     def expect_chunks(self, num_chunks: int) -> None:
         self.expected.append(num_chunks)
 
-    def write_chunks(self, path: str, chunks: Sequence[Chunk]) -> dict[int, str]:
-        return super().write_chunks(path, [Chunk(each.number, self._watched(each)) for each in chunks])
+    def write_chunks(self, directory: str, chunks: Sequence[Chunk]) -> dict[tuple[str, int], str]:
+        return super().write_chunks(directory, [each._replace(pieces=self._watched(each)) for each in chunks])
 
     def _watched(self, chunk: Chunk) -> Iterator[bytes]:
-        self.sent.append(chunk.number)
+        if chunk.name == "model":
+            self.sent.append(chunk.number)
         for number, piece in enumerate(chunk.pieces):
             if number == 3 and chunk.number == self._at:
                 self._action()
@@ -121,7 +122,7 @@ def test_the_chunks_of_what_is_large_are_expected_before_they_are_sent(source: P
     publish_directory(session, source, str(target))
     (source / "model").write_bytes(bytes(CHUNK_BYTES))
     publish_directory(session, source, str(target.with_name("small")))
-    assert session.expected == [NUM_CHUNKS]
+    assert session.expected == [NUM_CHUNKS + 1]
 
 
 def test_the_next_copy_sends_the_chunks_that_are_missing(source: Path, target: Path) -> None:
@@ -234,8 +235,8 @@ from infra.session import LocalSession
 from infra.sync.push import publish_directory
 
 class KilledSession(LocalSession):
-    def write_chunks(self, path, chunks):
-        return super().write_chunks(path, [Chunk(each.number, self.watched(each)) for each in chunks])
+    def write_chunks(self, directory, chunks):
+        return super().write_chunks(directory, [each._replace(pieces=self.watched(each)) for each in chunks])
 
     def watched(self, chunk):
         for number, piece in enumerate(chunk.pieces):
@@ -382,12 +383,11 @@ class CutSession(SSHSession):
         self.num_cuts = num_cuts
         self.sent: list[int] = []
 
-    def write_chunks(self, path: str, chunks: Sequence[Chunk]) -> dict[int, str]:
-        self.sent += [each.number for each in chunks]
-        is_cut_at = chunks[len(chunks) // 2].number
-        return super().write_chunks(
-            path, [Chunk(n, self._cut(pieces) if n == is_cut_at else pieces) for n, pieces in chunks]
-        )
+    def write_chunks(self, directory: str, chunks: Sequence[Chunk]) -> dict[tuple[str, int], str]:
+        self.sent += [each.number for each in chunks if each.name == "model"]
+        cut = chunks[len(chunks) // 2]
+        watched = [each._replace(pieces=self._cut(each.pieces)) if each is cut else each for each in chunks]
+        return super().write_chunks(directory, watched)
 
     def _cut(self, pieces: Iterable[bytes]) -> Iterator[bytes]:
         for number, piece in enumerate(pieces):
@@ -503,14 +503,15 @@ def test_packets_that_vanish_amid_a_file_cost_no_more_than_a_link_that_is_cut(
     sent: list[int] = []
 
     class VanishingSession(SSHSession):
-        def write_chunks(self, path: str, chunks: Sequence[Chunk]) -> dict[int, str]:
-            sent.extend(each.number for each in chunks)
-            is_first = len(sent) == NUM_CHUNKS
-            return super().write_chunks(path, [Chunk(n, self._cut(n, p) if is_first else p) for n, p in chunks])
+        def write_chunks(self, directory: str, chunks: Sequence[Chunk]) -> dict[tuple[str, int], str]:
+            sent.extend(each.number for each in chunks if each.name == "model")
+            if len(sent) == NUM_CHUNKS:
+                chunks = [each._replace(pieces=self._cut(each)) for each in chunks]
+            return super().write_chunks(directory, chunks)
 
-        def _cut(self, chunk: int, pieces: Iterable[bytes]) -> Iterator[bytes]:
-            for number, piece in enumerate(pieces):
-                if (chunk, number) == (3, 3):
+        def _cut(self, chunk: Chunk) -> Iterator[bytes]:
+            for number, piece in enumerate(chunk.pieces):
+                if (chunk.number, number) == (3, 3):
                     time.sleep(0.3)  # what was sent before arrives
                     cut.enter_context(node.cut_off())
                     threading.Timer(5.0, cut.close).start()
