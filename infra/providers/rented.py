@@ -41,6 +41,7 @@ from infra.renting.reaper import reap
 from infra.renting.release import release_all, release_machines
 from infra.renting.rentals import Rental, RentalState, change_rental, find_rental, in_utc, rentals_of
 from infra.renting.request import Renting, RentRequest
+from infra.repeating import repeating
 from infra.session import Session
 from infra.ssh.host_keys import HostKeyPolicy
 
@@ -52,6 +53,7 @@ SETUP_PYTHON = "/usr/bin/python3"
 SETUP_TIMEOUT_S = 3600.0
 REAP_WITHIN_S = 60.0
 """A new run does not wait longer for the end of an old machine."""
+EXPIRY_LOOK_S = 5.0
 KEYS_DIR = "machine_keys"
 
 Say = Callable[[str], None]
@@ -208,19 +210,23 @@ def release_rentals(store: Path, run_id: str, *, since: float = 0.0, pace: Pace 
 
 @contextmanager
 def ended_when_expired(node: Node) -> Iterator[None]:
-    """While the block runs, rented machines are ended when the hours of one, or the run's money, are used up."""
+    """While the block runs, rented machines are ended when the hours of one, or the run's money, are used up.
+
+    By the clock, which goes on while this machine sleeps, and again where their provider still has them.
+    """
     if not node.is_rented:
         yield
         return
     with Ledger(Path(node.mirror) / LEDGER_FILE) as ledger:
         expires_at = min(each.expires_at for each in rentals_of_unit(ledger, node))
-    alarm = threading.Timer(max(0.0, expires_at - time.time()), _end_expired, [node])
-    alarm.daemon = True
-    alarm.start()
-    try:
+    is_ended = threading.Event()
+
+    def look() -> None:
+        if time.time() >= expires_at and not is_ended.is_set() and _end_expired(node):
+            is_ended.set()
+
+    with repeating(look, interval_s=EXPIRY_LOOK_S, thread_name=f"hours of {node.name}"):
         yield
-    finally:
-        alarm.cancel()
 
 
 def rentals_of_unit(ledger: Ledger, node: Node) -> list[Rental]:
@@ -229,12 +235,15 @@ def rentals_of_unit(ledger: Ledger, node: Node) -> list[Rental]:
     return [rental for rental in found if rental is not None]
 
 
-def _end_expired(node: Node) -> None:
+def _end_expired(node: Node) -> bool:
+    """Whether the machines are given back."""
     logger.warning("%s has used up its hours or the run's money: it is given back", node.name)
     try:
         release_rented(node)
     except InfraError as error:  # a thread of its own: nobody would see it
         logger.error("%s", error)
+        return False
+    return True
 
 
 def open_rented_session(node: Node) -> Session:
