@@ -19,6 +19,7 @@ import pytest
 from infra.cloud import Cloud, Pace
 from infra.errors import (
     LoginError,
+    MissingKeyError,
     NodeUnreachableError,
     NoMachineError,
     PermanentInfraError,
@@ -33,7 +34,7 @@ from infra.providers.runpod import RunPod
 from infra.renting.provision import MAX_OFFERS, rent_machines
 from infra.renting.reaper import reap
 from infra.renting.release import release_machine
-from infra.renting.rentals import Rental, RentalState, all_rentals, change_rental, rentals_of, usd_spent
+from infra.renting.rentals import Rental, RentalState, all_rentals, change_rental, find_rental, rentals_of, usd_spent
 from infra.renting.request import Check, Renting, RentRequest
 from tests.infra.fake_cloud import HANG_S, KEY, FakeCloud
 from tests.infra.fake_lambda import FakeLambda
@@ -435,6 +436,22 @@ def fail_and_keep(world: World) -> Rental:
         kept = change_rental(ledger, world.rent(), kept_until=time.time() + 600)
     assert kept is not None
     return kept
+
+
+def test_a_machine_at_a_provider_whose_key_is_not_there_is_left_alone_and_asked_for_by_its_own_run(
+    world: World,
+) -> None:
+    with two_providers(world) as (other, clouds), Ledger(world.path) as ledger:
+        with ledger.living_run(REQUEST.run_id):
+            left = world.rent()
+        reached = {name: cloud for name, cloud in clouds.items() if name != left.provider}
+        with pytest.raises(MissingKeyError, match=f"the run has {left.name} at runpod, whose key is not here"):
+            rent_machines(Renting(REQUEST, ledger, reached, check=usable, pace=PACE))
+        assert other.machines == {}
+        another = replace(REQUEST, run_id="another-run")
+        [rental] = rent_machines(Renting(another, ledger, reached, check=usable, pace=PACE))
+        assert [machine.id for machine in other.alive()] == [rental.instance_id]
+        assert find_rental(ledger, left.name) == left and len(world.fake.alive()) == 1
 
 
 @pytest.mark.parametrize("run_id", [REQUEST.run_id, "another-run"])
