@@ -4,6 +4,8 @@ Without it a machine is not let in on whose key was saved as a secret, or a mess
 """
 
 import re
+import socket
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -91,3 +93,24 @@ def test_a_key_variable_comes_before_a_key_file(ssh_server: SSHServer, monkeypat
     monkeypatch.setenv(VARIABLE, ssh_server.client_key_file.read_text())
     [key] = load_keys(access)
     assert key.file == ""
+
+
+@pytest.mark.parametrize("answer", [b"", b"\0\0\0\1\5"], ids=["breaks off", "refuses"])
+def test_an_agent_that_does_not_work_is_done_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: bytes
+) -> None:
+    def answer_one() -> None:
+        client, _ = agent.accept()
+        with client:
+            client.recv(100)
+            client.sendall(answer)
+
+    make_key(tmp_path / "key")
+    monkeypatch.setenv("SSH_AUTH_SOCK", str(tmp_path / "agent"))
+    with socket.socket(socket.AF_UNIX) as agent:
+        agent.bind(str(tmp_path / "agent"))
+        agent.listen()
+        threading.Thread(target=answer_one, daemon=True).start()
+        access = SSHAccess(host="node", port=22, user="me", key_file=str(tmp_path / "key"), host_key="", known_hosts=())
+        [key] = load_keys(access)
+    assert key.file == str(tmp_path / "key")
