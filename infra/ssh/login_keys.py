@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import paramiko
+from cryptography.exceptions import UnsupportedAlgorithm
 
 from infra.errors import LoginError, PermanentInfraError
 from infra.node import SSHAccess
@@ -159,6 +160,10 @@ def _load_key(path: Path, address: str, agent_keys: list[Any]) -> LoginKey:  # A
         raise LoginError(address, f"the key {path} is encrypted: give it to the agent by `ssh-add {path}`") from error
     except OSError as error:
         raise LoginError(address, f"the key {path} cannot be read: {error.strerror}") from error
+    except (UnsupportedAlgorithm, paramiko.UnknownKeyType) as error:  # one of a security key, or of a type of long ago
+        raise LoginError(
+            address, f"{path} is a key of a type that cannot be used here: make one by `ssh-keygen -t ed25519`"
+        ) from error
     except (ValueError, paramiko.SSHException) as error:
         reason = str(error).strip() or type(error).__name__
         raise LoginError(address, f"{path} is no private key that can be used: {reason}") from error
