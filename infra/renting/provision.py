@@ -466,7 +466,8 @@ def _use_or_release(rental: Rental, renting: Renting, *, beside: Sequence[Rental
     problem, host_key, price = wait_until_usable(rental, renting)
     if problem:
         renting.say(f"gives {rental.name} back: {problem}")
-        renting.release(rental, note=problem, is_unfit=rental.state is RentalState.RENTED)
+        is_fresh = rental.state is RentalState.RENTED and time.time() < rental.expires_at  # else it had no chance
+        renting.release(rental, note=problem, is_unfit=is_fresh)
         raise _NotHadError(problem)
     priced = replace(rental, usd_per_hour=price)
     expires_at = min(rental.expires_at, _allowed_until(priced, renting, time.time(), beside=beside))

@@ -360,6 +360,17 @@ def test_the_money_of_a_run_is_a_limit_over_all_its_machines(world: World) -> No
     assert world.fake.num_creates() == 1
 
 
+def test_a_machine_is_waited_for_no_longer_than_the_money_of_the_run_lasts(world: World) -> None:
+    world.fake.faults.boot_s = 15.0
+    seconds_paid_for = 2.0
+    request = replace(REQUEST, max_usd=2.49 / 3600 * seconds_paid_for)
+    with pytest.raises(PermanentInfraError, match=r"has spent the .* USD"):
+        world.rent(request)
+    [gone] = world.rows()
+    assert gone.usd(time.time()) / 2.49 * 3600 < 10 and "the run's money were used up" in gone.note
+    assert world.fake.alive() == [] and not gone.is_unfit
+
+
 @pytest.mark.parametrize("fault", ["fail_ends", "drop_ends"])
 def test_giving_back_ends_when_the_provider_has_the_machine_no_more(world: World, fault: str) -> None:
     rental = world.rent()
