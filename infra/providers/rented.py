@@ -362,7 +362,7 @@ def log_in(settings: RentedNode, store: Path, say: Say, rental: Rental, instance
             min_disk_mb_s=settings.min_disk_mb_s,
         )
         say(f"tried {rental.name}: {gpus}; {speed}")
-        set_up(session, settings)
+        set_up(session, settings, until=rental.expires_at)
         expand_root(session, settings.python, settings.root)
         if settings.query.gpu_count > 1:
             say(f"{rental.name}: {require_peers(session, settings.python, settings.query.gpu_count)}")
@@ -375,11 +375,15 @@ def known_hosts_of(store: Path, name: str) -> Path:
     return store.expanduser().absolute() / KEYS_DIR / name.replace(":", "-")
 
 
-def set_up(session: Session, settings: RentedNode) -> None:
+def set_up(session: Session, settings: RentedNode, *, until: float) -> None:
     """Run the commands of the settings once.
+
+    Args:
+        until: when the machine expires, in seconds since 1970.
 
     Raises:
         CommandFailedError: one of them failed; nothing was begun with the machine.
+        CommandTimeoutError: one took too long.
     """
     if not settings.setup:
         return
@@ -388,7 +392,8 @@ def set_up(session: Session, settings: RentedNode) -> None:
     if session.run(["test", "-e", marker], timeout_s=CALL_TIMEOUT_S, check=False, may_repeat=True).exit_code == 0:
         return
     for command in settings.setup:
-        session.run(["/bin/sh", "-c", command], timeout_s=SETUP_TIMEOUT_S)
+        left_s = max(0.0, until - time.time())
+        session.run(["/bin/sh", "-c", command], timeout_s=min(SETUP_TIMEOUT_S, left_s))
     session.run(["mkdir", "-p", root], timeout_s=CALL_TIMEOUT_S, may_repeat=True)
     session.write_file(marker, b"")
 

@@ -266,6 +266,17 @@ def test_a_machine_whose_gpus_do_not_compute_together_is_given_back_and_the_next
 
 
 @pytest.mark.slow
+def test_a_machine_is_set_up_no_longer_than_the_money_of_the_run_lasts(
+    fake: FakeRunPod, ssh_server: SSHServer, tmp_path: Path
+) -> None:
+    seconds_paid_for = 8.0
+    began = time.monotonic()
+    with pytest.raises(NoMachineError, match=r"run's money were used up .*sleep 120"):
+        rent(ssh_server, tmp_path, max_usd=2.99 / 3600 * seconds_paid_for, setup=["sleep 120"])
+    assert time.monotonic() - began < 100 and fake.alive() == [] and len(fake.machines) == 1
+
+
+@pytest.mark.slow
 def test_a_machine_that_lacks_what_the_settings_promise_is_given_back(
     fake: FakeRunPod, ssh_server: SSHServer, tmp_path: Path
 ) -> None:
