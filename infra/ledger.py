@@ -22,7 +22,7 @@ import secrets
 import sqlite3
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -349,16 +349,19 @@ class Ledger:
 
     @contextmanager
     def living_run(self, run_id: str) -> Iterator[None]:
-        """Let everybody know that the run lives, as long as the block runs and its process is there."""
+        """Let everybody know that the run lives, as long as the block runs and its process is there.
+
+        Several processes of one run may be in such a block: it lives as long as one of them is.
+        """
         path = self._run_lock_path(run_id)
         path.parent.mkdir(mode=0o700, exist_ok=True)
-        with lock_file(path) as lock:
+        with _locked_where_it_lies(path) as lock:
             try:
-                fcntl.flock(lock, fcntl.LOCK_SH)
                 yield
             finally:
                 # Else it has to tell that the run left them behind.
-                if not self.leases_of(run_id) and not self._rents(run_id):
+                is_needed = self.leases_of(run_id) or self._rents(run_id)
+                if not is_needed and try_lock(lock, fcntl.LOCK_EX):  # else it is another process's as well
                     path.unlink(missing_ok=True)
 
     def has_died(self, run_id: str) -> bool:
@@ -519,6 +522,19 @@ class Ledger:
                 if time.monotonic() >= deadline:
                     raise
                 time.sleep(0.05)
+
+
+@contextmanager
+def _locked_where_it_lies(path: Path) -> Iterator[int]:
+    """Hold a file's shared lock for the block; not that of one that was removed before the lock was had."""
+    with ExitStack() as stack:
+        while True:
+            lock = stack.enter_context(lock_file(path))
+            fcntl.flock(lock, fcntl.LOCK_SH)
+            with suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(lock), path.stat()):
+                    break
+        yield lock
 
 
 def _version_of(database: sqlite3.Connection) -> int:

@@ -5,6 +5,7 @@ from a named set of credentials, a variable has its name.
 """
 
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 
@@ -22,6 +23,8 @@ from infra.renting.rentals import Rental
 
 CREDENTIALS_VARIABLE = "ROLLOUTS_CREDENTIALS"
 """Names the credentials from which the keys in the environment came."""
+_SENDABLE = re.compile(r"[!-~]+")
+"""What a header can carry of a key."""
 
 _ACCOUNTS: Mapping[CloudName, Callable[[str, str], Cloud]] = {
     "runpod": RunPod,
@@ -40,7 +43,7 @@ def open_account(name: CloudName) -> Cloud:
     """The account whose key is in the environment.
 
     Raises:
-        MissingKeyError: there is none.
+        MissingKeyError: there is none, or something that cannot be one.
     """
     endpoint = ENDPOINTS[name]
     key = _key_of(name)
@@ -48,6 +51,11 @@ def open_account(name: CloudName) -> Cloud:
         raise MissingKeyError(
             f"there is no {endpoint.key_is} for {endpoint.title}: put it into the variable {endpoint.key_variable}, "
             f"{_or_save(endpoint.key_variable)}"
+        )
+    if endpoint.url and not _SENDABLE.fullmatch(key):
+        raise MissingKeyError(
+            f"what {endpoint.key_variable} holds is no {endpoint.key_is} for {endpoint.title}: keys have neither "
+            "spaces nor accents, nor the … of those that are shown shortened: copy it again"
         )
     return _ACCOUNTS[name](key, os.environ.get(endpoint.url_variable, "") if endpoint.url else "")
 

@@ -41,6 +41,7 @@ from infra.renting.reaper import reap
 from infra.renting.release import release_all, release_machines
 from infra.renting.rentals import Rental, RentalState, change_rental, find_rental, in_utc, rentals_of
 from infra.renting.request import Renting, RentRequest
+from infra.repeating import repeating
 from infra.session import Session
 from infra.ssh.host_keys import HostKeyPolicy
 
@@ -52,6 +53,7 @@ SETUP_PYTHON = "/usr/bin/python3"
 SETUP_TIMEOUT_S = 3600.0
 REAP_WITHIN_S = 60.0
 """A new run does not wait longer for the end of an old machine."""
+EXPIRY_LOOK_S = 5.0
 KEYS_DIR = "machine_keys"
 
 Say = Callable[[str], None]
@@ -208,19 +210,23 @@ def release_rentals(store: Path, run_id: str, *, since: float = 0.0, pace: Pace 
 
 @contextmanager
 def ended_when_expired(node: Node) -> Iterator[None]:
-    """While the block runs, rented machines are ended when the hours of one, or the run's money, are used up."""
+    """While the block runs, rented machines are ended when the hours of one, or the run's money, are used up.
+
+    By the clock, which goes on while this machine sleeps, and again where their provider still has them.
+    """
     if not node.is_rented:
         yield
         return
     with Ledger(Path(node.mirror) / LEDGER_FILE) as ledger:
         expires_at = min(each.expires_at for each in rentals_of_unit(ledger, node))
-    alarm = threading.Timer(max(0.0, expires_at - time.time()), _end_expired, [node])
-    alarm.daemon = True
-    alarm.start()
-    try:
+    is_ended = threading.Event()
+
+    def look() -> None:
+        if time.time() >= expires_at and not is_ended.is_set() and _end_expired(node):
+            is_ended.set()
+
+    with repeating(look, interval_s=EXPIRY_LOOK_S, thread_name=f"hours of {node.name}"):
         yield
-    finally:
-        alarm.cancel()
 
 
 def rentals_of_unit(ledger: Ledger, node: Node) -> list[Rental]:
@@ -229,12 +235,15 @@ def rentals_of_unit(ledger: Ledger, node: Node) -> list[Rental]:
     return [rental for rental in found if rental is not None]
 
 
-def _end_expired(node: Node) -> None:
+def _end_expired(node: Node) -> bool:
+    """Whether the machines are given back."""
     logger.warning("%s has used up its hours or the run's money: it is given back", node.name)
     try:
         release_rented(node)
     except InfraError as error:  # a thread of its own: nobody would see it
         logger.error("%s", error)
+        return False
+    return True
 
 
 def open_rented_session(node: Node) -> Session:
@@ -353,7 +362,7 @@ def log_in(settings: RentedNode, store: Path, say: Say, rental: Rental, instance
             min_disk_mb_s=settings.min_disk_mb_s,
         )
         say(f"tried {rental.name}: {gpus}; {speed}")
-        set_up(session, settings)
+        set_up(session, settings, until=rental.expires_at)
         expand_root(session, settings.python, settings.root)
         if settings.query.gpu_count > 1:
             say(f"{rental.name}: {require_peers(session, settings.python, settings.query.gpu_count)}")
@@ -366,11 +375,15 @@ def known_hosts_of(store: Path, name: str) -> Path:
     return store.expanduser().absolute() / KEYS_DIR / name.replace(":", "-")
 
 
-def set_up(session: Session, settings: RentedNode) -> None:
+def set_up(session: Session, settings: RentedNode, *, until: float) -> None:
     """Run the commands of the settings once.
+
+    Args:
+        until: when the machine expires, in seconds since 1970.
 
     Raises:
         CommandFailedError: one of them failed; nothing was begun with the machine.
+        CommandTimeoutError: one took too long.
     """
     if not settings.setup:
         return
@@ -379,7 +392,8 @@ def set_up(session: Session, settings: RentedNode) -> None:
     if session.run(["test", "-e", marker], timeout_s=CALL_TIMEOUT_S, check=False, may_repeat=True).exit_code == 0:
         return
     for command in settings.setup:
-        session.run(["/bin/sh", "-c", command], timeout_s=SETUP_TIMEOUT_S)
+        left_s = max(0.0, until - time.time())
+        session.run(["/bin/sh", "-c", command], timeout_s=min(SETUP_TIMEOUT_S, left_s))
     session.run(["mkdir", "-p", root], timeout_s=CALL_TIMEOUT_S, may_repeat=True)
     session.write_file(marker, b"")
 

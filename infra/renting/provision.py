@@ -24,6 +24,7 @@ from dataclasses import replace
 from infra.cloud import Cloud
 from infra.errors import (
     InfraError,
+    MissingKeyError,
     NoMachineError,
     OfferGoneError,
     PermanentInfraError,
@@ -80,6 +81,7 @@ def rent_machines(renting: Renting) -> list[Rental]:
         StillRentedError: a machine that could not be used could not be ended either.
         ProviderRefusedError: every provider that has offers refuses the key or the account.
         PermanentInfraError: the money is used up, or the machines lack what the settings promise.
+        MissingKeyError: the run has one where nobody can be asked about it.
     """
     num_machines = renting.request.num_machines
     unit: list[Rental] = []
@@ -135,21 +137,37 @@ def _goes_after(error: BaseException, rental: Rental) -> bool:
 def _inherited(renting: Renting) -> list[Rental]:
     """The run's own machines that are not over, and those that dead or failed runs with the same settings left.
 
-    None in other accounts: there nothing can be said about them. Of dead runs, those of one.
+    None in accounts that are not asked: there nothing can be said about them. Of dead runs, those of one.
+
+    Raises:
+        MissingKeyError: the run has a machine in such an account, beside which it would have another one.
     """
-    if own := renting.own_rows():
+    own = [rental for rental in renting.own_rows() if _is_reached(rental, renting)]
+    if own:
         return sorted(own, key=lambda rental: rental.state is not RentalState.READY)  # these come before what appears
     request, ledger = renting.request, renting.ledger
     mine: list[Rental] = []
     for rental in all_rentals(ledger):
         is_same = (rental.purpose, rental.credentials) == (request.purpose, request.credentials)
         is_beside = not mine or mine[0].note == _left_by(rental)
-        if rental.state is RentalState.READY and is_same and is_beside and ledger.has_died(rental.run_id):
+        is_free = rental.state is RentalState.READY and rental.provider in renting.clouds
+        if is_free and is_same and is_beside and ledger.has_died(rental.run_id):
             taken = _take_over(rental, renting, beside=mine)
             mine += [taken] if taken is not None else []
         if len(mine) == request.num_machines:
             break
     return mine
+
+
+def _is_reached(rental: Rental, renting: Renting) -> bool:
+    if rental.provider in renting.clouds:
+        return True
+    if is_in_use(rental):
+        raise MissingKeyError(
+            f"the run has {rental.name} at {rental.provider}, whose key is not here, or which node.query.providers "
+            "does not name: with both it goes on with that machine"
+        )
+    return False
 
 
 def _take_over(rental: Rental, renting: Renting, *, beside: Sequence[Rental]) -> Rental | None:
@@ -448,7 +466,8 @@ def _use_or_release(rental: Rental, renting: Renting, *, beside: Sequence[Rental
     problem, host_key, price = wait_until_usable(rental, renting)
     if problem:
         renting.say(f"gives {rental.name} back: {problem}")
-        renting.release(rental, note=problem, is_unfit=rental.state is RentalState.RENTED)
+        is_fresh = rental.state is RentalState.RENTED and time.time() < rental.expires_at  # else it had no chance
+        renting.release(rental, note=problem, is_unfit=is_fresh)
         raise _NotHadError(problem)
     priced = replace(rental, usd_per_hour=price)
     expires_at = min(rental.expires_at, _allowed_until(priced, renting, time.time(), beside=beside))

@@ -46,6 +46,9 @@ def wait_until_usable(rental: Rental, renting: Renting) -> tuple[str, str, float
             reason = str(error)
         if time.monotonic() - started + pace.poll_s > request.usable_within_s:
             return f"{rental.name} could not be used within {request.usable_within_s:g} s ({reason})", "", price
+        if time.time() >= rental.expires_at:
+            problem = f"{rental.name} could not be used before its hours or the run's money were used up ({reason})"
+            return problem, "", price
         time.sleep(pace.poll_s)
 
 

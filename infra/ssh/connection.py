@@ -358,7 +358,7 @@ def _log_in(transport: Any, access: SSHAccess, keys: Sequence[LoginKey]) -> str:
 
     Raises:
         LoginError: the node takes none of them.
-        NodeUnreachableError: the connection broke.
+        NodeUnreachableError: the connection broke, or the node says neither yes nor no.
     """
     for key in keys:
         try:
@@ -367,7 +367,8 @@ def _log_in(transport: Any, access: SSHAccess, keys: Sequence[LoginKey]) -> str:
             ways = ", ".join(error.allowed_types)
             raise LoginError(access.address, f"it wants {ways}, and we have keys: allow public keys there") from error
         except paramiko.AuthenticationException as error:
-            if not transport.is_active():  # so it also calls a connection that breaks just now
+            # So it also calls a connection that breaks just now, and a server that says neither yes nor no in time.
+            if not transport.is_active() or "timeout" in describe(error):
                 raise NodeUnreachableError(access.address, describe(error)) from error
         except _DROPPED as error:
             raise NodeUnreachableError(access.address, describe(error)) from error

@@ -6,6 +6,7 @@ Not here: the login (connection.py), keys of machines (host_keys.py).
 from __future__ import annotations
 
 import io
+import logging
 import os
 import re
 import stat
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import paramiko
+from cryptography.exceptions import UnsupportedAlgorithm
 
 from infra.errors import LoginError, PermanentInfraError
 from infra.node import SSHAccess
@@ -23,6 +25,8 @@ _DEFAULT_KEY_FILES = ("id_ed25519", "id_ecdsa", "id_rsa")
 _KEY_TYPES = (paramiko.Ed25519Key, paramiko.ECDSAKey, paramiko.RSAKey)
 _PEM = re.compile(r"-----BEGIN (?P<label>[A-Z ]*PRIVATE KEY)-----(?P<body>.*?)-----END (?P=label)-----", re.DOTALL)
 _PEM_WIDTH = 64
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +50,7 @@ def load_keys(access: SSHAccess) -> Iterator[LoginKey]:
         except PermanentInfraError as error:
             raise LoginError(access.address, str(error)) from error
         return
-    agent_keys = list(paramiko.Agent().get_keys())
+    agent_keys = _agent_keys()
     if access.key_file:
         yield _load_key(Path(access.key_file).expanduser(), access.address, agent_keys)
         return
@@ -98,7 +102,7 @@ def require_login_key(*, key_file: str, key_variable: str) -> None:
     if key_variable:
         read_key_variable(key_variable)
     else:
-        _load_key(Path(key_file).expanduser(), "a machine that is not rented yet", list(paramiko.Agent().get_keys()))
+        _load_key(Path(key_file).expanduser(), "a machine that is not rented yet", _agent_keys())
 
 
 def read_public_key(*, key_file: str, key_variable: str) -> str:
@@ -121,6 +125,15 @@ def read_public_key(*, key_file: str, key_variable: str) -> str:
     if len(words) < 2 or not words[0].startswith(("ssh-", "ecdsa-", "sk-")):
         raise PermanentInfraError(f"{path} is no public key of OpenSSH: name another key as node.key_file")
     return " ".join(words[:2])
+
+
+def _agent_keys() -> list[Any]:  # Any: paramiko has no types
+    """The keys that the agent has; none where it breaks off, as a forwarded one does whose other end is gone."""
+    try:
+        return list(paramiko.Agent().get_keys())
+    except (paramiko.SSHException, OSError, EOFError) as error:
+        logger.warning("went on without the SSH agent at %s: %s", os.environ.get("SSH_AUTH_SOCK"), error)
+        return []
 
 
 def _restore_lines(text: str) -> str:
@@ -147,6 +160,10 @@ def _load_key(path: Path, address: str, agent_keys: list[Any]) -> LoginKey:  # A
         raise LoginError(address, f"the key {path} is encrypted: give it to the agent by `ssh-add {path}`") from error
     except OSError as error:
         raise LoginError(address, f"the key {path} cannot be read: {error.strerror}") from error
+    except (UnsupportedAlgorithm, paramiko.UnknownKeyType) as error:  # one of a security key, or of a type of long ago
+        raise LoginError(
+            address, f"{path} is a key of a type that cannot be used here: make one by `ssh-keygen -t ed25519`"
+        ) from error
     except (ValueError, paramiko.SSHException) as error:
         reason = str(error).strip() or type(error).__name__
         raise LoginError(address, f"{path} is no private key that can be used: {reason}") from error

@@ -9,6 +9,7 @@ key file that it was let in with. Nothing else counts: no configuration file, no
 
 import base64
 import contextlib
+import math
 import os
 import re
 import select
@@ -202,13 +203,18 @@ class OpenSSHChannel:
             TimeoutError: nothing came in time.
         """
         try:
-            if timeout_s is not None and not select.select([self._output], [], [], timeout_s)[0]:
+            if timeout_s is not None and not self._has_output_within(timeout_s):
                 raise TimeoutError
             return self._output.read(max_bytes) or b""
         except TimeoutError:
             raise
         except (OSError, ValueError):  # closed already
             return b""
+
+    def _has_output_within(self, timeout_s: float) -> bool:
+        watch = select.poll()  # select() refuses what was opened beside a thousand other files
+        watch.register(self._output, select.POLLIN)
+        return bool(watch.poll(math.ceil(1000 * timeout_s)))
 
     def receive_stderr(self) -> bytes:
         """What it has said there, up to 64 KiB."""

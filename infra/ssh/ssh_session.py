@@ -355,6 +355,8 @@ class SSHSession:
                 agent.begin()
                 return agent
             except InfraError as error:
+                with self._lock:
+                    self._check_open()  # else the session's end is why the client failed
                 logger.warning("files take our own connection to %s: %s", self._access.address, error)
         try:
             agent = Agent(self._connection(purpose).open_command, self._python, self._access.address)

@@ -6,9 +6,11 @@ Not here: the channels that lead there (connection.py).
 """
 
 import contextlib
+import errno
 import logging
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 
 from infra.errors import InfraError, NodeUnreachableError
@@ -16,6 +18,9 @@ from infra.session import LOOPBACK
 from infra.ssh.connection import SSHChannel
 
 _PIECE_BYTES = 64 << 10
+_PASSING = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.ECONNABORTED)
+"""Why a connection cannot be accepted now, and others can later: too many files are open here, for one."""
+_PAUSE_S = 0.5
 
 logger = logging.getLogger(__name__)
 
@@ -36,8 +41,12 @@ def _accept(server: socket.socket, open_channel: Callable[[], SSHChannel]) -> No
     while True:
         try:
             client, _ = server.accept()
-        except OSError:  # the block was left
-            return
+        except OSError as error:
+            if error.errno not in _PASSING:  # the block was left
+                return
+            logger.warning("a connection to a port of a node waits: %s", error.strerror)
+            time.sleep(_PAUSE_S)
+            continue
         threading.Thread(target=_pass_on, args=(client, open_channel), daemon=True).start()
 
 

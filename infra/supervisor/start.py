@@ -118,7 +118,9 @@ def _run_detached(spec: JobSpec, attempt: int, report_fd: int) -> None:
         supervise(spec, attempt, report_fd)
         exit_code = 0
     except BaseException:  # noqa: BLE001 - the last frame of the process: what it does not write down is lost
-        traceback.print_exc()
+        with contextlib.suppress(OSError):  # a full disk takes none of it
+            traceback.print_exc()
     finally:
-        sys.stderr.flush()
+        with contextlib.suppress(OSError):
+            sys.stderr.flush()
         os._exit(exit_code)

@@ -173,7 +173,8 @@ def update_meta(run_dir: str, meta: JsonObject) -> None:
     try:
         write_meta(run_dir, meta)
     except OSError:
-        traceback.print_exc()
+        with contextlib.suppress(OSError):  # our own output may lie on the same disk
+            traceback.print_exc()
 
 
 def preallocate_exit_record(run_dir: str, attempt: int) -> int:

@@ -158,6 +158,8 @@ def _remove_deleted_checkpoints(there: Mapping[str, object], target: Path) -> No
         return
     newest = _newest_step(there)
     for path in (target / "checkpoints").glob("[!.]*"):
+        if path.is_symlink() or not path.is_dir():  # somebody else's, and where a link leads is not ours to clear
+            continue
         checkpoint = f"checkpoints/{path.name}"
         # No job deletes its newest: what comes after it another node has written, and may have no more.
         if checkpoint not in kept and _step_of(checkpoint) <= newest:

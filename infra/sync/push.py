@@ -76,9 +76,8 @@ def publish_directory(session: Session, source: Path, destination: str) -> Publi
 
 def publish_files(session: Session, files: Mapping[str, Path], destination: str) -> PublishReport:
     """`publish_directory` for files from different places, by the names that they get below `destination`."""
-    for name, path in files.items():
-        _check_file(path, name)
-    return _publish(session, files, {name: path.stat().st_size for name, path in sorted(files.items())}, destination)
+    sizes = {name: _checked_size(path, name) for name, path in sorted(files.items())}
+    return _publish(session, files, sizes, destination)
 
 
 def publish_filled(
@@ -251,17 +250,15 @@ def list_files(root: Path) -> dict[str, int]:
 
     Raises:
         PermanentInfraError: there is none, or something other than plain files with printable names.
+        TransientInfraError: one is removed meanwhile.
     """
     sizes: dict[str, int] = {}
     for directory, directory_names, file_names in os.walk(root, onerror=_raise_unreadable):
         for name in [*directory_names, *file_names]:
             path = Path(directory, name)
-            status = path.lstat()
-            if stat.S_ISDIR(status.st_mode):
-                continue
-            relative = path.relative_to(root).as_posix()
-            _check_file(path, relative)
-            sizes[relative] = status.st_size
+            if not stat.S_ISDIR(_status_of(path).st_mode):
+                relative = path.relative_to(root).as_posix()
+                sizes[relative] = _checked_size(path, relative)
     if not sizes:
         raise PermanentInfraError(f"{root} holds no files: there is nothing to copy")
     return dict(sorted(sizes.items()))
@@ -271,9 +268,10 @@ def _raise_unreadable(error: OSError) -> None:
     raise PermanentInfraError(f"{error.filename} cannot be read: {error.strerror}") from error
 
 
-def _check_file(path: Path, name: str) -> None:
-    """Return if it is a plain file that may be copied under this name."""
-    if not stat.S_ISREG(path.lstat().st_mode):
+def _checked_size(path: Path, name: str) -> int:
+    """The size of a plain file that may be copied under this name."""
+    status = _status_of(path)
+    if not stat.S_ISREG(status.st_mode):
         raise PermanentInfraError(
             f"{path} is a symbolic link or a device, which is not copied: put the file itself there"
         )
@@ -281,6 +279,14 @@ def _check_file(path: Path, name: str) -> None:
         receiver.check_name(name)
     except receiver.CopyError as error:
         raise PermanentInfraError(f"{str(path)!r}: {error.message}; rename it") from error
+    return status.st_size
+
+
+def _status_of(path: Path) -> os.stat_result:
+    try:
+        return path.lstat()
+    except OSError as error:
+        raise TransientInfraError(f"{path} cannot be read any more: {error.strerror}") from error
 
 
 def _check_nesting(root: Path, destination: str) -> None:

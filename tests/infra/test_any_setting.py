@@ -8,6 +8,7 @@ commands and jobs have theirs in test_any_string.py.
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shlex
@@ -200,7 +201,7 @@ def test_a_command_of_the_setup_is_run_as_it_is(text: str, command: str) -> None
     with folder_of_its_own() as folder:
         written = f"printf %s {shlex.quote(text)} > {folder}/written"
         node = RentedNode(max_usd=1.0, setup=(written,), root=f"{folder}/root")
-        set_up(LocalSession(sys.executable), node)
+        set_up(LocalSession(sys.executable), node, until=math.inf)
         assert (folder / "written").read_bytes() == text.encode()
 
 

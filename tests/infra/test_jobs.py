@@ -462,6 +462,14 @@ def test_a_full_disk_loses_log_and_not_the_end_of_the_job(session: Session, tiny
         start_or_attach(session, shell_spec(run_dir, "yes | head -c 4000000; exit 9"))
 
 
+def test_a_program_that_has_filled_the_disk_is_restarted(session: Session, tiny_disk: Path, tmp_path: Path) -> None:
+    run_dir, marker = tiny_disk / "serve-0123", tmp_path / "started-before"
+    script = f"[ -e {marker} ] && exit 5; touch {marker}; yes | head -c 4000000; exit 9"
+    start_or_attach(session, shell_spec(run_dir, script, max_restarts=1, restart_backoff_s=0.05))
+    status = wait_for_end(session, run_dir)
+    assert status.exit is not None and (status.exit.code, status.exit.restarts) == (5, 1)
+
+
 def test_a_job_can_be_cancelled_on_a_disk_that_takes_no_more_files(session: Session, tmp_path: Path) -> None:
     with mounted_tmpfs(tmp_path / "disk", "size=8m,nr_inodes=100") as disk:
         run_dir = disk / "sft-0123"

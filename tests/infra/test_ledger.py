@@ -3,6 +3,7 @@
 Without it two runs both think that they are not the last one, and a job runs for nobody, or one stops the other's.
 """
 
+import fcntl
 import multiprocessing
 import os
 import sqlite3
@@ -163,6 +164,33 @@ def test_nobody_else_can_read_the_ledger_or_what_lies_beside_it(tmp_path: Path) 
         os.umask(before)
     assert {"ledger.sqlite", "ledger.sqlite-wal", "ledger.runs/run", "ledger.renting/run"} <= found.keys()
     assert set(found.values()) == {0}
+
+
+def test_a_run_lives_until_the_last_of_its_processes_has_left(tmp_path: Path) -> None:
+    """Nothing is known of the second one so far but that it lives."""
+    with Ledger(tmp_path / "ledger.sqlite") as ledger:
+        with ledger.living_run("run"):
+            with ledger.living_run("run"):
+                pass
+            assert ledger.is_alive("run") and ledger.living_runs().keys() == {"run"}
+        assert not ledger.is_alive("run") and list((tmp_path / "ledger.runs").iterdir()) == []
+
+
+def test_a_run_whose_lock_is_removed_in_the_moment_in_which_it_begins_can_be_told_dead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flock, locks = fcntl.flock, tmp_path / "ledger.runs"
+
+    def remove_then_lock(lock: int, kind: int) -> None:
+        if kind == fcntl.LOCK_SH and not (locks / "seen").exists():
+            (locks / "seen").touch()
+            (locks / "run").unlink()  # by the process that leaves
+        flock(lock, kind)
+
+    with Ledger(tmp_path / "ledger.sqlite") as ledger:
+        monkeypatch.setattr(fcntl, "flock", remove_then_lock)
+        with ledger.living_run("run"):
+            assert ledger.is_alive("run")
 
 
 def _claim_and_drop(path: Path, name: str, barrier: Barrier, counts: "Queue[list[int]]") -> None:

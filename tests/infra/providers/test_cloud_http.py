@@ -293,6 +293,17 @@ def test_a_missing_key_names_its_variable(monkeypatch: pytest.MonkeyPatch) -> No
         require_keys(("lambda", "shadeform"))
 
 
+@pytest.mark.parametrize("key", ["rpa_ABC…", "clé", "two words", "two\nlines"])
+def test_what_cannot_be_a_key_is_said_to_be_none(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for entry in ENDPOINTS.values():
+        monkeypatch.setenv(entry.key_variable, key)
+    for name in ENDPOINTS.keys() - {"sky"}:
+        with pytest.raises(MissingKeyError, match=f"{ENDPOINTS[name].key_variable} holds is no key") as raised:
+            open_account(name)
+        assert key not in str(raised.value)
+    open_account("sky")  # a path may be anything
+
+
 @pytest.mark.parametrize(
     ("in_use", "command"),
     [

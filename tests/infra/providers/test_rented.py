@@ -12,6 +12,7 @@ import tomllib
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,11 +22,12 @@ from infra.errors import HostKeyError, MachineGoneError, NoMachineError, Permane
 from infra.ledger import LEDGER_FILE, Ledger
 from infra.node import Node, RentedNode
 from infra.providers import open_session, provision_node, release_node
-from infra.providers.rented import find_rentable, keep_rented
+from infra.providers.rented import ended_when_expired, find_rentable, keep_rented
 from infra.renting.rentals import RentalState, all_rentals, change_rental
 from rollouts_core.errors import ConfigError
 from tests.infra.fake_runpod import FakeRunPod, runpod_with
 from tests.infra.ssh_server import SSHServer, make_key, running_server
+from tests.waiting import wait_until
 
 ROOT = Path(__file__).resolve().parents[3]
 DATA = {name: f"/data/{name}.jsonl" for name in ("sft", "prompts", "selection", "heldout")}
@@ -129,6 +131,26 @@ def test_a_machine_is_kept_no_longer_than_its_hours_and_money_and_not_where_it_i
         with pytest.raises(MachineGoneError):
             keep_rented(node, 30)
         assert [rental.kept_until for rental in all_rentals(ledger)] == [None]
+
+
+@pytest.mark.slow
+def test_a_machine_is_ended_when_its_hours_are_over_by_the_clock_also_where_that_fails_at_first(
+    fake: FakeRunPod,
+    ssh_server: SSHServer,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr("infra.providers.rented.EXPIRY_LOOK_S", 0.1)
+    node = rent(ssh_server, tmp_path)
+    later = SimpleNamespace(time=lambda: time.time() + 24 * 3600)
+    with ended_when_expired(node):
+        fake.faults.refuses_key = True
+        monkeypatch.setattr("infra.providers.rented.time", later)  # as after a sleep, in which no timer goes on
+        wait_until(lambda: "may still be rented" in caplog.text)
+        assert len(fake.alive()) == 1
+        fake.faults.refuses_key = False
+        wait_until(lambda: fake.alive() == [])
 
 
 @pytest.mark.slow
@@ -241,6 +263,17 @@ def test_a_machine_whose_gpus_do_not_compute_together_is_given_back_and_the_next
     with pytest.raises(NoMachineError, match=refusal):
         rent(ssh_server, tmp_path, query=several, python=str(python))
     assert fake.alive() == [] and len(fake.machines) > 1
+
+
+@pytest.mark.slow
+def test_a_machine_is_set_up_no_longer_than_the_money_of_the_run_lasts(
+    fake: FakeRunPod, ssh_server: SSHServer, tmp_path: Path
+) -> None:
+    seconds_paid_for = 8.0
+    began = time.monotonic()
+    with pytest.raises(NoMachineError, match=r"run's money were used up .*sleep 120"):
+        rent(ssh_server, tmp_path, max_usd=2.99 / 3600 * seconds_paid_for, setup=["sleep 120"])
+    assert time.monotonic() - began < 100 and fake.alive() == [] and len(fake.machines) == 1
 
 
 @pytest.mark.slow

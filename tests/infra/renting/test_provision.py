@@ -19,6 +19,7 @@ import pytest
 from infra.cloud import Cloud, Pace
 from infra.errors import (
     LoginError,
+    MissingKeyError,
     NodeUnreachableError,
     NoMachineError,
     PermanentInfraError,
@@ -33,7 +34,7 @@ from infra.providers.runpod import RunPod
 from infra.renting.provision import MAX_OFFERS, rent_machines
 from infra.renting.reaper import reap
 from infra.renting.release import release_machine
-from infra.renting.rentals import Rental, RentalState, all_rentals, change_rental, rentals_of, usd_spent
+from infra.renting.rentals import Rental, RentalState, all_rentals, change_rental, find_rental, rentals_of, usd_spent
 from infra.renting.request import Check, Renting, RentRequest
 from tests.infra.fake_cloud import HANG_S, KEY, FakeCloud
 from tests.infra.fake_lambda import FakeLambda
@@ -359,6 +360,17 @@ def test_the_money_of_a_run_is_a_limit_over_all_its_machines(world: World) -> No
     assert world.fake.num_creates() == 1
 
 
+def test_a_machine_is_waited_for_no_longer_than_the_money_of_the_run_lasts(world: World) -> None:
+    world.fake.faults.boot_s = 15.0
+    seconds_paid_for = 2.0
+    request = replace(REQUEST, max_usd=2.49 / 3600 * seconds_paid_for)
+    with pytest.raises(PermanentInfraError, match=r"has spent the .* USD"):
+        world.rent(request)
+    [gone] = world.rows()
+    assert gone.usd(time.time()) / 2.49 * 3600 < 10 and "the run's money were used up" in gone.note
+    assert world.fake.alive() == [] and not gone.is_unfit
+
+
 @pytest.mark.parametrize("fault", ["fail_ends", "drop_ends"])
 def test_giving_back_ends_when_the_provider_has_the_machine_no_more(world: World, fault: str) -> None:
     rental = world.rent()
@@ -435,6 +447,22 @@ def fail_and_keep(world: World) -> Rental:
         kept = change_rental(ledger, world.rent(), kept_until=time.time() + 600)
     assert kept is not None
     return kept
+
+
+def test_a_machine_at_a_provider_whose_key_is_not_there_is_left_alone_and_asked_for_by_its_own_run(
+    world: World,
+) -> None:
+    with two_providers(world) as (other, clouds), Ledger(world.path) as ledger:
+        with ledger.living_run(REQUEST.run_id):
+            left = world.rent()
+        reached = {name: cloud for name, cloud in clouds.items() if name != left.provider}
+        with pytest.raises(MissingKeyError, match=f"the run has {left.name} at runpod, whose key is not here"):
+            rent_machines(Renting(REQUEST, ledger, reached, check=usable, pace=PACE))
+        assert other.machines == {}
+        another = replace(REQUEST, run_id="another-run")
+        [rental] = rent_machines(Renting(another, ledger, reached, check=usable, pace=PACE))
+        assert [machine.id for machine in other.alive()] == [rental.instance_id]
+        assert find_rental(ledger, left.name) == left and len(world.fake.alive()) == 1
 
 
 @pytest.mark.parametrize("run_id", [REQUEST.run_id, "another-run"])

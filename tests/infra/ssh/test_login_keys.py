@@ -3,17 +3,24 @@
 Without it a machine is not let in on whose key was saved as a secret, or a message of a failed login shows the key.
 """
 
+import base64
+import os
 import re
+import socket
+import struct
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from cryptography.hazmat.primitives.asymmetric import dsa
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
 from infra.errors import LoginError, PermanentInfraError
 from infra.node import SSHAccess
 from infra.ssh.connection import connect
-from infra.ssh.login_keys import load_keys, read_key_variable, read_public_key
+from infra.ssh.login_keys import load_keys, read_key_variable, read_public_key, require_login_key
 from tests.infra.ssh_server import SSHServer, make_key
 
 VARIABLE = "ROLLOUTS_SSH_KEY"
@@ -91,3 +98,51 @@ def test_a_key_variable_comes_before_a_key_file(ssh_server: SSHServer, monkeypat
     monkeypatch.setenv(VARIABLE, ssh_server.client_key_file.read_text())
     [key] = load_keys(access)
     assert key.file == ""
+
+
+def security_key() -> str:
+    """What `ssh-keygen -t ed25519-sk` writes: where the key lies on the device that has it."""
+
+    def string(content: bytes) -> bytes:
+        return struct.pack(">I", len(content)) + content
+
+    public = string(b"sk-ssh-ed25519@openssh.com") + string(os.urandom(32)) + string(b"ssh:")
+    private = 2 * os.urandom(1) * 4 + public + b"\1" + string(os.urandom(48)) + string(b"") + string(b"me")
+    private += bytes(range(1, 1 + -len(private) % 8))
+    head = b"openssh-key-v1\0" + string(b"none") + string(b"none") + string(b"") + struct.pack(">I", 1)
+    body = base64.encodebytes(head + string(public) + string(private)).decode()
+    return f"-----BEGIN OPENSSH PRIVATE KEY-----\n{body}-----END OPENSSH PRIVATE KEY-----\n"
+
+
+def old_key() -> str:
+    encoding = (Encoding.PEM, PrivateFormat.TraditionalOpenSSL, NoEncryption())
+    return dsa.generate_private_key(1024).private_bytes(*encoding).decode()
+
+
+@pytest.mark.parametrize("make", [security_key, old_key])
+def test_a_key_of_a_type_that_cannot_be_used_is_said_to_be_one(tmp_path: Path, make: Callable[[], str]) -> None:
+    (tmp_path / "key").write_text(make())
+    (tmp_path / "key").chmod(0o600)
+    with pytest.raises(LoginError, match=r"key is a key of a type that cannot be used here: make one by"):
+        require_login_key(key_file=str(tmp_path / "key"), key_variable="")
+
+
+@pytest.mark.parametrize("answer", [b"", b"\0\0\0\1\5"], ids=["breaks off", "refuses"])
+def test_an_agent_that_does_not_work_is_done_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: bytes
+) -> None:
+    def answer_one() -> None:
+        client, _ = agent.accept()
+        with client:
+            client.recv(100)
+            client.sendall(answer)
+
+    make_key(tmp_path / "key")
+    monkeypatch.setenv("SSH_AUTH_SOCK", str(tmp_path / "agent"))
+    with socket.socket(socket.AF_UNIX) as agent:
+        agent.bind(str(tmp_path / "agent"))
+        agent.listen()
+        threading.Thread(target=answer_one, daemon=True).start()
+        access = SSHAccess(host="node", port=22, user="me", key_file=str(tmp_path / "key"), host_key="", known_hosts=())
+        [key] = load_keys(access)
+    assert key.file == str(tmp_path / "key")

@@ -5,6 +5,7 @@ Without it the client would believe another host, read somebody's configuration,
 
 import logging
 import os
+import resource
 import shutil
 import signal
 import sys
@@ -146,6 +147,26 @@ def test_commands_that_were_started_at_once_all_end_with_the_client(
     wait_until(lambda: all(channel.has_ended for channel in channels))
     for channel in channels:
         channel.close()
+    believed.close()
+
+
+def test_a_client_is_heard_also_where_more_than_a_thousand_files_are_open(ssh_server: SSHServer) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2048), hard))
+    believed = connect(ssh_server.access)
+    client = OpenSSH(ssh_server.access, believed)
+    taken = [os.dup(0) for _ in range(1100)]
+    try:
+        channel = client.open_command("echo up; sleep 60")
+        assert channel.receive(100, timeout_s=30) == b"up\n"
+        with pytest.raises(TimeoutError):
+            channel.receive(100, timeout_s=0.1)
+    finally:
+        for descriptor in taken:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    client.close()
+    channel.close()
     believed.close()
 
 

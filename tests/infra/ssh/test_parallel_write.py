@@ -4,6 +4,7 @@ Without it a piece could land in the wrong place, or a broken connection leave s
 """
 
 import hashlib
+import logging
 import os
 import signal
 import sys
@@ -102,6 +103,17 @@ def test_chunks_that_come_early_wait_for_the_connections_that_are_under_way(
     wait_until(lambda: num_under_way() == 4)
     far.write_chunks(str(tmp_path), chunks_of(bytes(4 * CHUNK_BYTES)))
     assert num_logins(server) == 5
+
+
+def test_a_session_that_is_closed_meanwhile_does_not_say_that_the_node_is_away(
+    far: SSHSession, caplog: pytest.LogCaptureFixture
+) -> None:
+    with far:
+        far.run(["true"], timeout_s=30)
+        far.expect_chunks(4)
+        wait_until(lambda: num_under_way() == 4)
+    wait_until(lambda: num_under_way() == 0)
+    assert [record.message for record in caplog.records if record.levelno >= logging.WARNING] == []
 
 
 def test_to_a_near_node_nothing_is_made_ahead(server: SSHServer, tmp_path: Path) -> None:

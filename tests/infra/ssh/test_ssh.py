@@ -151,6 +151,24 @@ def test_a_server_that_hangs_is_found_by_its_silence(
         connection.close()
 
 
+def test_a_server_that_hangs_before_it_lets_us_in_has_not_refused_our_key(
+    server: SSHServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log_in = infra.ssh.connection._log_in
+
+    def hang_and_log_in(transport: Any, access: SSHAccess, keys: Sequence[LoginKey]) -> str:  # Any: paramiko
+        server.signal_sessions(signal.SIGSTOP)
+        transport.auth_timeout = 1.0
+        return log_in(transport, access, keys)
+
+    monkeypatch.setattr(infra.ssh.connection, "_log_in", hang_and_log_in)
+    try:
+        with pytest.raises(NodeUnreachableError, match="timeout"):
+            connect(server.access)
+    finally:
+        server.signal_sessions(signal.SIGCONT)
+
+
 def test_a_server_that_hangs_when_it_has_let_us_in_is_found_by_its_silence(
     server: SSHServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -523,6 +523,18 @@ def test_a_thousand_files_arrive_and_are_known_the_next_time(there: Path, here: 
     assert content_of(here) == public(content_of(there))
 
 
+def test_what_somebody_puts_beside_the_checkpoints_here_is_left_alone(there: Path, here: Path, tmp_path: Path) -> None:
+    pull_run(LocalSession(sys.executable), str(there), here)
+    linked = write_checkpoint(tmp_path / "elsewhere", "best")
+    (here / "checkpoints/latest").symlink_to(linked)
+    (here / "checkpoints/notes.txt").write_text("step 1 looks good")
+    before = content_of(linked)
+    write_checkpoint(there, "step_000002")
+    pull_run(LocalSession(sys.executable), str(there), here)
+    assert (here / "checkpoints/step_000002/manifest.json").exists()
+    assert content_of(linked) == before and (here / "checkpoints/notes.txt").read_text() == "step 1 looks good"
+
+
 def test_a_checkpoint_without_manifest_is_not_mirrored_and_a_deleted_one_is_deleted(
     session: Session, there: Path, here: Path
 ) -> None:

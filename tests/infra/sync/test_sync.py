@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -167,6 +168,24 @@ def test_a_file_that_changes_while_it_is_copied_leaves_the_old_destination(
     (source / "model.safetensors").unlink(missing_ok=True)
     publish_directory(LocalSession(sys.executable), source, str(target))
     assert content_of(target) == content_of(source) and [path.name for path in target.parent.iterdir()] == ["best"]
+
+
+def test_a_file_that_is_removed_while_files_are_listed_is_an_error_that_a_retry_may_mend(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session, walk = LocalSession(sys.executable), os.walk
+
+    # Any: whatever os.walk takes.
+    def walk_slowly(*arguments: Any, **options: Any) -> Iterator[tuple[str, list[str], list[str]]]:
+        found = list(walk(*arguments, **options))
+        (source / "empty").unlink(missing_ok=True)
+        yield from found
+
+    monkeypatch.setattr(os, "walk", walk_slowly)
+    with pytest.raises(TransientInfraError, match="empty cannot be read any more"):
+        publish_directory(session, source, str(tmp_path / "there"))
+    with pytest.raises(TransientInfraError, match="empty cannot be read any more"):
+        publish_files(session, {"empty": source / "empty"}, str(tmp_path / "there"))
 
 
 @pytest.mark.parametrize("link_to", ["/etc/passwd", "model.safetensors", "trainer", "missing"])
