@@ -51,8 +51,11 @@ def register_candidate(
     return model
 
 
-def production_input(model: Model, config: Config, store: Path) -> InputModel:
-    """The model in production as something to evaluate.
+def registered_input(name: str, model: Model, config: Config, store: Path) -> InputModel:
+    """A model of the registry as something to evaluate.
+
+    Args:
+        name: what the evaluation calls it.
 
     Raises:
         CheckpointError: its checkpoint is not whole, or not there.
@@ -60,7 +63,7 @@ def production_input(model: Model, config: Config, store: Path) -> InputModel:
     check_whole(model, store)
     path = store / model.checkpoint
     loaded = ModelConfig(path=str(path), trust_remote_code=config.model.trust_remote_code)
-    return InputModel(name="production", model=loaded, digest=model.digest)
+    return InputModel(name=name, model=loaded, digest=model.digest)
 
 
 def check_whole(model: Model, store: Path) -> None:
