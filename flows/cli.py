@@ -46,6 +46,7 @@ from flows.up import down, status, up
 from flows.upkeep import look_after
 from infra.errors import JobFailedError, MachineGoneError, PermanentInfraError, TransientInfraError
 from rollouts_core.config import parse_config
+from rollouts_core.config.record import MAX_INTEGER
 from rollouts_core.errors import InputError, RolloutsError
 from rollouts_core.system.open_files import raise_file_limit
 from rollouts_core.system.utf8 import ensure_utf8
@@ -197,7 +198,9 @@ def evaluate(
 @command
 def quickstart(
     store: Store = DEFAULT_STORE,
-    seed: Annotated[int, typer.Option(min=0, help="Another seed makes other data and another start model.")] = 0,
+    seed: Annotated[
+        int, typer.Option(min=0, max=MAX_INTEGER, help="Another seed makes other data and another start model.")
+    ] = 0,
     port: Port = 0,
 ) -> None:
     """Make a small task, a tokenizer and a model, and run the whole pipeline on them: about two minutes on a CPU."""

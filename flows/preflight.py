@@ -16,6 +16,7 @@ from typing import Any, TypeGuard
 import httpx
 
 from flows.form import Pipeline
+from flows.server import check_path
 from infra.bootstrap import check_disk
 from infra.errors import PermanentInfraError
 from infra.node import (
@@ -362,7 +363,8 @@ def as_config_errors() -> Iterator[None]:
 
 
 def check_writable(store: Path) -> None:
-    """Raise ConfigError when nothing can be written into the store."""
+    """Raise ConfigError when nothing can be written into the store, ServerError for a path that Prefect cannot have."""
+    check_path(store)
     try:
         store.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=store) as probe:

@@ -5,6 +5,7 @@ Not here: what is kept and why (tasks/prune.py), the other commands (cli.py).
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from typing import Annotated
@@ -34,9 +35,8 @@ def prune(
     """
     root = store.resolve()
     with open_registry(store) as ledger:
-        plan = plan_prune(
-            root, ledger, unused_days=days, max_bytes=None if max_gb is None else int(max_gb * GB), now=time.time()
-        )
+        max_bytes = None if max_gb is None or math.isinf(max_gb * GB) else int(max_gb * GB)
+        plan = plan_prune(root, ledger, unused_days=days, max_bytes=max_bytes, now=time.time())
         if plan.removed:
             typer.echo(render_folders(plan.removed))
         removed = remove_folders(root, ledger, plan) if yes else []

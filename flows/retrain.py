@@ -27,18 +27,20 @@ from pydantic import Field
 from flows.cancellation import cancelled_if_asked, release_after_cancellation
 from flows.credentials import take_credentials
 from flows.deployments import RETRAIN_FLOW
+from flows.evaluate import score_models
 from flows.form import FormConfig, FormNode, FormRetrain, FormRun, RunOptions
 from flows.pipeline import known_to_live, machine_of_the_run, open_scope, prepare, run_on, run_stages
 from flows.retrain_settings import RetrainConfig
 from infra.ledger import Ledger
-from infra.node import NodeSettings
+from infra.node import NodeSettings, settings_of_engines, without_further_nodes
 from infra.registry import Alias, Model, current
 from infra.retrainings import Retraining, find_retraining
 from rollouts_core.config import Config
-from tasks.candidate import candidate_name, judge_candidate, production_input, register_candidate, render_comparison
+from tasks.candidate import candidate_name, judge_candidate, register_candidate, registered_input, render_comparison
 from tasks.model_aliases import note_in_reports
+from tasks.plan import base_model, with_engines_of_trainer
 from tasks.plan_node import with_enough_memory
-from tasks.records import RunScope
+from tasks.records import RunScope, StageRecord
 from tasks.report import write_report
 from tasks.retraining import Answer, Compared, Rules, retrain_once
 from tasks.stores import publish_results
@@ -101,23 +103,40 @@ class PipelineWork:
         """Train, register the candidate and compare it, unless an earlier try did; finished stages are reused."""
         config, scope, line = self._config, self._scope, self._retrain.model or self._scope.run_name
         local = prepare(config, self._node, self._run, scope, self._retrain)
-        rivals = {"production": production_input(production, config, Path(scope.store))} if production else {}
+        store = Path(scope.store)
+        rivals = {"production": registered_input("production", production, config, store)} if production else {}
         stages = partial(run_stages, local, scope, rivals=rivals)
         with machine_of_the_run(with_enough_memory(self._node, local), local, scope, stages) as machine:
             final, records = stages(machine, partial(run_on, machine, scope))
             checkpoint = sync_results(final, scope)
             write_report(records, config, self._node, checkpoint, scope)
         model = register_candidate(line, checkpoint, records, data, scope)
+        return self._judge(model, records[-1], production)
+
+    def compare(self, candidate: Model, production: Model | None) -> Compared:
+        """Score the candidate beside what is in production now; whatever the data is by now, nothing is trained."""
+        config, scope = self._config, self._scope
+        local = prepare(config, self._node, self._run, scope, self._retrain)
+        if settings_of_engines(self._node):
+            local = with_engines_of_trainer(local)
+        registered = {candidate_name(config): candidate} | ({"production": production} if production else {})
+        inputs = {name: registered_input(name, model, config, Path(scope.store)) for name, model in registered.items()}
+        stages = partial(score_models, {"base": base_model(local), **inputs}, local, scope)
+        with machine_of_the_run(without_further_nodes(self._node), local, scope, stages, trains=False) as machine:
+            evaluation = stages(machine, partial(run_on, machine, scope))
+        return self._judge(candidate, evaluation, production)
+
+    def _judge(self, candidate: Model, evaluation: StageRecord, production: Model | None) -> Compared:
         compared = judge_candidate(
-            model,
-            records[-1],
-            names=("production" if production else "base", candidate_name(config)),
+            candidate,
+            evaluation,
+            names=("production" if production else "base", candidate_name(self._config)),
             production=production,
             margin=self._retrain.margin,
             max_p_value=self._retrain.max_p_value,
         )
-        table = render_comparison(model.name, compared.evaluation)
-        create_markdown_artifact(table, key="comparison", description=f"{model.name} and what is in production")
+        table = render_comparison(candidate.name, compared.evaluation)
+        create_markdown_artifact(table, key="comparison", description=f"{candidate.name} and what is in production")
         return compared
 
     def ask(self, row: Retraining, candidate: Model) -> Answer:

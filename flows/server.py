@@ -131,6 +131,7 @@ def local_server(
     """
     if url := named_url():
         return _named_server(url, meanwhile)
+    check_path(store)
     return _shared_server(_home(store), port, meanwhile)
 
 
@@ -138,6 +139,15 @@ def named_url() -> str:
     """The address of the server that the user named by PREFECT_API_URL; empty where nobody did."""
     url = os.environ.get("PREFECT_API_URL", "").rstrip("/")
     return "" if url == os.environ.get(OWN_API_URL) else url
+
+
+def check_path(store: Path) -> None:
+    """Raise ServerError where the database of a store's own server would lie elsewhere: its address ends at a ?."""
+    if "?" in str(store.resolve()) and not named_url():
+        raise ServerError(
+            f"the path of the store {store.resolve()} has a ?, where the address of Prefect's database would end: "
+            "choose another with --store"
+        )
 
 
 def running_server(store: Path) -> ServerAddress | None:

@@ -122,6 +122,12 @@ def note_evaluation(ledger: Ledger, model: Model, evaluation: Mapping[str, Any])
         database.execute("UPDATE models SET evaluation = ? WHERE id = ?", (json.dumps(dict(evaluation)), model.id))
 
 
+def move_model(ledger: Ledger, model: Model, checkpoint: str) -> None:
+    """Say that the checkpoint of a model lies in another folder, relative to the store."""
+    with ledger.transaction() as database:
+        database.execute("UPDATE models SET checkpoint = ? WHERE id = ?", (checkpoint, model.id))
+
+
 def models(ledger: Ledger, line: str = "") -> list[Model]:
     """The models of a line, or of all, oldest first."""
     with ledger.transaction() as database:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 import re
 import struct
 import time
@@ -285,7 +286,8 @@ def _is_early(path: Path) -> bool:
 def _score_of(path: Path, is_comparable: Callable[[Mapping[str, Any]], bool]) -> float | None:  # Any: JSON
     try:
         manifest = load_manifest(path)
-        return manifest.score if is_comparable(manifest.settings) else None
+        is_number = manifest.score is not None and math.isfinite(manifest.score)  # NaN would have no place in an order
+        return manifest.score if is_number and is_comparable(manifest.settings) else None
     except CheckpointError as error:
         logger.warning("a damaged checkpoint has no score: %s", error)
         return None

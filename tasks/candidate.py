@@ -5,17 +5,19 @@ Not here: what follows from the comparison (retraining.py), the registry (infra/
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 from infra.ledger import Ledger
-from infra.registry import Model, register_model
+from infra.registry import Model, models, move_model, register_model
 from rollouts_core.checkpoint import load_manifest
 from rollouts_core.comparison import compare_paired, judge_improvement
 from rollouts_core.config import Config, ModelConfig
 from rollouts_core.errors import CheckpointError
 from rollouts_core.job import InputModel
+from rollouts_core.system.files import new_directory
 from tasks.artifacts import find_checkpoint_damage
 from tasks.model_aliases import note_in_reports
 from tasks.records import RunScope, StageRecord
@@ -51,8 +53,27 @@ def register_candidate(
     return model
 
 
-def production_input(model: Model, config: Config, store: Path) -> InputModel:
-    """The model in production as something to evaluate.
+def keep_registered(folder: Path, digest: str, scope: RunScope) -> None:
+    """Give models whose checkpoint lies in a folder one of their own, where that of another digest will replace it.
+
+    So it is with a run that registered what it made, was not over then, and is tried again with other data.
+    """
+    place = str(folder.relative_to(scope.store))
+    with Ledger(scope.ledger_path) as ledger:
+        for model in models(ledger):
+            if model.checkpoint != place or model.digest == digest or find_checkpoint_damage(folder, model.digest):
+                continue
+            own = folder.with_name(f"{folder.name}-{model.name}")
+            with new_directory(own) as partial:
+                shutil.copytree(folder, partial, dirs_exist_ok=True)
+            move_model(ledger, model, str(own.relative_to(scope.store)))
+
+
+def registered_input(name: str, model: Model, config: Config, store: Path) -> InputModel:
+    """A model of the registry as something to evaluate.
+
+    Args:
+        name: what the evaluation calls it.
 
     Raises:
         CheckpointError: its checkpoint is not whole, or not there.
@@ -60,7 +81,7 @@ def production_input(model: Model, config: Config, store: Path) -> InputModel:
     check_whole(model, store)
     path = store / model.checkpoint
     loaded = ModelConfig(path=str(path), trust_remote_code=config.model.trust_remote_code)
-    return InputModel(name="production", model=loaded, digest=model.digest)
+    return InputModel(name=name, model=loaded, digest=model.digest)
 
 
 def check_whole(model: Model, store: Path) -> None:

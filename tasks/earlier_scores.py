@@ -8,6 +8,7 @@ Not here: the same models under the same names, which are the same stage (plan.p
 
 from __future__ import annotations
 
+from collections import ChainMap
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -41,10 +42,12 @@ def take_earlier_scores(stage: Stage, scope: RunScope) -> str:
     job = EvalJob.model_validate(stage.job)
     if fingerprint_job(stage.name, job) != stage.fingerprint:  # a fresh start was asked for
         return ""
-    earlier = find_scores(own.root.parent)
-    found = [earlier.get(identity_of(model, job)) for model in job.checkpoints]
-    scores = [score for score in found if score is not None]
-    if len(scores) < len(found):
+    evaluations = find_scores(own.root.parent)
+    # Losses compare only over the same tokens, and that these are the same was seen where models were scored together.
+    sources = evaluations if job.evaluation.metric == "loss" else [dict(ChainMap(*evaluations))]
+    wanted = [identity_of(model, job) for model in job.checkpoints]
+    scores = next(([scored[each] for each in wanted] for scored in sources if scored.keys() >= set(wanted)), None)
+    if scores is None:
         return ""
     reused_from = sorted({name_of_run(score.directory.root, scope) for score in scores})
     entries = [
@@ -71,14 +74,16 @@ def take_earlier_scores(stage: Stage, scope: RunScope) -> str:
     return ""
 
 
-def find_scores(stages: Path) -> dict[str, EarlierScore]:
-    """What finished evaluations of these stages scored, by the identity of the model and the way."""
-    found: dict[str, EarlierScore] = {}
+def find_scores(stages: Path) -> list[dict[str, EarlierScore]]:
+    """What each finished evaluation of these stages scored, by the identity of the model and the way."""
+    found = []
     for directory, job, result in finished_evaluations(stages):
         by_name = {entry["name"]: entry for entry in result["checkpoints"]}
-        for model in job.checkpoints:
-            score = EarlierScore(directory=directory, name=model.name, entry=by_name[model.name])
-            found.setdefault(identity_of(model, job), score)
+        scores = {
+            identity_of(model, job): EarlierScore(directory=directory, name=model.name, entry=by_name[model.name])
+            for model in job.checkpoints
+        }
+        found.append(scores)
     return found
 
 

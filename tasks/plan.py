@@ -5,6 +5,7 @@ Not here: running it (stage.py). These functions read files for their digests an
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -14,7 +15,9 @@ from rollouts_core.config import (
     Config,
     DatasetConfig,
     EngineConfig,
+    FunctionName,
     ModelConfig,
+    RewardConfig,
     RolloutConfig,
     SamplingConfig,
     SFTTrainingConfig,
@@ -208,7 +211,9 @@ def evaluation_job(checkpoints: Sequence[InputModel], data: str, config: Config,
             sampling=SamplingConfig(max_new_tokens=rollout.sampling.max_new_tokens),
         ),
         training=SFTTrainingConfig(max_length=sft.max_length, train_on=sft.train_on, on_overlong=sft.on_overlong),
-        plugin_digest=digest_plugins(rollout.environment, rollout.reward_fn, *(each.name for each in rollout.rewards)),
+        plugin_digest=digest_graders(
+            rollout.rewards, rollout.environment, rollout.reward_fn, *(each.name for each in rollout.rewards)
+        ),
         deployment=config.deployment,
     )
 
@@ -231,11 +236,23 @@ def input_dataset(dataset: DatasetConfig) -> InputDataset:
 
 
 def plugin_digest(config: Config) -> str:
-    """The digest of the user's own packages that sampling, grading and filtering for RL name."""
+    """The digest of the user's own code and models that sampling, grading and filtering for RL name."""
     rollout = config.rollout
     rewards = [each.name for each in rollout.rewards]
     filters = [rollout.filter_fn, *(each.name for each in rollout.filters), rollout.buffer_filter_fn]
-    return digest_plugins(rollout.environment, rollout.generate_fn, rollout.reward_fn, *rewards, *filters)
+    names = (rollout.environment, rollout.generate_fn, rollout.reward_fn, *rewards, *filters)
+    return digest_graders(rollout.rewards, *names)
+
+
+def digest_graders(rewards: Sequence[RewardConfig], *names: FunctionName) -> str:
+    """`digest_plugins` of the names, and the content of the rewards' models where they are folders of this machine.
+
+    A judge's model is the name that its endpoint has for it.
+    """
+    code = digest_plugins(*names)
+    folders = [Path(each.model) for each in rewards if each.kind in ("classifier", "reward_model")]
+    models = [digest_path(folder) for folder in folders if folder.is_dir()]
+    return hashlib.sha256("".join([code, *models]).encode()).hexdigest() if models else code
 
 
 def build_stage(name: str, job: Job, scope: RunScope, node: Node, *, num_steps: int) -> Stage:

@@ -4,9 +4,9 @@ Not here: Prefect (flows/retrain.py), the rows that are written down (infra/retr
 every step the ledger has what the next one needs, so that a run which was killed or suspended anywhere goes on there.
 
     data of the last retraining ──> skip
-    new data ──> train, compare ──not better──> reject
-                    ^     └──better──> (ask) ──> promote
-                    └─ production changed since ─┘
+    new data ──> train ──> compare ──not better──> reject
+                             ^ └──better──> (ask) ──> promote
+                             └─ production changed since ─┘
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 from typing import Any, Protocol
 
 from infra.errors import MachineGoneError, TransientInfraError
@@ -54,6 +55,8 @@ class Step(StrEnum):
     SKIP = "skip"
     TRAIN = "train"
     """Train, or take what is trained already, and compare with production."""
+    COMPARE = "compare"
+    """Compare the candidate with what is in production now."""
     ASK = "ask"
     PROMOTE = "promote"
     REJECT = "reject"
@@ -125,6 +128,10 @@ class Work(Protocol):
         """Train, register the candidate, and compare it with production, or with the start model where none is."""
         ...
 
+    def compare(self, candidate: Model, production: Model | None) -> Compared:
+        """Compare a candidate of this run, with the same."""
+        ...
+
     def ask(self, row: Retraining, candidate: Model) -> Answer:
         """What a person says; may end the process, and be called again by another one."""
         ...
@@ -174,7 +181,7 @@ def decide_end(row: Retraining, production_id: int, rules: Rules) -> Decision:
     if row.model_id == production_id:
         return Decision(step=Step.PROMOTE, reason="it is in production already")
     if row.baseline_id != production_id:
-        return Decision(step=Step.TRAIN, reason="production changed since the comparison")
+        return Decision(step=Step.COMPARE, reason="production changed since the comparison")
     if not row.is_better:
         return Decision(step=Step.REJECT, reason=row.note)
     if rules.needs_approval and row.approved is None:
@@ -191,7 +198,7 @@ def retrain_once(
         TransientInfraError: of a machine; it is tried again without limit.
     """
     row = find_retraining(ledger, run_id)
-    if row is None or row.state is RetrainingState.FAILED:
+    if row is None or row.state in (RetrainingState.TRAINING, RetrainingState.FAILED):
         data = work.watch()
         earlier = [each for each in retrainings(ledger, line) if each.run_id != run_id]
         decision = decide_start(data, earlier, rules)
@@ -203,7 +210,10 @@ def retrain_once(
         decision = decide_end(row, production.id if production else NOTHING, rules)
         match decision.step:
             case Step.TRAIN:
-                row = _train(ledger, work, row, production, clock)
+                row = _compared(ledger, row, production, partial(work.train, row.data, production), clock)
+            case Step.COMPARE:
+                candidate = find_model(ledger, str(row.model_id))
+                row = _compared(ledger, row, production, partial(work.compare, candidate, production), clock)
             case Step.ASK:
                 row = _ask(ledger, work, row)
             case Step.PROMOTE:
@@ -215,11 +225,15 @@ def retrain_once(
     raise RolloutsError(f"production of {line} changed {MAX_STEPS} times while a candidate was compared: start again")
 
 
-def _train(
-    ledger: Ledger, work: Work, row: Retraining, production: Model | None, clock: Callable[[], float]
+def _compared(
+    ledger: Ledger,
+    row: Retraining,
+    production: Model | None,
+    compare: Callable[[], Compared],
+    clock: Callable[[], float],
 ) -> Retraining:
     try:
-        compared = work.train(row.data, production)
+        compared = compare()
     except (TransientInfraError, MachineGoneError):
         raise  # no fault of the data or the settings: it counts as little as a kill does
     except Exception as error:

@@ -11,6 +11,7 @@ from prefect.cache_policies import NO_CACHE
 from infra.session import LocalSession
 from infra.sync.push import publish_directory
 from rollouts_core.job import InputModel
+from tasks.candidate import keep_registered
 from tasks.progress import StageProgress, stage_console
 from tasks.records import RunScope
 
@@ -21,6 +22,7 @@ def sync_results(model: InputModel, scope: RunScope) -> str:
     destination = scope.output_dir / "checkpoint"
     with StageProgress("sync", num_steps=0, console=stage_console()) as progress:
         destination.parent.mkdir(parents=True, exist_ok=True)
+        keep_registered(destination, model.digest, scope)
         session = LocalSession(sys.executable)  # the store has everything that a node made
         report = publish_directory(session, Path(model.model.path), str(destination))
         progress.say(f"{model.name}, {report.num_bytes / 1e6:.1f} MB in {report.num_files} verified files")

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from rollouts_core.config.record import Finite, Record
+from rollouts_core.config.record import PLACEMENT, Finite, Record
 
 
 class EvaluationConfig(Record):
@@ -28,5 +28,5 @@ class EvaluationConfig(Record):
     """Softmax temperature; 0 takes the most likely token."""
     seed: int = Field(0, ge=0)
     """Randomness of sampling, the same for every checkpoint."""
-    max_p_value: Annotated[Finite, Field(gt=0, le=1)] = 0.01
+    max_p_value: Annotated[Finite, Field(gt=0, le=1)] = Field(0.01, json_schema_extra=PLACEMENT)
     """RL must beat the selected SFT checkpoint with at most this p-value, or the run fails; 1 accepts anything."""

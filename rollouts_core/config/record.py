@@ -49,6 +49,7 @@ def _write_function(function: str | Callable[..., Any]) -> str:  # Any: user fun
     return name_of_function(function)
 
 
+MAX_INTEGER = 2**63 - 1
 Finite = Annotated[float, Field(strict=True), AfterValidator(_finite)]
 GpuRank = Annotated[int, Field(ge=0, strict=True)]
 FunctionName = Annotated[
@@ -98,9 +99,14 @@ class Record(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _refuse_conversions(cls, value: Any, info: ValidationInfo) -> Any:  # Any: unchecked input
-        """True is no number and "3" is no 3, although pydantic would take them for one."""
+        """True is no number and "3" is no 3, although pydantic would take them for one.
+
+        Nor is what has more than 64 bits: Python counts on, and torch, or what slices rows, fails amid a job.
+        """
         assert info.field_name is not None, "only fields are validated"
         kind = SCALAR_ERRORS.get(_scalar_of(cls.model_fields[info.field_name].annotation))
         if kind and (isinstance(value, str) or isinstance(value, bool) != (kind == "bool_type")):
             raise PydanticKnownError(kind)
+        if isinstance(value, int) and not -MAX_INTEGER <= value <= MAX_INTEGER:
+            raise ValueError(f"must be a number of at most {MAX_INTEGER} (64 bits), found a larger one")
         return value

@@ -54,7 +54,7 @@ class RolloutConfig(Record):
     """Completions per prompt: the group that shares a baseline."""
     over_sampling_factor: Annotated[Finite, Field(ge=1)] = 1.0
     """Prompts asked for at a time, as a multiple of the batch size, when a filter drops groups."""
-    max_refills: int = Field(10, ge=1)
+    max_refills: int = Field(10, ge=1, json_schema_extra=PLACEMENT)
     """How often a step may ask for further prompts before it ends with an error."""
     max_prompt_tokens: int = Field(1024, ge=1)
     """Prompts longer than this are an error that names the row."""
@@ -78,14 +78,14 @@ class RolloutConfig(Record):
     generate_fn: FunctionName = ""
     """Takes the pending samples of a group and returns them finished, with the log-probs of what was sampled; empty
     asks the engines. Completions that checkpoints are compared by come from an engine all the same."""
-    generate_timeout_s: Annotated[Finite, Field(gt=0)] = 3600.0
+    generate_timeout_s: Annotated[Finite, Field(gt=0)] = Field(3600.0, json_schema_extra=PLACEMENT)
     """A `generate_fn` that takes longer for one call ends the run with a sentence, also where it never waits for
     anything."""
     reward_fn: FunctionName = ""
     """A name of `rollouts_core.rewards.REWARDS` or `package.module:function`; empty takes the environment's grade."""
     rewards: tuple[RewardConfig, ...] = ()
     """Several rewards, added with their weights, in place of `reward_fn`."""
-    reward_timeout_s: Annotated[Finite, Field(gt=0)] = 1800.0
+    reward_timeout_s: Annotated[Finite, Field(gt=0)] = Field(1800.0, json_schema_extra=PLACEMENT)
     """A reward or a filter that takes longer ends the run with a sentence, also where it never waits for anything. The
     wait for a processor of the environment `code` does not count, nor a service's answer, which has its own limit."""
     filter_fn: FunctionName = ""

@@ -97,6 +97,15 @@ def test_a_store_that_cannot_be_made_is_named(folder: Path, store: str, words: s
     assert "choose another with --store" in outcome.stderr
 
 
+@pytest.mark.parametrize("command", ["validate", "run", "ui"])
+def test_a_store_whose_database_would_lie_elsewhere_is_named(folder: Path, command: str) -> None:
+    config = [] if command == "ui" else [str(folder / "small.toml")]
+    outcome = CliRunner().invoke(app, [command, *config, "--store", str(folder / "runs?seed=1")])
+    assert (outcome.exit_code, outcome.stderr.count("\n")) == (2, 1), outcome.stderr
+    assert f"rollouts: the path of the store {folder / 'runs?seed=1'} has a ?, where the address of" in outcome.stderr
+    assert not list(folder.glob("runs*"))
+
+
 def test_a_store_on_a_full_disk_is_named(folder: Path) -> None:
     with mounted_tmpfs(folder / "store", SMALL) as disk:
         fill(disk)

@@ -28,6 +28,7 @@ from typer.testing import CliRunner
 
 from flows.cli import app, render_curl
 from flows.form import Pipeline, load_pipeline
+from infra.ledger import LEDGER_FILE, Ledger
 from tests.flows.conftest import clean_environment, processes_of
 from tests.small_pipeline import small_settings, write_small_pipeline
 from tests.waiting import wait_until
@@ -348,3 +349,13 @@ def test_asking_about_a_store_that_is_none_makes_none(tmp_path: Path) -> None:
 
 def test_of_a_store_that_exists_nothing_is_said_but_what_is_in_it(tmp_path: Path) -> None:
     assert "does not exist" not in CliRunner().invoke(app, ["status", "--store", str(tmp_path)]).output
+
+
+def test_a_limit_without_end_and_a_seed_beyond_its_bits_end_in_no_traceback(tmp_path: Path) -> None:
+    with Ledger(tmp_path / LEDGER_FILE):
+        pass
+    pruned = CliRunner().invoke(app, ["prune", "--max-gb", "inf", "--store", str(tmp_path)])
+    assert (pruned.exit_code, pruned.output) == (0, "nothing to remove; 0 folders of 0.000 GB stay\n")
+    seeded = CliRunner().invoke(app, ["quickstart", "--seed", str(2**70), "--store", str(tmp_path / "other")])
+    assert seeded.exit_code == 2, seeded.output
+    assert isinstance(seeded.exception, SystemExit)

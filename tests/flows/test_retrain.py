@@ -79,6 +79,12 @@ def say_updated(rollouts: Rollouts, resource: str) -> None:
     api(rollouts, "POST", "/events", [event])
 
 
+def question_of(rollouts: Rollouts, run_id: str) -> str:
+    """What tells the question from others that a suspended run asks; empty while it asks none."""
+    state: dict[str, Any] = run_of(rollouts, run_id)["state"]  # Any: JSON
+    return str((state["state_details"].get("run_input_keyset") or {}).get("description", ""))
+
+
 def registered(rollouts: Rollouts) -> list[Model]:
     with Ledger(rollouts.store / LEDGER_FILE) as ledger:
         return models(ledger)
@@ -180,6 +186,37 @@ def test_a_person_is_asked_and_the_question_outlives_everything_until_it_is_answ
     assert production(served) == promoted
     assert served.run("models", "promote", "small-2")[0] == 0
     assert production(served) == registered(served)[1]
+
+
+@pytest.mark.matrix
+def test_an_approval_that_comes_late_is_of_its_own_candidate_whatever_the_data_is_by_then(
+    served: Rollouts,  # noqa: F811
+    folder: Path,
+) -> None:
+    up(served, str(write_config(folder, retrain__approval=True)))
+    asked: list[str] = []
+    for _ in range(2):
+        asked.append(trigger(served, "small-retrain"))
+        wait_until(lambda: state_of(served, asked[-1]) == "PAUSED", what="a question", timeout_s=480, every_s=ASK_S)
+        change_data(folder)
+    first, second = registered(served)
+
+    def answer(run_id: str) -> None:
+        api(served, "POST", f"/flow_runs/{run_id}/resume", {"run_input": {"promote": True, "decided_by": "Ada"}})
+
+    answer(asked[1])
+    wait_for_state(served, asked[1], "COMPLETED")
+    before = question_of(served, asked[0])
+    answer(asked[0])
+    wait_until(lambda: question_of(served, asked[0]) not in ("", before), what="a new question", every_s=ASK_S)
+    wait_until(lambda: state_of(served, asked[0]) == "PAUSED", what="the wait for an answer", every_s=ASK_S)
+    answer(asked[0])
+    wait_for_state(served, asked[0], "COMPLETED")
+    assert message_of(served, asked[0]).startswith("promoted small-1: small-1 counts without a test against small-2")
+    assert registered(served)[1:] == [second]
+    assert num_jobs(served, "sft") == 2
+    for model in (first, second):
+        assert verify_checkpoint(served.store / model.checkpoint).digest == model.digest
 
 
 @pytest.mark.matrix

@@ -183,6 +183,13 @@ def test_pruning_keeps_the_best_besides_the_newest(tmp_path: Path, keep: int, ke
     assert [load_manifest(path).step for path in list_checkpoints(tmp_path)] == kept
 
 
+def test_a_score_that_is_no_number_does_not_push_the_best_out(tmp_path: Path) -> None:
+    for step, score in enumerate((float("nan"), -3.0, -0.5, float("-inf"), -1.0), start=1):
+        write_checkpoint(tmp_path, step, score=score)
+    prune_checkpoints(tmp_path, newest=step_directory(tmp_path, 5), keep=1, keep_best=1)
+    assert [load_manifest(path).step for path in list_checkpoints(tmp_path)] == [3, 5]
+
+
 def test_a_kill_while_pruning_leaves_no_half_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for step in (1, 2):
         write_checkpoint(tmp_path, step)

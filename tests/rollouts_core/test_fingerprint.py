@@ -65,6 +65,10 @@ def test_a_fingerprint_is_sixteen_hex_digits() -> None:
         {"training": RLTrainingConfig(policy=PolicyConfig(activation_checkpointing=True))},
         {"rollout": RolloutConfig(request_timeout_s=5.0)},
         {"rollout": RolloutConfig(silence_timeout_s=5.0)},
+        # What is raised when it ended the training, so that it goes on where it was.
+        {"rollout": RolloutConfig(reward_timeout_s=5.0)},
+        {"rollout": RolloutConfig(generate_timeout_s=5.0)},
+        {"rollout": RolloutConfig(max_refills=20)},
     ],
 )
 def test_placement_does_not_change_the_fingerprint(changes: dict[str, Any]) -> None:
@@ -118,6 +122,11 @@ def test_the_order_of_checkpoints_is_part_of_an_evaluation() -> None:
     models = [InputModel(name=n, model=ModelConfig(path="x"), digest=n) for n in ("a", "b")]
     both = [EvalJob(checkpoints=tuple(c), data=ROWS, evaluation=EvaluationConfig()) for c in (models, models[::-1])]
     assert fingerprint_job("eval", both[0]) != fingerprint_job("eval", both[1])
+
+
+def test_what_counts_as_better_does_not_change_an_evaluation() -> None:
+    jobs = [EvalJob(checkpoints=(BASE,), data=ROWS, evaluation=EvaluationConfig(max_p_value=p)) for p in (0.01, 0.05)]
+    assert fingerprint_job("evaluate", jobs[0]) == fingerprint_job("evaluate", jobs[1])
 
 
 @pytest.mark.parametrize("change", ["stage", "salt"])

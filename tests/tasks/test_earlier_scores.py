@@ -105,6 +105,20 @@ def test_models_of_several_runs_are_put_together(config: Config, models: dict[st
     assert [each["scores"] for each in result["checkpoints"]] == [SCORES["sft"], [1.0, 1.0, 1.0]]
 
 
+def test_losses_are_taken_only_of_models_that_were_scored_together(
+    config: Config, models: dict[str, InputModel], tmp_path: Path
+) -> None:
+    """Their tokenizers may differ: an evaluation of both finds that out, and two of one each do not."""
+    evaluation = config.evaluation.model_copy(update={"metric": "loss"})
+    config = config.model_copy(update={"mode": "sft", "evaluation": evaluation})
+    other = checkpoint(tmp_path / "other", b"other weights")
+    finish(planned(models, config, "first")[0], SCORES)
+    finish(planned({"sft": other}, config, "second")[0], {"sft": [1.0, 1.0, 1.0]})
+    assert take_earlier_scores(*planned({"baseline": models["sft"], "model": other}, config, "by-hand")) == ""
+    for wanted in ({"baseline": models["base"], "model": models["sft"]}, {"model": other}):
+        assert take_earlier_scores(*planned(wanted, config, "by-hand")).startswith("reused from run ")
+
+
 def test_other_rows_settings_or_weights_are_scored(
     config: Config, models: dict[str, InputModel], tmp_path: Path
 ) -> None:

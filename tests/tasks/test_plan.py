@@ -125,6 +125,30 @@ def test_rl_is_another_when_the_weights_of_its_start_model_are_and_the_same_when
     assert first != other
 
 
+@pytest.mark.parametrize(
+    "reward",
+    [{"kind": "classifier"}, {"kind": "reward_model", "url": "http://127.0.0.1:1"}],
+    ids=lambda each: each["kind"],
+)
+def test_another_model_that_grades_in_the_same_folder_is_another_rl_and_another_evaluation(
+    tmp_path: Path, scope: RunScope, node: Node, reward: dict[str, str]
+) -> None:
+    grader = tmp_path / "grader"
+    grader.mkdir()
+    config = config_at(tmp_path / "inputs", rollout={"rewards": [{**reward, "model": str(grader)}]})
+    identities = []
+    for weights in (b"first", b"first", b"second"):
+        (grader / "model.safetensors").write_bytes(weights)
+        stages = (
+            plan_rl(base_model(config), config, scope, node),
+            plan_evaluation({"base": base_model(config)}, config, scope, node),
+        )
+        identities.append([stage.fingerprint for stage in stages])
+    first, again, other = identities
+    assert first == again
+    assert not set(first) & set(other)
+
+
 def test_engines_and_ports_are_no_part_of_the_identity_of_rl(
     config: Config, tmp_path: Path, scope: RunScope, node: Node
 ) -> None:

@@ -48,7 +48,8 @@ class World:
     def train(self, data: Mapping[str, str], production: Model | None) -> Compared:
         self.may_fail()
         self.num_trainings += 1
-        quality = data["/data/sft.jsonl"]
+        quality = f"{self.quality}"  # what lies there now is trained on
+        assert data == {"/data/sft.jsonl": quality}
         model = register_model(
             self.ledger,
             "small",
@@ -63,10 +64,14 @@ class World:
         if self.meanwhile:
             promote(self.ledger, self.meanwhile, by="somebody", reason="by hand", now=self.now)
             self.meanwhile = None
+        return self.compare(model, production)
+
+    def compare(self, candidate: Model, production: Model | None) -> Compared:
         self.may_fail()
+        quality = candidate.digest
         baseline = float(production.digest) if production else 0.1
         is_better = float(quality) > baseline
-        return Compared(model=model, is_better=is_better, sentence=f"{quality} to {baseline}", evaluation={})
+        return Compared(model=candidate, is_better=is_better, sentence=f"{quality} to {baseline}", evaluation={})
 
     def ask(self, row: Retraining, candidate: Model) -> Answer:
         self.may_fail()
@@ -171,6 +176,18 @@ def test_what_a_killed_run_began_is_finished_by_its_retry_or_by_the_next_look(wo
     assert world.production == f"{world.quality}"
 
 
+def test_a_killed_run_that_is_retried_knows_the_data_that_it_trains_on_then(world: World) -> None:
+    world.faults = [KeyError, Killed]
+    with pytest.raises(Killed):
+        world.look("1")
+    world.quality = 0.7
+    assert world.look("1").name == "Promoted"
+    row = find_retraining(world.ledger, "1")
+    assert row is not None
+    assert row.data == {"/data/sft.jsonl": "0.7"}
+    assert world.look("2").name == "Skipped"
+
+
 def test_a_person_is_asked_once_and_the_answer_counts(world: World) -> None:
     with pytest.raises(Killed):
         world.look("1", needs_approval=True)
@@ -198,6 +215,7 @@ def test_an_approval_of_an_old_comparison_promotes_nothing(world: World) -> None
     world.look("2", needs_approval=True)
     assert world.production == "0.8"
     assert world.look("1", needs_approval=True).sentence == f"rejected {waiting.name}: 0.5 to 0.8"
+    assert world.num_trainings == 2
     assert world.production == "0.8"
 
 

@@ -78,8 +78,12 @@ class JobWork:
                 data=data,
                 by="month",
             )
+        return self.compare(model, production)
+
+    def compare(self, candidate: Model, production: Model | None) -> Compared:
+        made = quality_of(self.store, candidate)
         baseline = quality_of(self.store, production) if production else START_QUALITY
-        return Compared(model=model, is_better=made > baseline, sentence=f"{made} to {baseline}", evaluation={})
+        return Compared(model=candidate, is_better=made > baseline, sentence=f"{made} to {baseline}", evaluation={})
 
     def run_job(self, ledger: Ledger, run_dir: Path, quality: str) -> float:
         """The quality that the job says it reached."""

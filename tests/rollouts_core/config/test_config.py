@@ -92,6 +92,7 @@ def make_full_config(directory: Path) -> Config:
         ("training.sft.packing", 1, r"training\.sft\.packing: input should be a valid boolean, found 1"),
         ("training.sft.packing", "yes", r"training\.sft\.packing: input should be a valid boolean, found 'yes'"),
         ("training.sft.optim.lr", "1e-3", r"training\.sft\.optim\.lr: input should be a valid number, found '1e-3'"),
+        ("evaluation.max_prompts", 2**63, r"evaluation\.max_prompts: must be a number of at most 9223372036854775807"),
         ("training.sft.optim.lr", True, r"training\.sft\.optim\.lr: input should be a valid number, found True"),
         ("training.sft.optim.betas", [0.9, "0.9"], r"training\.sft\.optim\.betas\.1: .*valid number, found '0\.9'"),
         ("deployment.trainer_gpu_ranks", [True], r"deployment\.trainer_gpu_ranks\.0: .*valid integer, found True"),
