@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -341,9 +342,15 @@ def complete_sample(
 
 
 def build_pending_group(prompt: Prompt, *, group_index: int, size: int) -> Group:
-    """The samples of one prompt, not generated yet."""
+    """The samples of one prompt, not generated yet.
+
+    Each has metadata of its own: what a reward changes in them is of no other sample, and of no later draw.
+    """
     metadata = {**prompt.metadata, "prompt_id": prompt.id, "answer": prompt.answer}
-    return [Sample(prompt=prompt.messages, group_index=group_index, index=i, metadata=metadata) for i in range(size)]
+    return [
+        Sample(prompt=prompt.messages, group_index=group_index, index=i, metadata=deepcopy(metadata))
+        for i in range(size)
+    ]
 
 
 def check_prompt_lengths(

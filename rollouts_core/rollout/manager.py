@@ -425,7 +425,7 @@ class AsyncRolloutManager:
             self._begun.discard(finished.index)
             if self._waits_for_end_of_outage(finished):
                 continue
-            self._failure = finished.error or self._outage.note_group(finished.unavailable)
+            self._failure = finished.error or self._note_outage(finished)
             if self._failure:
                 self._order.forget([finished.index])  # the next call begins it again
                 break
@@ -450,7 +450,7 @@ class AsyncRolloutManager:
     def _waits_for_end_of_outage(self, finished: FinishedGroup) -> bool:
         """Whether a group for which something was not available begins again after a pause, and is not dropped."""
         assert self._tasks, "groups finish while the manager is open"
-        if not finished.unavailable:
+        if not finished.unavailable or finished.index in self._order.unavailable:
             return False
         if not self._is_paused:
             pause_s = self._outage.begin_pause(finished.unavailable)
@@ -461,6 +461,12 @@ class AsyncRolloutManager:
         self._order.forget([finished.index])
         self._under_way[finished.index] = self._pending_group(finished.index)
         return True
+
+    def _note_outage(self, finished: FinishedGroup) -> RolloutsError | None:
+        """What ends the run, where too many groups were dropped for an outage."""
+        if finished.index in self._order.unavailable:
+            return None  # of what is available now, what an earlier attempt met says nothing
+        return self._outage.note_group(finished.unavailable)
 
     async def _end_pause(self, pause_s: float) -> None:
         await anyio.sleep(pause_s)

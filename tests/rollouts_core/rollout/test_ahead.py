@@ -380,3 +380,24 @@ def test_groups_that_an_outage_dropped_are_dropped_again_when_the_schedule_is_fo
     again, asked = batches(schedules, outage_of=-1)
     assert [batch.to_json() for batch in again] == [batch.to_json() for batch in first]
     assert 1 not in asked
+
+
+def test_what_an_outage_dropped_before_a_restart_is_not_waited_for_after_it() -> None:
+    """Else it is begun again after every pause, only to be dropped unseen, until no time for pauses is left."""
+
+    async def fail_the_first(group: Sequence[Sample]) -> list[Sample]:
+        if group[0].group_index == 0:
+            raise EnvironmentUnavailableError("the sandbox is away")
+        return [answer(sample, 0) for sample in group]
+
+    async def run(manager: AsyncRolloutManager) -> RolloutBatch:
+        async with manager:
+            return await asyncio.wait_for(manager.generate_batch(), timeout=10)
+
+    # One group of the last 50 may be dropped: a second one is an outage.
+    config = CONFIG.model_copy(update={"max_staleness": 0, "max_environment_failure_share": 0.02})
+    manager = AsyncRolloutManager(DataBuffer(make_prompts(8)), config, generate_fn=fail_the_first)
+    manager.replay([Schedule(completed=[0, 1, 2, 3], unavailable=[1])])
+    batch = asyncio.run(run(manager))
+    assert indices_of(batch) == [2, 3, 4]
+    assert (batch.metadata["unavailable"], "paused_s" in batch.metadata) == ([0, 1], False)

@@ -284,6 +284,22 @@ def test_an_async_reward_is_awaited() -> None:
     assert set(batch.rewards) == {0.5}
 
 
+def test_what_a_reward_changes_in_the_metadata_of_a_sample_is_of_no_other_one() -> None:
+    """Else it would grade the second completion of a prompt, and every later epoch, by what the first left."""
+
+    def use_up_numbers(sample: Sample) -> float:
+        assert isinstance(sample.metadata, dict)
+        sample.metadata["place"] = sample.index
+        return float(sum(sample.metadata["numbers"].pop() for _ in range(2)))
+
+    prompts = [replace(prompt, metadata={"numbers": [3, 4]}) for prompt in make_prompts(3)]
+    manager = AsyncRolloutManager(DataBuffer(prompts), CONFIG.model_copy(update={"reward_fn": use_up_numbers}))
+    for _ in range(2):
+        batch = asyncio.run(manager.generate_batch())
+        assert batch.rewards == [7.0] * 6
+        assert [sample.metadata["place"] for sample in batch.samples] == [0, 1] * 3
+
+
 def score_first_of_group(sample: Sample) -> float | None:
     """A judge that answers for one sample of a group only."""
     return 1.0 if sample.index == 0 else None
