@@ -71,6 +71,7 @@ def parse_tool_calls(text: str) -> list[ToolCall]:
 def _parse_call(body: str) -> ToolCall:
     try:
         call = json.loads(body)
+        json.dumps(call, ensure_ascii=False).encode()  # half of an escaped emoji is no text to tokenize
     except (ValueError, RecursionError) as error:
         raise ToolError(f"the tool call is not valid JSON: {error}") from error
     if not isinstance(call, dict) or not isinstance(call.get("name"), str):

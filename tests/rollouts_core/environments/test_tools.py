@@ -77,6 +77,8 @@ def test_without_a_call_there_is_nothing_to_answer() -> None:
         ("<tool_call>{expression: 1}</tool_call>", "not valid JSON"),
         ("<tool_call>" + "[" * 100_000 + "</tool_call>", "not valid JSON"),
         ('<tool_call>{"name": "calculator"', "has no </tool_call>"),
+        (call(expression="half an emoji: \ud83d"), "not valid JSON: 'utf-8' codec can't encode character"),
+        (call("\ud83d"), "not valid JSON"),
     ],
 )
 def test_a_call_that_cannot_be_read_is_explained_to_the_policy(text: str, sentence: str) -> None:
