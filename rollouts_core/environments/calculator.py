@@ -16,7 +16,14 @@ from collections.abc import Mapping
 from fractions import Fraction
 from typing import Any
 
-from rollouts_core.environments.expressions import ExpressionError, evaluate, find_marked, render_number
+from rollouts_core.environments.expressions import (
+    SIGNS,
+    ExpressionError,
+    evaluate,
+    find_marked,
+    numbers_in,
+    render_number,
+)
 from rollouts_core.environments.math import final_answer, normalise_answer
 from rollouts_core.environments.protocol import Conversation, Outcome, Reply, Tool, ToolError
 from rollouts_core.environments.tools import OPENING, answer_tool_calls
@@ -73,18 +80,24 @@ class CalculatorEnvironment:
     def grade(self, sample: Sample) -> float:
         """1 where the number behind the last colon, or the marked answer, is the reference, else 0.
 
+        A number is one number, the reference as it is written, or a fraction that cannot be reduced. A sum is none,
+        whatever its value: the policy could repeat that of its prompt.
+
         Raises:
             RewardError: the reference is no number.
         """
+        reference = str(sample.metadata.get("answer", ""))
         try:
-            expected = read_reference(str(sample.metadata.get("answer", "")))
+            expected = read_reference(reference)
         except ValueError as error:
             raise RewardError(str(error)) from error
         if sample.status is not Status.COMPLETED:
             return 0.0
         found = final_answer(sample.response) or normalise_answer(sample.response.rpartition(":")[2])
+        written = (str(expected), final_answer(reference) or normalise_answer(reference))
         try:
-            return float(evaluate(found) == expected)
+            is_number = found.translate(SIGNS) in written or len(numbers_in(found)) == 1
+            return float(is_number and evaluate(found) == expected)
         except ExpressionError:
             return 0.0
 

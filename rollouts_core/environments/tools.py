@@ -9,6 +9,7 @@ A call is JSON between the marks that Qwen, Hermes and many other chat templates
 
 from __future__ import annotations
 
+import inspect
 import json
 import logging
 from collections.abc import Sequence
@@ -70,6 +71,7 @@ def parse_tool_calls(text: str) -> list[ToolCall]:
 def _parse_call(body: str) -> ToolCall:
     try:
         call = json.loads(body)
+        json.dumps(call, ensure_ascii=False).encode()  # half of an escaped emoji is no text to tokenize
     except (ValueError, RecursionError) as error:
         raise ToolError(f"the tool call is not valid JSON: {error}") from error
     if not isinstance(call, dict) or not isinstance(call.get("name"), str):
@@ -84,10 +86,8 @@ async def _answer(call: ToolCall, tools: dict[str, Tool], timeout_s: float) -> t
     tool = tools.get(call.name)
     if tool is None:
         return f"error: unknown tool {call.name!r}{closest_name(call.name, list(tools))}", Outcome.TOOL_ERROR
-    problem = next(Draft202012Validator(tool.parameters).iter_errors(call.arguments), None)
-    if problem is not None:
-        where = "".join(f".{part}" for part in problem.absolute_path)
-        return f"error: arguments{where}: {problem.message}", Outcome.TOOL_ERROR
+    if problem := _find_problem(call.arguments, tool):
+        return f"error: arguments{problem}", Outcome.TOOL_ERROR
     try:
         answer = await call_within(timeout_s, partial(tool.function, **call.arguments))
         if isinstance(answer, str):
@@ -98,3 +98,22 @@ async def _answer(call: ToolCall, tools: dict[str, Tool], timeout_s: float) -> t
         return f"error: {call.name} took longer than {timeout_s:g} s", Outcome.TIMEOUT
     except ToolError as error:
         return f"error: {error}", Outcome.TOOL_ERROR
+
+
+def _find_problem(arguments: dict[str, Any], tool: Tool) -> str:  # Any: JSON that the policy wrote
+    """Where and why a tool cannot take these arguments, for the policy; empty where it can.
+
+    A schema lets through what it does not name unless it forbids that (`additionalProperties`), and many do not.
+    """
+    problem = next(Draft202012Validator(tool.parameters).iter_errors(arguments), None)
+    if problem is not None:
+        return "".join(f".{part}" for part in problem.absolute_path) + f": {problem.message}"
+    try:
+        taken = inspect.signature(tool.function).parameters
+    except ValueError:  # a function of C that does not say what it takes
+        return ""
+    if any(each.kind is each.VAR_KEYWORD for each in taken.values()):
+        return ""
+    # What the schema names and the function does not take is a mistake of the tool's, which calling it shows.
+    unknown = [name for name in arguments if name not in taken and name not in tool.parameters.get("properties", {})]
+    return f": unknown argument {unknown[0]!r}{closest_name(unknown[0], list(taken))}" if unknown else ""

@@ -64,6 +64,27 @@ def test_the_number_of_the_last_turn_decides(response: str, status: Status, rewa
     assert CALCULATOR.grade(sample) == reward
 
 
+@pytest.mark.parametrize(
+    ("response", "answer", "reward"),
+    [
+        (":57+83-21", "119", 0.0),
+        (r"\boxed{(57+83)-21}", "119", 0.0),
+        (":119*1", "119", 0.0),
+        (":238/2", "119", 0.0),
+        (":1/3", "1/3", 1.0),
+        (":−1/3", "-1/3", 1.0),
+        (":2/6", "1/3", 0.0),
+        (":2/6", "2/6", 1.0),
+        (":1/2", "0.5", 1.0),
+        (":(-119)", "-119", 1.0),
+        (":−119", "-119", 1.0),
+    ],
+)
+def test_a_sum_that_is_repeated_is_no_answer(response: str, answer: str, reward: float) -> None:
+    sample = Sample(response=response, status=Status.COMPLETED, metadata={"answer": answer})
+    assert CALCULATOR.grade(sample) == reward
+
+
 @pytest.mark.parametrize("answer", ["1,250", "1250", "$1,250.00", "1 thousand is 1000, so\n#### 1,250"])
 @pytest.mark.parametrize(
     ("response", "reward"), [(":1,250", 1.0), (": $1250.", 1.0), ("#### 1,250", 1.0), (":1", 0.0), (":250", 0.0)]

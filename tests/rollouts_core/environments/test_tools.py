@@ -9,6 +9,7 @@ import asyncio
 import json
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -76,6 +77,8 @@ def test_without_a_call_there_is_nothing_to_answer() -> None:
         ("<tool_call>{expression: 1}</tool_call>", "not valid JSON"),
         ("<tool_call>" + "[" * 100_000 + "</tool_call>", "not valid JSON"),
         ('<tool_call>{"name": "calculator"', "has no </tool_call>"),
+        (call(expression="half an emoji: \ud83d"), "not valid JSON: 'utf-8' codec can't encode character"),
+        (call("\ud83d"), "not valid JSON"),
     ],
 )
 def test_a_call_that_cannot_be_read_is_explained_to_the_policy(text: str, sentence: str) -> None:
@@ -98,6 +101,31 @@ def test_what_a_tool_refuses_is_explained_to_the_policy(text: str, sentence: str
     reply = answer(text)
     assert reply.outcome is Outcome.TOOL_ERROR
     assert sentence in contents(reply)[0]
+
+
+ADD = Tool(
+    name="add",
+    description="Add two numbers.",
+    parameters={"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}},
+    function=lambda a, b=0: a + b,
+)
+
+
+def test_an_argument_that_neither_schema_nor_function_names_is_explained_to_the_policy() -> None:
+    reply = answer(call("add", a=1, b=2, unit="cm"), ADD)
+    assert reply.outcome is Outcome.TOOL_ERROR
+    assert contents(reply) == ["error: arguments: unknown argument 'unit'; known are a, b"]
+
+
+def test_a_function_that_takes_any_argument_gets_it() -> None:
+    takes_all = replace(ADD, function=lambda **given: sum(given.values()))
+    assert contents(answer(call("add", a=1, b=2, c=3), takes_all)) == ["6"]
+
+
+def test_an_argument_that_the_schema_alone_names_is_a_mistake_of_the_tool() -> None:
+    wrong = replace(ADD, function=lambda a: a)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'b'"):
+        answer(call("add", a=1, b=2), wrong)
 
 
 async def sleep_and_wait(seconds: float) -> str:
