@@ -54,7 +54,7 @@ class JSONLLogger:
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Append the metrics of a step."""
         line = {"step": step, "attempt": self.attempt, "time": round(time.time(), 3), **metrics}
-        self._file.write(json.dumps(line).encode() + b"\n")
+        append_line(self._file, line)
 
     def close(self) -> None:
         """Close the file; everything logged is already in it."""
@@ -80,7 +80,7 @@ class EventLog:
     def write(self, event: str, **details: Any) -> None:  # Any: JSON
         """Append an event; it is on disk when this returns."""
         line = {"event": event, "attempt": self.attempt, "time": round(time.time(), 3), **details}
-        self._file.write(json.dumps(line).encode() + b"\n")
+        append_line(self._file, line)
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
@@ -126,3 +126,23 @@ def open_for_lines(path: Path) -> FileIO:
     if path.is_file() and (content := path.read_bytes()) and not content.endswith(b"\n"):
         os.truncate(path, content.rfind(b"\n") + 1)
     return path.open("ab", buffering=0)
+
+
+def append_line(file: FileIO, record: Mapping[str, Any]) -> None:  # Any: JSON
+    """Append a record to a file of `open_for_lines`, whole or not at all.
+
+    A disk that is full, or a quota, takes the beginning of a line and says so only by its length. What is written when
+    there is room again must not stand behind that.
+
+    Raises:
+        OSError: there is no room for it.
+    """
+    line = json.dumps(record).encode() + b"\n"
+    size = os.fstat(file.fileno()).st_size
+    num_written = 0
+    try:
+        while num_written < len(line):
+            num_written += file.write(line[num_written:])
+    except OSError:
+        os.truncate(file.fileno(), size)
+        raise

@@ -16,8 +16,10 @@ import logging
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from datetime import date, time, timedelta
+from decimal import Decimal
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from rollouts_core.config import DatasetConfig, SFTTrainingConfig
 from rollouts_core.data.chat import (
@@ -369,10 +371,10 @@ def _build_prompt(row: Row, number: int, *, default_id: str) -> Prompt:
         )
     return Prompt(
         id=default_id if row.get("id") is None else str(row["id"]),
-        messages=tuple(messages),
+        messages=tuple(_as_json(messages, "messages")),
         answer=_read_answer(row.get("answer")),
         has_json_answer=isinstance(row.get("answer"), dict | list),
-        metadata={k: v for k, v in row.items() if k not in ("id", "messages", "prompt", "answer")},
+        metadata={k: _as_json(v, k) for k, v in row.items() if k not in ("id", "messages", "prompt", "answer")},
         row=number,
     )
 
@@ -380,4 +382,24 @@ def _build_prompt(row: Row, number: int, *, default_id: str) -> Prompt:
 def _read_answer(answer: object) -> str:
     if answer is None:
         return ""
-    return json.dumps(answer) if isinstance(answer, dict | list) else str(answer)
+    return json.dumps(_as_json(answer, "answer")) if isinstance(answer, dict | list) else str(answer)
+
+
+def _as_json(value: Any, key: str) -> Any:  # Any: what a table's column holds; JSON
+    """What samples and checkpoints can be written with: tables have times and decimal numbers, too.
+
+    Raises:
+        DataError: the field holds something that no text stands for.
+    """
+    if value is None or isinstance(value, str | int | float):
+        return value
+    if isinstance(value, dict):
+        return {name: _as_json(each, key) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_as_json(each, key) for each in value]
+    if isinstance(value, date | time | timedelta | Decimal):
+        return str(value)
+    raise DataError(
+        f"the field `{key}` holds {type(value).__name__}, and samples are written as JSON: leave the column out, or "
+        "make it text"
+    )

@@ -31,6 +31,7 @@ TABLE_READ_ROWS = 1024
 PARQUET_MAGIC = b"PAR1"
 JSONL_SUFFIXES = (".jsonl", ".json")
 SAVED_DATASET_FILES = ("state.json", "dataset_dict.json")
+ESCAPED_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
@@ -352,7 +353,20 @@ def _parse_line(line: bytes, path: str, number: int) -> Row:
         raise _is_array(path)
     if not isinstance(row, dict):
         raise DataError(f"{path}, row {number}: expected a JSON object, found {type(row).__name__}")
+    if ESCAPED_SURROGATE.search(line):
+        _check_text(row, path, number)
     return row
+
+
+def _check_text(row: Row, path: str, number: int) -> None:
+    """Raise DataError for half of a character: JSON can say it, but no tokenizer reads it and no file takes it."""
+    try:
+        json.dumps(row, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        half = ascii(error.object[error.start])
+        raise DataError(
+            f"{path}, row {number}: {half} is half of a character, as where a text was cut: mend it or leave it out"
+        ) from error
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:  # Any: JSON

@@ -10,7 +10,6 @@ What a GPU does not tell is left out of its object. A machine without nvidia-smi
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import shutil
@@ -23,7 +22,7 @@ from functools import partial
 from pathlib import Path
 
 from rollouts_core.job import RLJob, SFTJob
-from rollouts_core.metrics import open_for_lines
+from rollouts_core.metrics import append_line, open_for_lines
 
 logger = logging.getLogger(__name__)
 
@@ -69,8 +68,8 @@ def _sample_until(ended: threading.Event, path: Path, gpus: Sequence[str], *, at
             line = {"time": round(time.time(), 3), "attempt": attempt, "gpus": readings}
             try:
                 if readings:
-                    file.write(json.dumps(line).encode() + b"\n")
-            except OSError as error:  # another line would stand behind half of this one
+                    append_line(file, line)
+            except OSError as error:
                 logger.warning("%s is not continued: %s", path, error)
                 return
             if ended.wait(interval_s):

@@ -4,6 +4,7 @@ Without it a torn line would glue itself to the next one, and a resumed run woul
 """
 
 import json
+import resource
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,22 @@ def test_what_is_logged_after_a_torn_line_can_be_read(tmp_path: Path) -> None:
     with JSONLLogger(tmp_path / "m.jsonl") as logger:
         logger.log({}, 2)
     assert [line["step"] for line in read_metrics(tmp_path / "m.jsonl")] == [1, 2]
+
+
+@pytest.mark.parametrize("num_bytes", [0, 10])
+def test_a_line_that_the_disk_takes_in_part_is_an_error_and_leaves_nothing(tmp_path: Path, num_bytes: int) -> None:
+    path = tmp_path / "e.jsonl"
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with EventLog(path) as events:
+        events.write("started")
+        resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + num_bytes, hard))  # as a full disk does it
+        try:
+            with pytest.raises(OSError, match="File too large"):
+                events.write("checkpoint", step=5)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        events.write("failed")
+    assert [line["event"] for line in read_json_lines(path)] == ["started", "failed"]
 
 
 def test_a_file_that_is_one_torn_line_becomes_empty(tmp_path: Path) -> None:

@@ -5,6 +5,8 @@ Without it a row of another shape would be skipped, trained on with an empty mas
 
 import json
 from collections.abc import Mapping, Sequence
+from datetime import date, datetime, timedelta
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -420,6 +422,30 @@ def test_a_file_that_changes_while_it_is_streamed_ends_the_epoch_with_an_error(
         file.write(b"\n")
     with pytest.raises(DataError, match=rf"rows\.{kind} changed while it was in use: start again"):
         list(epoch)
+
+
+def test_times_and_decimal_numbers_of_a_table_become_text_that_samples_can_be_written_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    day = date(2024, 2, 29)
+    said = {"role": "user", "content": "1+1=?", "at": datetime(2024, 2, 29, 12, 30)}
+    row = {"messages": [said], "answer": {"by": day}, "price": Decimal("1.50"), "notes": [{"took": timedelta(hours=1)}]}
+    datasets.Dataset.from_list([row]).to_parquet(tmp_path / "prompts.parquet")
+    [prompt] = load_prompts_from_jsonl(tmp_path / "prompts.parquet")
+    assert prompt.messages == ({"role": "user", "content": "1+1=?", "at": "2024-02-29 12:30:00"},)
+    assert prompt.answer == '{"by": "2024-02-29"}'
+    assert prompt.metadata == {"price": "1.50", "notes": [{"took": "1:00:00"}]}
+
+
+def test_a_prompt_with_what_no_sample_can_be_written_with_is_named_by_row_and_field(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    rows = [{"prompt": "1+1=?", "picture": None}, {"prompt": "7", "picture": {"bytes": b"\x89PNG"}}]
+    datasets.Dataset.from_list(rows).to_parquet(tmp_path / "prompts.parquet")
+    with pytest.raises(DataError, match=r"prompts\.parquet, row 2: the field `picture` holds bytes"):
+        load_prompts_from_jsonl(tmp_path / "prompts.parquet")
 
 
 def test_what_a_rollout_writes_into_metadata_is_what_no_prompt_may_have() -> None:

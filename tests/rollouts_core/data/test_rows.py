@@ -46,6 +46,21 @@ def test_a_line_that_is_no_json_object_is_named_by_its_row(tmp_path: Path, line:
         list(load_rows(path))
 
 
+@pytest.mark.parametrize("half", [r"\ud83d", r"\uDE00", r"\ude00\ud83d"])
+@pytest.mark.parametrize("read", [lambda path: list(load_rows(path)), lambda path: open_rows(path).read([0, 1])])
+def test_half_of_a_character_is_named_by_its_row(tmp_path: Path, read: Callable[[Path], object], half: str) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(f'{{"text": "x"}}\n{{"messages": [{{"role": "user", "content": "so nice {half}"}}]}}\n')
+    with pytest.raises(DataError, match=r"rows\.jsonl, row 2: '\\ud[8e][30][d0]' is half of a character"):
+        read(path)
+
+
+def test_an_escaped_character_is_read_whole(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(r'{"text": "\ud83d\ude00 \\ud83d"}' + "\n")
+    assert [row for _, row in load_rows(path)] == [{"text": "\U0001f600 \\ud83d"}]
+
+
 @pytest.mark.parametrize("content", ["", "\n\n"])
 def test_an_empty_file_is_an_error(tmp_path: Path, content: str) -> None:
     path = tmp_path / "rows.jsonl"
