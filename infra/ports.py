@@ -5,7 +5,7 @@ A port that is free now may be taken a moment later: who binds it must still be 
 
 from infra.errors import PermanentInfraError
 from infra.node_agent import ISOLATED
-from infra.session import LOOPBACK, Session
+from infra.session import LOOPBACK, Session, last_line
 
 _FIND_FREE = """
 import socket, sys
@@ -34,14 +34,14 @@ _TIMEOUT_S = 30.0
 def find_free_port(session: Session, host: str = LOOPBACK) -> int:
     """A port of the node on which nobody listens now."""
     completed = session.run([session.python, ISOLATED, "-c", _FIND_FREE, host], timeout_s=_TIMEOUT_S, may_repeat=True)
-    return int(completed.stdout)
+    return int(last_line(completed))
 
 
 def is_port_free(session: Session, host: str, port: int) -> bool:
     """True if a server on the node could listen on the port now."""
     argv = [session.python, ISOLATED, "-c", _IS_FREE, host, str(port)]
     completed = session.run(argv, timeout_s=_TIMEOUT_S, may_repeat=True)
-    return completed.stdout == b"free"
+    return last_line(completed) == "free"
 
 
 def check_port(session: Session, port: int, host: str = LOOPBACK) -> None:

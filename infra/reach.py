@@ -10,7 +10,7 @@ Not here: what they say to each other later.
 from infra.errors import CommandFailedError, CommandTimeoutError, PermanentInfraError
 from infra.node import Node
 from infra.node_agent import ISOLATED
-from infra.session import Session
+from infra.session import Session, last_line
 
 PATIENCE_S = 10.0
 """For one connection to come about."""
@@ -70,7 +70,7 @@ def own_address(session: Session) -> str:
         )
     except CommandFailedError as error:
         raise PermanentInfraError(f"the machine tells no address of its own ({_reason(error)})") from error
-    return completed.stdout.decode().strip()
+    return last_line(completed).strip()
 
 
 def check_both_ways(session: Session, node: Node, further: Session, further_node: Node) -> None:

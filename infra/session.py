@@ -333,6 +333,11 @@ def read_answer(completed: CompletedCommand) -> dict[str, Any]:  # Any: JSON
     return answer
 
 
+def last_line(completed: CompletedCommand) -> str:
+    """What a short program of ours printed, as its last line: an interpreter may say something before."""
+    return (completed.stdout.splitlines() or [b""])[-1].decode()
+
+
 def split_lines(chunks: Iterable[bytes]) -> Iterator[bytes]:
     """The lines of a stream, each with its newline; what is left when it ends comes last, without one."""
     pending = b""

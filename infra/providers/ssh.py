@@ -12,7 +12,7 @@ from pathlib import Path
 from infra.errors import PermanentInfraError
 from infra.node import HOST, Node, SSHAccess, SSHMachine, SSHNode
 from infra.node_agent import ISOLATED
-from infra.session import Session
+from infra.session import Session, last_line
 from infra.ssh.ssh_config import read_ssh_config
 
 FIRST_USE_FILE = "known_hosts"
@@ -70,7 +70,7 @@ def expand_root(session: Session, python: str, root: str) -> str:
         PermanentInfraError: the interpreter cannot be run, or it is not a usable path.
     """
     completed = session.run([python, ISOLATED, "-c", _EXPAND, root], timeout_s=CALL_TIMEOUT_S, may_repeat=True)
-    expanded = str(json.loads(completed.stdout))
+    expanded = str(json.loads(last_line(completed)))
     if expanded == "/":
         raise PermanentInfraError("node.root is / : name a directory of its own")
     return expanded

@@ -19,7 +19,7 @@ from infra.errors import CommandFailedError, CommandTimeoutError, TransientInfra
 from infra.node_agent import ISOLATED
 from infra.offers import is_same_model
 from infra.renting import gpu_trial, peer_trial
-from infra.session import Session, read_answer
+from infra.session import Session, last_line, read_answer
 
 LINK_BYTES = 4 << 20
 DISK_BYTES = 64 << 20
@@ -175,7 +175,7 @@ def require_speed(session: Session, root: str, *, min_link_mbit_s: float, min_di
 
     def write() -> float:
         completed = session.run([session.python, "-c", _WRITE, root, str(DISK_BYTES)], timeout_s=disk_s)
-        return float(completed.stdout)
+        return float(last_line(completed))
 
     found = MachineSpeed(
         upload_mbit_s=_speed(take, bits / _BITS_PER_MBIT, link_s),

@@ -23,7 +23,11 @@ from infra.errors import (
     PermanentInfraError,
     TransientInfraError,
 )
-from infra.session import Session
+from infra.ports import find_free_port, is_port_free
+from infra.providers.ssh import expand_root
+from infra.reach import own_address
+from infra.renting.acceptance import require_speed
+from infra.session import LOOPBACK, LocalSession, Session
 from tests.infra.shell_jobs import is_alive, read_pid
 from tests.infra.splitting import chunks_of
 from tests.waiting import wait_until
@@ -161,3 +165,14 @@ def test_a_full_disk_is_named(session: Session, tiny_disk: Path) -> None:
 def test_commands_are_out_of_reach_of_an_interrupt_at_our_terminal(session: Session) -> None:
     own = session.run([sys.executable, "-c", "import os; print(os.getsid(0))"], timeout_s=20).stdout
     assert int(own) != os.getsid(0)
+
+
+def test_an_interpreter_that_says_something_at_its_start_is_understood(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\necho "loading modules"\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    session = LocalSession(str(python))
+    assert expand_root(session, session.python, f"{tmp_path}/a/../b") == f"{tmp_path}/b"
+    assert is_port_free(session, LOOPBACK, find_free_port(session))
+    assert own_address(session).count(".") == 3
+    assert require_speed(session, str(tmp_path), min_link_mbit_s=1e-3, min_disk_mb_s=1e-3).disk_mb_s > 0
