@@ -68,6 +68,8 @@ class Pace:
     """Pauses before each look for a machine whose creation was not answered."""
     gone_within_s: float = 600.0
     """A machine that is still there this long after its end was asked for is reported."""
+    refused_within_s: float = 60.0
+    """One whose end is still refused after this time, and that is not ending."""
 
 
 PATIENT = Pace()

@@ -171,21 +171,23 @@ def _note_releasing(rental: Rental, ledger: Ledger, *, note: str, is_unfit: bool
 
 def _end_and_verify(rental: Rental, cloud: Cloud, pace: Pace) -> None:
     assert rental.instance_id, f"nobody knows which machine {rental.name} is"
-    deadline = time.monotonic() + pace.gone_within_s
+    started, patience_s = time.monotonic(), pace.gone_within_s
     num_absent = 0
     problem = "its provider still has it"
     while num_absent < _SIGHTINGS:
         try:
-            if num_absent == 0:
-                cloud.terminate(rental.instance_id)
-            num_absent = num_absent + 1 if _is_absent(rental, cloud) else 0
+            refusal = "" if num_absent else _ask_to_end(rental, cloud)
+            status = _status_of(rental, cloud)
+            num_absent = num_absent + 1 if status is InstanceStatus.GONE else 0
+            if refusal and status not in (InstanceStatus.ENDING, InstanceStatus.GONE):
+                problem, patience_s = refusal, pace.refused_within_s
         except InfraError as error:
             num_absent, problem = 0, str(error)
             if isinstance(error, PermanentInfraError):
-                deadline = 0.0
+                patience_s = 0.0
         if num_absent == _SIGHTINGS:
             return
-        if time.monotonic() > deadline:
+        if time.monotonic() - started > patience_s:
             raise StillRentedError(
                 f"{rental.name} ({rental.instance_id} at {rental.provider}, {rental.usd_per_hour:.2f} USD/h) may still "
                 f"be rented: {problem}. End it by `rollouts reap`, or on the provider's own pages"
@@ -193,9 +195,19 @@ def _end_and_verify(rental: Rental, cloud: Cloud, pace: Pace) -> None:
         time.sleep(pace.poll_s)
 
 
-def _is_absent(rental: Rental, cloud: Cloud) -> bool:
+def _ask_to_end(rental: Rental, cloud: Cloud) -> str:
+    """Ask for a machine's end; why that is refused, as some providers do where it is under way already."""
+    try:
+        cloud.terminate(rental.instance_id)
+    except PermanentInfraError as error:
+        return str(error)
+    return ""
+
+
+def _status_of(rental: Rental, cloud: Cloud) -> InstanceStatus:
+    """How a machine is; gone where neither its id nor the list knows of it."""
     instance = cloud.get(rental.instance_id)
     if instance is not None and instance.status is not InstanceStatus.GONE:
-        return False
-    listed = cloud.list_named(rental.name)
-    return all(each.status is InstanceStatus.GONE for each in listed if each.id == rental.instance_id)
+        return instance.status
+    listed = [each.status for each in cloud.list_named(rental.name) if each.id == rental.instance_id]
+    return next((status for status in listed if status is not InstanceStatus.GONE), InstanceStatus.GONE)

@@ -77,6 +77,8 @@ class Faults:
     end_lag_s: float = 0.0
     """Ended machines are shown as before for this long."""
     never_ends: bool = False
+    refuses_ends_again: bool = False
+    """Answer 400 to whatever asks for the end of a machine that ends already."""
     refuses_key: bool = False
     extra_status: str = ""
     """Status of every machine that is there."""
@@ -218,6 +220,8 @@ class FakeCloud(ABC):
 
     def end(self, machine: Machine) -> Response | None:
         """End a machine; the answer where that fails."""
+        if machine.ended_at is not None and self.faults.refuses_ends_again:
+            return self.error(400, "it is ending")
         if not self.faults.never_ends and machine.ended_at is None:
             machine.ended_at = time.monotonic()
         if self.takes("drop_ends"):

@@ -284,6 +284,15 @@ def test_a_machine_that_does_not_end_is_not_forgotten(world: World) -> None:
     assert world.fake.alive() == []
 
 
+@pytest.mark.parametrize("lost", ["", "fail_ends", "drop_ends"])
+def test_a_machine_that_its_provider_does_not_end_twice_is_given_back(world: World, lost: str) -> None:
+    rental = world.rent()
+    world.fake.faults.end_lag_s, world.fake.faults.refuses_ends_again = 0.3, True
+    if lost:
+        setattr(world.fake.faults, lost, 1)
+    assert release_machine(rental, world.ledger, world.cloud, pace=PACE).state is RentalState.GONE
+
+
 def test_what_is_too_dear_is_seen_all_the_same(world: World) -> None:
     query = WANTED.query.model_copy(update={"max_usd_per_gpu_hour": 0.01})
     with pytest.raises(NoMachineError, match=rf"the cheapest is .* at {world.cloud.name} .*for 2\.\d\d USD"):
