@@ -195,7 +195,8 @@ def overridden(
         key, separator, text = assignment.partition("=")
         if not separator or not key:
             raise ConfigError(f"{assignment!r} is not of the form key=value, like training.rl.num_steps=10")
-        if key == "node.provider" and text != settings["node"]["provider"]:
+        node = settings["node"]
+        if key == "node.provider" and isinstance(node, dict) and text != node.get("provider"):
             settings["node"] = {}  # the settings of another provider say nothing about this one
         *sections, last = key.split(".")
         if (table := key.partition(".")[0]) in TABLES_OF_FLOWS and TABLES_OF_FLOWS[table] != flow:

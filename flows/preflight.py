@@ -53,7 +53,7 @@ from tasks.optional_packages import check_packages, check_sent_packages, needed_
 from tasks.plan_node import with_enough_memory
 from tasks.trackers import check_trackers
 from tasks.unit_keys import own_unit_key
-from tasks.watch import check_sources, watched_sources
+from tasks.watch import check_outside, check_sources, watched_sources
 
 ENGINE_ANSWER_TIMEOUT_S = 2.0
 PROBE_BYTES = 1 << 20
@@ -87,7 +87,7 @@ def check_pipeline(pipeline: Pipeline, store: Path) -> list[str]:
         fitting = with_enough_memory(pipeline.node, config, size)
         offers = find_rentable(fitting)
         rented = [*describe_memory(fitting, config, size, offers), describe_rentable(fitting, offers)]
-        return [*findings, *rented, *trained, *check_retrain(pipeline, config)]
+        return [*findings, *rented, *trained, *check_retrain(pipeline, config, store)]
     node = reach_node(pipeline.node, store, findings)
     if node is not None:
         check_installed_engines(config, pipeline.node, node)
@@ -97,7 +97,7 @@ def check_pipeline(pipeline: Pipeline, store: Path) -> list[str]:
             check_engine_ports(config, node, store)
     trained = check_training(config)
     check_own_gpus(config, pipeline.node)
-    return [*findings, *trained, *check_retrain(pipeline, config)]
+    return [*findings, *trained, *check_retrain(pipeline, config, store)]
 
 
 def check_evaluation(pipeline: Pipeline, store: Path) -> list[str]:
@@ -147,7 +147,7 @@ def check_training(config: Config) -> list[str]:
     return validate_config(config)
 
 
-def check_retrain(pipeline: Pipeline, config: Config) -> list[str]:
+def check_retrain(pipeline: Pipeline, config: Config, store: Path) -> list[str]:
     """What it takes for a retraining to promote a model, where the pipeline is to be retrained.
 
     Args:
@@ -155,14 +155,16 @@ def check_retrain(pipeline: Pipeline, config: Config) -> list[str]:
 
     Raises:
         ConfigError: no model could be promoted.
-        DataError: what is watched for new data is not there.
+        DataError: what is watched for new data is not there, or has the store in it.
     """
     from rollouts_core.checks.validate import check_promotion  # torch and transformers load here
 
     retrain = pipeline.retrain
     if retrain is None:
         return []
-    check_sources(watched_sources(pipeline.config, retrain.sources))
+    watched = watched_sources(pipeline.config, retrain.sources)
+    check_sources(watched)
+    check_outside(watched, store)
     return check_promotion(config, margin=retrain.margin, max_p_value=retrain.max_p_value)
 
 

@@ -44,6 +44,16 @@ def check_sources(watched: dict[str, str]) -> None:
             raise DataError(f"{path}, which is watched for new data, does not exist: give a file or a folder of files")
 
 
+def check_outside(watched: dict[str, str], store: Path) -> None:
+    """Raise DataError for a folder that has the store in it: every look would change it, and find new data."""
+    for path in map(Path, watched):
+        if path.is_absolute() and store.resolve().is_relative_to(path.resolve()):
+            raise DataError(
+                f"{path}, which is watched for new data, has the store {store} in it, which every run changes: name "
+                "the files or folders of the data in retrain.sources, or choose another store"
+            )
+
+
 def digest_sources(watched: dict[str, str]) -> dict[str, str]:
     """Digests of the content by path; of a dataset of the hub that of its newest commit, unless one is given.
 

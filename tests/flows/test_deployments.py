@@ -97,6 +97,14 @@ def test_another_provider_begins_with_its_own_defaults(small: Deployment) -> Non
     assert (node["provider"], node["root"], node["min_free_gb"]) == ("ssh", "~/rollouts", 10.0)
 
 
+def test_a_provider_can_be_named_after_the_whole_table_was_given(small: Deployment) -> None:
+    given = ["node={}", "node.provider=ssh", "node.host=me@box", "node.python=/opt/bin/python"]
+    node = overridden(small.flow, small.parameters, given)["node"]
+    assert (node["provider"], node["host"]) == ("ssh", "me@box")
+    with pytest.raises(ConfigError, match=r"node\.provider: node is a value, not a table"):
+        overridden(small.flow, small.parameters, ["node=3", "node.provider=ssh"])
+
+
 @pytest.mark.parametrize(
     ("assignment", "words"),
     [

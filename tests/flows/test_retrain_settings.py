@@ -124,6 +124,7 @@ def test_a_schedule_of_data_that_cannot_change_is_refused(folder: Path) -> None:
         ({"margin": 1.0}, "retrain.margin 1 lets no model into production"),
         ({"max_p_value": 0.00001}, "retrain.max_p_value 1e-05 lets nothing count"),
         ({"sources": ["nowhere"]}, "nowhere, which is watched for new data, does not exist"),
+        ({"sources": ["."]}, "/small, which is watched for new data, has the store"),
     ],
 )
 def test_what_can_never_promote_is_refused(folder: Path, retrain: dict[str, float], words: str) -> None:
