@@ -173,6 +173,15 @@ class EvalJob(Record):
     deployment: DeploymentConfig = Field(DeploymentConfig(), json_schema_extra=PLACEMENT)
     """Threads and devices."""
 
+    @model_validator(mode="after")
+    def _check_names(self) -> Self:
+        """What a checkpoint said lies under its name, and is taken from there by whoever asks for it again."""
+        digests: dict[str, str] = {}
+        for each in self.checkpoints:
+            if digests.setdefault(each.name, each.digest) != each.digest:
+                raise ValueError(f"two checkpoints are called {each.name}: results tell them apart by their names")
+        return self
+
 
 class GenerateJob(Record):
     """Sample completions of prompts and write them down, graded."""

@@ -143,7 +143,8 @@ async def resume(
     With other data, where that is allowed, the weights go on and the data begin, at the first prompt or recorded step:
     a place in the former data and groups of them that were under way mean nothing here. With other settings the groups
     that were ready are graded again: what grades them may be among those. Rewards of another task do not compare with
-    those to come: the steps without signal are counted from 0.
+    those to come: the steps without signal are counted from 0. Nor is followed what an earlier attempt logged of the
+    steps to come.
 
     Raises:
         NoSignalError: it is where the training ended for want of signal, and the limit is still the same.
@@ -159,7 +160,7 @@ async def resume(
         rollout_manager.load_state_dict(state["rollout"], is_regraded=bool(checkpoints.changed))
         if data_buffer:
             data_buffer.load_state_dict(state["data_buffer"])
-    if checkpoints.events and checkpoints.directory:
+    if checkpoints.events and checkpoints.directory and is_same_task(checkpoints.changed):
         rollout_manager.replay(read_schedules(checkpoints.events.path, after_step=state["step"]))
     return state["step"] + 1, SkipCounter(config.max_skipped_updates, state.get("num_skipped", 0)), signal
 

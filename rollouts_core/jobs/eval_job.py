@@ -7,6 +7,8 @@ transformers library that is the larger part.
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import json
 import logging
 import os
 from collections.abc import Awaitable, Callable, Sequence
@@ -30,7 +32,8 @@ from rollouts_core.evaluate import (
     score_demonstrations,
     scores_by_prompt,
 )
-from rollouts_core.job import EvalJob, GenerateJob, InputModel
+from rollouts_core.fingerprint import training_settings
+from rollouts_core.job import EvalJob, GenerateJob, InputFile, InputModel
 from rollouts_core.jobs.job_inputs import check_model, checked_file
 from rollouts_core.metrics import EventLog, JSONLLogger, read_json_lines
 from rollouts_core.model.loading import describe_diverged, load_tokenizer, silence_progress_bars
@@ -89,7 +92,8 @@ async def score_checkpoint(checkpoint: InputModel, job: EvalJob, directory: RunD
     prompts = load_prompts_from_jsonl(job.data.path, max_rows=job.evaluation.max_prompts)
     rollout = evaluation_rollouts(job.evaluation, job.rollout)
     complete = partial(complete_prompts, checkpoint, prompts, rollout, job.deployment, directory)
-    samples = await complete_once(checkpoint.name, complete, directory, rollout, num_prompts=len(prompts))
+    made_from = describe_origin(checkpoint, job.data, rollout)
+    samples = await complete_once(checkpoint.name, complete, directory, rollout, made_from, num_prompts=len(prompts))
     graded = await grade_completions(samples, rollout)
     directory.write_samples(checkpoint.name, graded, temperature=rollout.sampling.temperature)
     return scores_by_prompt(graded)
@@ -129,7 +133,8 @@ async def sample_prompts(job: GenerateJob, directory: RunDirectory) -> None:
     with checked_file(job.prompts):
         prompts = load_prompts_from_jsonl(job.prompts.path, max_rows=job.max_prompts)
     complete = partial(complete_prompts, job.model, prompts, job.rollout, job.deployment, directory)
-    samples = await complete_once("completions", complete, directory, job.rollout, num_prompts=len(prompts))
+    made_from = describe_origin(job.model, job.prompts, job.rollout)
+    samples = await complete_once("completions", complete, directory, job.rollout, made_from, num_prompts=len(prompts))
     graded = await grade_completions(samples, job.rollout)
     directory.write_samples("completions", graded, temperature=job.rollout.sampling.temperature)
     directory.write_result({"num_samples": len(graded), **asdict(estimate_mean(scores_by_prompt(graded)))})
@@ -140,6 +145,7 @@ async def complete_once(
     complete: Callable[[], Awaitable[list[Sample]]],
     directory: RunDirectory,
     rollout: RolloutConfig,
+    made_from: str,
     *,
     num_prompts: int,
 ) -> list[Sample]:
@@ -147,14 +153,34 @@ async def complete_once(
 
     They are written before they are graded, so that neither an outage of a reward nor a later checkpoint costs them.
     Rewards are not taken from there: what gave them may have been mended since.
+
+    Args:
+        made_from: what `describe_origin` gave. Where job.json was changed in between, what lies there may be of another
+            model, other rows or other settings.
     """
-    kept = [sample_from_json(line) for line in read_json_lines(directory.samples / f"{name}.jsonl")]
+    path = directory.samples / f"{name}.jsonl"
+    origins = [
+        line["made_from"]
+        for line in read_json_lines(directory.events)
+        if line["event"] == "completing" and line["name"] == name
+    ]
+    kept = [sample_from_json(line) for line in read_json_lines(path)] if origins[-1:] == [made_from] else []
     if len(kept) == num_prompts * rollout.n_samples_per_prompt:
         logger.info("took the completions in samples/%s.jsonl, of an earlier attempt", name)
         return [replace(sample, reward=None) for sample in kept]
+    path.unlink(missing_ok=True)  # before the event: what lies there is always of the last one
+    with EventLog(directory.events, attempt=attempt_number()) as events:
+        events.write("completing", name=name, made_from=made_from)
     samples = await complete()
     directory.write_samples(name, samples, temperature=rollout.sampling.temperature)
     return samples
+
+
+def describe_origin(model: InputModel, rows: InputFile, rollout: RolloutConfig) -> str:
+    """A digest of what completions are made from: the model, the rows, and the settings but for those of rewards."""
+    settings = {name: value for name, value in training_settings(rollout).items() if not name.startswith("reward")}
+    named = json.dumps([model.digest, rows.digest, settings], sort_keys=True)
+    return hashlib.sha256(named.encode()).hexdigest()[:16]
 
 
 async def complete_prompts(

@@ -179,9 +179,11 @@ class AsyncRolloutManager:
                     with anyio.move_on_after(BREAK_OFF_TIMEOUT_S):
                         await self._interruptible.break_off()
             finally:
-                await self._stop()
-                if self._interruptible:
-                    self._interruptible.go_on()
+                try:
+                    await self._stop()
+                finally:  # see there: it raises where the call was cancelled
+                    if self._interruptible:
+                        self._interruptible.go_on()
             self._give_up_under_way()
             return self._take_batch(indices)
 

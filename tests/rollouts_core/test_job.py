@@ -82,3 +82,10 @@ def test_a_missing_file_is_refused(tmp_path: Path) -> None:
 def test_an_evaluation_needs_a_checkpoint() -> None:
     with pytest.raises(ValueError, match="at least 1 item"):
         EvalJob(checkpoints=(), data=ROWS, evaluation=EvaluationConfig())
+
+
+def test_an_evaluation_tells_its_checkpoints_apart_by_their_names() -> None:
+    """Else the second one is scored by what the first one said: completions lie under the name."""
+    last_of_rl = BASE.model_copy(update={"digest": "another"})
+    with pytest.raises(ValueError, match="two checkpoints are called base"):
+        EvalJob(checkpoints=(BASE, last_of_rl), data=ROWS, evaluation=EvaluationConfig())

@@ -39,6 +39,7 @@ from rollouts_core.engines import Completion, GenerationRequest, PublishTarget, 
 from rollouts_core.engines.client import EngineClient
 from rollouts_core.environments import Conversation, Reply
 from rollouts_core.errors import CheckpointError, ConfigError, DataError, NonFiniteError, RewardError
+from rollouts_core.metrics import EventLog
 from rollouts_core.model.loading import load_hf_model
 from rollouts_core.rewards import RewardFn
 from rollouts_core.rl import describe_rollouts, run_rl_training, score_rollouts, train_on_rollouts
@@ -517,6 +518,36 @@ def test_a_run_that_may_go_on_with_other_prompts_begins_them(
         return
     assert run(4, num_prompts=5) == [0, 3]
     assert run(5, num_prompts=5) == [6]  # a place in these prompts does mean something
+
+
+def test_what_an_outage_dropped_of_other_prompts_drops_none_of_these(base_model: ModelConfig, tmp_path: Path) -> None:
+    """Groups are numbered from 0 again: group 4 of these prompts is not the one that the log names."""
+
+    def run(num_steps: int, num_prompts: int) -> list[RolloutBatch]:
+        config = with_settings({"num_steps": num_steps, "allow_changed": ["data"]})
+        rollout = ROLLOUT.model_copy(update={"over_sampling_factor": 2.0})
+        data_buffer = DataBuffer(make_prompts(num_prompts))
+        manager = AsyncRolloutManager(data_buffer, rollout, generate_fn=generate_alike)
+        batches: list[RolloutBatch] = []
+        training = run_rl_training(
+            make_backend(base_model, config),
+            data_buffer,
+            manager,
+            [],
+            config,
+            checkpoint_dir=tmp_path / "checkpoints",
+            inputs={"data": f"of {num_prompts} prompts"},
+            events=events,
+            on_batch=lambda step, batch: batches.append(batch),
+        )
+        asyncio.run(training)
+        return batches
+
+    with EventLog(tmp_path / "events.jsonl") as events:
+        run(1, num_prompts=7)
+        events.write("rollouts_scheduled", step=2, completed=[3, 4, 5, 6], unavailable=[4])
+        [batch] = run(2, num_prompts=5)
+    assert (batch.metadata["drops"], batch.metadata["unavailable"]) == ({}, [])
 
 
 @pytest.mark.parametrize(

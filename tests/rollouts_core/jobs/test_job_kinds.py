@@ -250,11 +250,25 @@ def test_completions_of_an_attempt_that_could_not_be_graded_are_graded_by_the_ne
     assert [line["reward"] for line in read_json_lines(kept)] == scored["scores"]
 
 
+def test_a_job_that_was_changed_takes_no_completions_of_what_it_was(
+    base: InputModel, quickstart_dir: Path, tmp_path: Path
+) -> None:
+    """As where somebody tries out temperatures or checkpoints by the same job.json."""
+    job = GenerateJob(model=base, prompts=rows(quickstart_dir, "heldout"), rollout=ROLLOUT, deployment=ONE_THREAD)
+    run_dir = tmp_path / "generate-3"
+    do(job, run_dir)
+    short = ROLLOUT.model_copy(update={"sampling": SamplingConfig(max_new_tokens=1)})
+    (run_dir / "job.json").write_text(job.model_copy(update={"rollout": short}).model_dump_json())
+    assert main(["generate", str(run_dir / "job.json")]) == 0
+    samples = read_json_lines(run_dir / "samples/completions.jsonl")
+    assert [sum(sample["loss_mask"]) for sample in samples] == [1.0] * 16
+
+
 def test_a_finished_job_says_when_it_started(base: InputModel, quickstart_dir: Path, tmp_path: Path) -> None:
     job = GenerateJob(model=base, prompts=rows(quickstart_dir, "heldout"), rollout=ROLLOUT, deployment=ONE_THREAD)
     do(job, tmp_path / "generate-2")
     events = read_json_lines(tmp_path / "generate-2/events.jsonl")
-    assert [(event["event"], event["attempt"]) for event in events] == [("started", 1)]
+    assert [(event["event"], event["attempt"]) for event in events] == [("started", 1), ("completing", 1)]
 
 
 CONSTANT = OptimConfig(lr=1e-3, schedule="constant")

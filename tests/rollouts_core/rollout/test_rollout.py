@@ -267,6 +267,43 @@ def test_a_batch_that_was_cancelled_can_be_asked_for_again(num_cancelled: int, i
     assert set(asked) == {0, 1, 2}
 
 
+class BrokenOffSlowly:
+    """Answers for three groups, keeps the others waiting, and does not come to an end of breaking them off."""
+
+    def __init__(self) -> None:
+        self.is_open = True
+        self.is_breaking_off = anyio.Event()
+
+    async def __call__(self, group: Sequence[Sample]) -> list[Sample]:
+        if group[0].group_index > 2:
+            await anyio.sleep_forever()
+        return [answer_with(sample) for sample in group]
+
+    async def break_off(self) -> None:
+        self.is_open = False
+        self.is_breaking_off.set()
+        await anyio.sleep_forever()
+
+    def go_on(self) -> None:
+        self.is_open = True
+
+
+def test_a_batch_that_was_cancelled_while_others_were_broken_off_leaves_the_engines_open() -> None:
+    """Else whatever is asked of them next waits for ever."""
+
+    async def run() -> bool:
+        policy = BrokenOffSlowly()
+        config = CONFIG.model_copy(update={"over_sampling_factor": 2.0, "max_partial_staleness": 1})
+        async with AsyncRolloutManager(DataBuffer(make_prompts(8)), config, generate_fn=policy) as manager:
+            async with anyio.create_task_group() as calls:
+                calls.start_soon(manager.generate_batch)
+                await policy.is_breaking_off.wait()
+                calls.cancel_scope.cancel()
+            return policy.is_open
+
+    assert asyncio.run(run())
+
+
 def test_a_reward_that_raises_ends_the_batch_and_names_function_and_prompt() -> None:
     def broken_reward(sample: Sample) -> float:
         raise ZeroDivisionError("no baseline")
