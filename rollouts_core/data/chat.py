@@ -24,6 +24,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from jinja2 import TemplateError
@@ -162,6 +163,24 @@ def warn_of_unseen_tools(
             "them, unless prompts or demonstrations say it"
         )
     ]
+
+
+def find_unwritten(tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """What a turn of the assistant may hold beside its text and the chat template does not write: calls, thoughts.
+
+    A template that refuses to be asked counts as one that writes it.
+    """
+    call = {"id": "call00000", "type": "function", "function": {"name": "f", "arguments": {"said": TURN_MARK}}}
+    tool = {"type": "function", "function": {"name": "f", "description": "?", "parameters": {"type": "object"}}}
+    asked: Message = {"role": "user", "content": "?"}
+    calls: Message = {"role": "assistant", "content": "", "tool_calls": [call]}
+    thinks: Message = {"role": "assistant", "content": "", "reasoning_content": TURN_MARK}
+    unwritten: list[str] = []
+    for key, turn in (("tool_calls", calls), ("reasoning_content", thinks)):
+        with suppress(DataError):
+            text = _render(tokenizer, [asked, turn], [tool], add_generation_prompt=False)
+            unwritten += [key] if TURN_MARK not in text else []
+    return unwritten
 
 
 def _encode_rest_of_turn(tokenizer: PreTrainedTokenizerBase, default: Sequence[int] = ()) -> Sequence[int]:

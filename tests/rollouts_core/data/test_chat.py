@@ -13,6 +13,7 @@ from rollouts_core.data.chat import (
     TrainOn,
     Turn,
     compute_loss_mask,
+    find_unwritten,
     stop_token_ids,
     tokenize_conversation,
     tokenize_conversations,
@@ -371,3 +372,24 @@ def test_a_template_that_leaves_tools_out_is_said(
     assert len(warnings) == num_warnings
     assert all("(calculator)" in sentence for sentence in warnings)
     assert warn_of_unseen_tools(byte_tokenizer, []) == []
+
+
+@pytest.mark.parametrize(
+    ("template", "unwritten"),
+    [
+        (None, ["tool_calls", "reasoning_content"]),
+        (WITH_TOOLS, ["reasoning_content"]),
+        (FORGETS_THOUGHTS, ["tool_calls"]),
+        ("{{ raise_exception('no') }}", []),
+    ],
+)
+def test_a_template_is_asked_what_it_leaves_out_of_an_assistants_turn(
+    own_tokenizer: PreTrainedTokenizerBase, template: str | None, unwritten: list[str]
+) -> None:
+    own_tokenizer.chat_template = template or own_tokenizer.chat_template
+    assert find_unwritten(own_tokenizer) == unwritten
+
+
+def test_a_tokenizer_without_a_template_leaves_nothing_out(own_tokenizer: PreTrainedTokenizerBase) -> None:
+    own_tokenizer.chat_template = None
+    assert find_unwritten(own_tokenizer) == []
