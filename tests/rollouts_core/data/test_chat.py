@@ -4,7 +4,8 @@ Without it a mask that is one token off would train the model on the user's word
 """
 
 import pytest
-from transformers import PreTrainedTokenizerBase
+from tokenizers import processors
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from rollouts_core.config import ModelConfig
 from rollouts_core.data.chat import (
@@ -372,6 +373,26 @@ def test_a_template_that_leaves_tools_out_is_said(
     assert len(warnings) == num_warnings
     assert all("(calculator)" in sentence for sentence in warnings)
     assert warn_of_unseen_tools(byte_tokenizer, []) == []
+
+
+@pytest.mark.parametrize("trims", [False, True])
+@pytest.mark.parametrize("said", ["b", " b", "b ", "b\n\n", "\n b", " ", "b\U0001f600", "\U0001f600", " \u00e9 "])
+def test_markers_hold_what_the_assistant_said_and_nothing_else(
+    byte_tokenizer: PreTrainedTokenizerBase, said: str, trims: bool
+) -> None:
+    """Also where the offsets of tokens leave out spaces, as those of GPT-2 and Llama 3 do."""
+    backend = byte_tokenizer.backend_tokenizer
+    backend.post_processor = processors.ByteLevel(trim_offsets=trims)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>")
+    tokenizer.chat_template = MARKED.replace("<|im_end|>{% endgeneration %}", "{% endgeneration %}<|im_end|>")
+    conversation: list[Message] = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": said},
+        {"role": "user", "content": "secret"},
+        {"role": "assistant", "content": said},
+    ]
+    tokens, turns = tokenize_conversation(tokenizer, conversation)
+    assert [tokenizer.decode(tokens[turn.start : turn.end]) for turn in turns] == [said, said]
 
 
 @pytest.mark.parametrize(
