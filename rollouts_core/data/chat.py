@@ -315,14 +315,14 @@ def _tokenize_marked(
     try:
         num_turns = len(trained_turns(conversation, "all_assistant"))
         text, spans = _render_marked(tokenizer, conversation.messages, conversation.tools)
-        start = 0
-        if conversation.num_given:
+        if conversation.num_given:  # compared as text: the first token of a turn may begin before it
             given = conversation.messages[: conversation.num_given]
-            start = len(tokenize_prompt(tokenizer, given, conversation.tools))
+            num_given = len(_render(tokenizer, given, conversation.tools, add_generation_prompt=False))
+            spans = [span for span in spans if span[0] >= num_given]
         tokens, mask = _encode_marked(tokenizer, text, spans)
     except DataError as error:
         return error
-    turns = [turn for turn in _marked_turns(mask) if turn.start >= start]
+    turns = _marked_turns(mask)
     if not turns:
         return DataError("the chat template's generation markers hold no token: it marks another role or an empty text")
     if train_on == "last_assistant":

@@ -4,7 +4,7 @@ Without it a mask that is one token off would train the model on the user's word
 """
 
 import pytest
-from tokenizers import processors
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from rollouts_core.config import ModelConfig
@@ -267,6 +267,34 @@ def test_given_messages_are_not_trained_on(byte_tokenizer: PreTrainedTokenizerBa
     [tokenized] = tokenize_conversations(byte_tokenizer, [given], train_on="all_assistant")
     assert isinstance(tokenized, TokenizedConversation)
     assert trained_text(byte_tokenizer, tokenized, "all_assistant") == "d<|im_end|>"
+
+
+@pytest.mark.parametrize("said", ["b", "\n\nb"])
+@pytest.mark.parametrize("opening", ["", "<think>\n"])
+def test_a_completion_whose_first_token_begins_before_it_is_trained_on(opening: str, said: str) -> None:
+    """Two line breaks behind that of the template are one token with it; and a template may open a thought."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {char: i for i, char in enumerate([*alphabet, "ĊĊ", "ĊĊĊ"])}
+    merging = Tokenizer(models.BPE(vocab=vocab, merges=[("Ċ", "Ċ"), ("ĊĊ", "Ċ")]))
+    merging.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    merging.decoder = decoders.ByteLevel()
+    merging.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=merging, eos_token="<|im_end|>")
+    tokenizer.chat_template = MARKED.replace("assistant\n{% endif", f"assistant\n{opening}{{% endif")
+    conversation = Conversation(
+        [
+            {"role": "user", "content": "a"},
+            {"role": "assistant", "content": "given"},
+            {"role": "user", "content": "a"},
+            {"role": "assistant", "content": said},
+            {"role": "user", "content": "c"},
+            {"role": "assistant", "content": "d"},
+        ],
+        num_given=3,
+    )
+    [tokenized] = tokenize_conversations(tokenizer, [conversation], train_on="all_assistant")
+    assert isinstance(tokenized, TokenizedConversation)
+    assert trained_text(tokenizer, tokenized, "all_assistant").strip() == f"{said.strip()}<|im_end|>d<|im_end|>"
 
 
 @pytest.mark.parametrize("template", [WITH_TOOLS, MARKED, FORGETS_THOUGHTS])
