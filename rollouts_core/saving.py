@@ -99,7 +99,11 @@ class RunCheckpoints:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         with anyio.CancelScope(shield=True):
-            await self._settle(wait=True)
+            try:
+                await self._settle(wait=True)
+            except asyncio.CancelledError:  # a signal arrived meanwhile, which no shield keeps off
+                await self._settle(wait=True)
+                raise
 
     async def resume(self) -> TrainingState | None:
         """Go on from the newest intact checkpoint, or `config.resume_from`; None where there is neither.
@@ -208,8 +212,12 @@ class RunCheckpoints:
         saving = self._saving
         if saving is None or not (wait or saving.future.done()):
             return
-        self._saving = None
-        await saving.future.result()
+        try:
+            await saving.future.result()
+        except Exception:
+            self._saving = None  # its error is told once
+            raise
+        self._saving = None  # not before: who is cancelled while it waits has it still to finish
         prune_checkpoints(
             saving.path.parent,
             newest=saving.path,

@@ -43,8 +43,8 @@ from rollouts_core.config import (
     name_of_function,
 )
 from rollouts_core.config.messages import first_line
-from rollouts_core.data.chat import TrainOn, warn_of_endless_turns, warn_of_unseen_tools
-from rollouts_core.data.conversations import Row, find_answer_elsewhere, has_empty_turn
+from rollouts_core.data.chat import TrainOn, find_unwritten, warn_of_endless_turns, warn_of_unseen_tools
+from rollouts_core.data.conversations import Row, find_answer_elsewhere, find_said_beside_content, has_empty_turn
 from rollouts_core.data.dataset import (
     CHUNK_ROWS,
     check_disjoint,
@@ -211,6 +211,7 @@ def check_demonstrations(
     for dataset in config.demonstrations:
         counts = _check_demonstrations(dataset, config, tokenizer, held_out)
         findings += [counts.sentence(dataset.path), *counts.warn_of_empty_turns(dataset.path)]
+        findings += counts.warn_of_unwritten(dataset.path)
         findings += check_longest(dataset.path, counts.num_longest, config.model)
         share = dataset.repeat * counts.num_rows / counts.num_checked
         kept = counts.num_checked - counts.num_dropped
@@ -398,6 +399,20 @@ class _Counts:
     num_trained: int
     empty_rows: list[int]
     """Numbers of the rows with a turn that is trained on and says nothing."""
+    unwritten_rows: dict[str, list[int]]
+    """By the key of a message, the numbers of the rows with a turn that has it, is trained on, and is written without
+    it by the chat template."""
+
+    def warn_of_unwritten(self, path: str) -> list[Caution]:
+        """A warning for each thing that rows hold and the model does not see."""
+        return [
+            Caution(
+                f"{path}: in {len(rows)} of {self.num_checked} rows (row {rows[0]} first) the assistant has `{key}`, "
+                "which the chat template leaves out: the model learns to say the rest; use a template that writes it"
+            )
+            for key, rows in self.unwritten_rows.items()
+            if rows
+        ]
 
     def warn_of_empty_turns(self, path: str) -> list[Caution]:
         """A warning where rows teach to say nothing."""
@@ -434,7 +449,9 @@ def _check_demonstrations(
     rows = (row for chunk in chunks for row in table.read(chunk))
     num_kept = num_cut = num_tokens = num_longest = num_trained = 0
     empty_rows: list[int] = []
-    watched = watch_rows(_note_empty_turns(rows, config.training.sft.train_on, empty_rows), dataset.path, held_out)
+    unwritten_rows: dict[str, list[int]] = {key: [] for key in find_unwritten(tokenizer)}
+    noted = _note_turns(rows, config.training.sft.train_on, empty_rows, unwritten_rows)
+    watched = watch_rows(noted, dataset.path, held_out)
     for sample in iterate_samples(watched, dataset.path, tokenizer, sample_rules(config.training.sft)):
         if sample is not None:
             num_kept += 1
@@ -445,18 +462,33 @@ def _check_demonstrations(
     if num_kept == 0 and num_checked == num_rows:
         raise DataError(f"{dataset.path}: all {num_rows} rows are longer than training.sft.max_length: raise it")
     return _Counts(
-        num_rows, num_checked, num_checked - num_kept, num_cut, num_tokens, num_longest, num_trained, empty_rows
+        num_rows,
+        num_checked,
+        num_checked - num_kept,
+        num_cut,
+        num_tokens,
+        num_longest,
+        num_trained,
+        empty_rows,
+        unwritten_rows,
     )
 
 
-def _note_empty_turns(
-    rows: Iterable[tuple[int, Row]], train_on: TrainOn, noted: list[int]
+def _note_turns(
+    rows: Iterable[tuple[int, Row]], train_on: TrainOn, empty: list[int], unwritten: Mapping[str, list[int]]
 ) -> Iterator[tuple[int, Row]]:
-    """The same rows of demonstrations; the numbers of those that teach to say nothing are added to `noted`."""
+    """The same rows of demonstrations; their numbers are added to what they are an example of.
+
+    Args:
+        empty: of rows that teach to say nothing.
+        unwritten: by the key of a message, of rows that teach a turn which has it.
+    """
     for number, row in rows:
         with suppress(DataError):  # who makes samples of the rows says what is wrong
             if has_empty_turn(row, train_on):
-                noted.append(number)
+                empty.append(number)
+            for key in find_said_beside_content(row, train_on).intersection(unwritten) if unwritten else ():
+                unwritten[key].append(number)
         yield number, row
 
 

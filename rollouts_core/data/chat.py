@@ -24,6 +24,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from jinja2 import TemplateError
@@ -164,6 +165,24 @@ def warn_of_unseen_tools(
     ]
 
 
+def find_unwritten(tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """What a turn of the assistant may hold beside its text and the chat template does not write: calls, thoughts.
+
+    A template that refuses to be asked counts as one that writes it.
+    """
+    call = {"id": "call00000", "type": "function", "function": {"name": "f", "arguments": {"said": TURN_MARK}}}
+    tool = {"type": "function", "function": {"name": "f", "description": "?", "parameters": {"type": "object"}}}
+    asked: Message = {"role": "user", "content": "?"}
+    calls: Message = {"role": "assistant", "content": "", "tool_calls": [call]}
+    thinks: Message = {"role": "assistant", "content": "", "reasoning_content": TURN_MARK}
+    unwritten: list[str] = []
+    for key, turn in (("tool_calls", calls), ("reasoning_content", thinks)):
+        with suppress(DataError):
+            text = _render(tokenizer, [asked, turn], [tool], add_generation_prompt=False)
+            unwritten += [key] if TURN_MARK not in text else []
+    return unwritten
+
+
 def _encode_rest_of_turn(tokenizer: PreTrainedTokenizerBase, default: Sequence[int] = ()) -> Sequence[int]:
     """The tokens that the template writes behind what an assistant said, `default` where it does not tell."""
     if tokenizer.chat_template is None:
@@ -295,22 +314,15 @@ def _tokenize_marked(
     """The turns that a template's own markers name."""
     try:
         num_turns = len(trained_turns(conversation, "all_assistant"))
-        encoded = _apply(
-            tokenizer,
-            conversation.messages,
-            conversation.tools,
-            tokenize=True,
-            return_dict=True,
-            return_assistant_tokens_mask=True,
-        )
-        start = 0
-        if conversation.num_given:
+        text, spans = _render_marked(tokenizer, conversation.messages, conversation.tools)
+        if conversation.num_given:  # compared as text: the first token of a turn may begin before it
             given = conversation.messages[: conversation.num_given]
-            start = len(tokenize_prompt(tokenizer, given, conversation.tools))
+            num_given = len(_render(tokenizer, given, conversation.tools, add_generation_prompt=False))
+            spans = [span for span in spans if span[0] >= num_given]
+        tokens, mask = _encode_marked(tokenizer, text, spans)
     except DataError as error:
         return error
-    tokens: list[int] = encoded["input_ids"]
-    turns = [turn for turn in _marked_turns(encoded["assistant_masks"]) if turn.start >= start]
+    turns = _marked_turns(mask)
     if not turns:
         return DataError("the chat template's generation markers hold no token: it marks another role or an empty text")
     if train_on == "last_assistant":
@@ -323,7 +335,47 @@ def _tokenize_marked(
     return TokenizedConversation(tokens, turns)
 
 
-def _marked_turns(mask: Sequence[int]) -> list[Turn]:
+def _render_marked(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Message],
+    tools: Sequence[dict[str, Any]] | None,  # Any: JSON schemas
+) -> tuple[str, list[tuple[int, int]]]:
+    """A whole conversation, and which of its characters the template's markers hold."""
+    from transformers.utils.chat_template_utils import render_jinja_template  # heavy, and only for such templates
+
+    tools_or_none = list(tools) if tools else None
+    with _named_refusal(messages):
+        texts, spans = render_jinja_template(
+            conversations=[list(messages)],
+            tools=tools_or_none,
+            chat_template=tokenizer.get_chat_template(None, tools_or_none),
+            return_assistant_tokens_mask=True,
+            **tokenizer.special_tokens_map,
+        )
+    return texts[0], spans[0]
+
+
+def _encode_marked(
+    tokenizer: PreTrainedTokenizerBase, text: str, spans: Sequence[tuple[int, int]]
+) -> tuple[list[int], list[bool]]:
+    """Token ids of a text, and for each whether it holds a character of the spans.
+
+    Not by the mask of transformers: where a span begins or ends with a space that the tokenizer leaves out of its
+    offsets, that mask lacks this turn and those behind it, or goes on to the end of the text, over what others said.
+    """
+    try:
+        encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    except NotImplementedError as error:
+        raise DataError("generation markers need a tokenizer of the `tokenizers` library: use a fast one") from error
+    is_marked = bytearray(len(text))
+    for start, end in spans:
+        is_marked[start:end] = b"\1" * (end - start)
+    # Of a token that is only space nothing may be left but the place behind it.
+    mask = [1 in is_marked[start if start < end else max(0, end - 1) : end] for start, end in encoded["offset_mapping"]]
+    return encoded["input_ids"], mask
+
+
+def _marked_turns(mask: Sequence[bool]) -> list[Turn]:
     """The runs of ones."""
     turns: list[Turn] = []
     start = 0
@@ -354,8 +406,15 @@ def _apply(
 ) -> Any:  # Any: text, or the tokenizer's own record
     if tokenizer.chat_template is None:
         raise DataError(NO_TEMPLATE)
-    try:
+    with _named_refusal(messages):
         return tokenizer.apply_chat_template(list(messages), tools=list(tools) if tools else None, **settings)
+
+
+@contextmanager
+def _named_refusal(messages: Sequence[Message]) -> Iterator[None]:
+    """Raise DataError for what a chat template raises in the block."""
+    try:
+        yield
     except (TemplateError, TypeError, ValueError) as error:
         roles = ", ".join(message["role"] for message in messages)
         raise DataError(f"the chat template refuses the turns {roles}: {first_line(error)}") from error

@@ -94,6 +94,19 @@ def has_empty_turn(row: Row, train_on: TrainOn) -> bool:
     return any(not turn["content"].strip() and not any(map(turn.get, SAID_BESIDE_CONTENT)) for turn in turns)
 
 
+def find_said_beside_content(row: Row, train_on: TrainOn) -> set[str]:
+    """Which of `SAID_BESIDE_CONTENT` the turns hold that are trained on.
+
+    Raises:
+        DataError: see `read_demonstration` and `trained_turns`.
+    """
+    read = read_demonstration(row)
+    if isinstance(read, str):
+        return set()
+    turns = [read.messages[number] for number in trained_turns(read, train_on)]
+    return {key for key in SAID_BESIDE_CONTENT if any(turn.get(key) for turn in turns)}
+
+
 def describe_keys(row: Row) -> str:
     """The fields of a row that hold something, for an error, with the name that a misspelt one may have meant."""
     keys = sorted(key for key, value in row.items() if value is not None)

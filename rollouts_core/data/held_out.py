@@ -13,6 +13,7 @@ text, word for word. Of the training data nothing is kept.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal
@@ -73,7 +74,7 @@ class HeldOutRows:
 
 
 def read_held_out(name: str, path: str, metric: Metric, *, max_rows: int | None = None) -> HeldOutRows:
-    """The rows of a file, the first `max_rows` of it where prompts are compared.
+    """The rows of a file that models are compared on: all of them, or the first `max_rows`.
 
     Raises:
         DataError: a row that is no prompt, or no demonstration.
@@ -82,7 +83,7 @@ def read_held_out(name: str, path: str, metric: Metric, *, max_rows: int | None 
         prompts = load_prompts_from_jsonl(path, max_rows=max_rows)
         return HeldOutRows(name, metric, {key_of_prompt(prompt): prompt.row for prompt in prompts})
     number_of: dict[bytes, int] = {}
-    for number, row in load_rows(path):
+    for number, row in itertools.islice(load_rows(path), max_rows):
         try:
             number_of[_whole_of(read_demonstration(row))] = number
         except DataError as error:

@@ -13,6 +13,7 @@ digest names.
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import json
 import re
@@ -255,12 +256,19 @@ def _open_table(
         )
     elif path.is_absolute() and not path.exists():
         raise DataError(f"{path} does not exist: give a JSONL or Parquet file, or a folder of `save_to_disk`")
+    is_saved = any((path / name).is_file() for name in SAVED_DATASET_FILES)
+    if path.is_dir() and not is_saved and glob.has_magic(str(path)):
+        raise DataError(
+            f"{path} has *, ? or [ in it, and the `datasets` library would take it for a pattern of other folders: "
+            "rename it"
+        )
     # The library takes a file of the same name and time for the same file: what it copied lies under our digest.
     copies = str(Path(datasets.config.HF_DATASETS_CACHE) / digest) if path.exists() else None
     try:
         if path.suffix == ".parquet":
-            return datasets.load_dataset("parquet", data_files=str(path), split="train", cache_dir=copies)
-        if not any((path / name).is_file() for name in SAVED_DATASET_FILES):
+            name = glob.escape(str(path))  # or rows[1].parquet means rows1.parquet
+            return datasets.load_dataset("parquet", data_files=name, split="train", cache_dir=copies)
+        if not is_saved:
             table = datasets.load_dataset(
                 str(path), subset or None, split=split, revision=revision or None, cache_dir=copies
             )

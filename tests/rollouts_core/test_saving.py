@@ -137,6 +137,32 @@ def test_whatever_ends_the_loop_waits_for_the_save(tmp_path: Path, ending: type[
     verify_checkpoint(tmp_path / "step_000002")
 
 
+@pytest.mark.parametrize("num_steps", [4, 2])
+def test_who_is_cancelled_while_a_save_is_waited_for_waits_for_it(tmp_path: Path, num_steps: int) -> None:
+    """At the step that the next save is due at, or at the end."""
+    backend = SlowDiskBackend()
+
+    async def loop(events: EventLog) -> None:
+        async with RunCheckpoints(backend.as_backend, tmp_path, CONFIG, settings={}, events=events) as checkpoints:
+            for step in range(1, num_steps + 1):
+                await checkpoints.after_step(step, {"loss": 1.0})
+
+    async def cancelled_while_it_waits() -> list[str]:
+        with EventLog(tmp_path / "e.jsonl") as events:
+            task = asyncio.create_task(loop(events))
+            while not backend.num_in_flight:
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(0.1)
+            task.cancel()
+            threading.Timer(0.2, backend.may_write.set).start()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            return [path.name for path in list_checkpoints(tmp_path)]
+
+    assert asyncio.run(cancelled_while_it_waits()) == ["step_000002"]
+    assert [line["event"] for line in read_json_lines(tmp_path / "e.jsonl")] == ["checkpoint"]
+
+
 def test_an_error_of_the_writer_ends_the_loop_at_the_next_step(tmp_path: Path) -> None:
     backend = SlowDiskBackend()
     backend.may_write.set()

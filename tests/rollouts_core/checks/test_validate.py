@@ -44,6 +44,7 @@ from rollouts_core.data.dataset import load_prompts_from_jsonl
 from rollouts_core.environments import ENVIRONMENTS
 from rollouts_core.errors import CheckpointError, ConfigError, DataError
 from rollouts_core.findings import Caution
+from rollouts_core.model.loading import load_tokenizer
 from rollouts_core.model.policy import create_policy
 from rollouts_core.rewards import REWARDS
 from rollouts_core.rollout.generate import check_prompt_lengths
@@ -183,10 +184,43 @@ def test_rows_in_which_the_assistant_says_nothing_are_told(
 ) -> None:
     path = write_rows(tmp_path / "a.jsonl", [SUM, row, row])
     found, *told = check_demonstrations(make_config(path, train_on=train_on, max_length=40, packing=False), tokenizer)
-    told = [each for each in told if isinstance(each, Caution) and "epochs" not in each]
+    told = [each for each in told if isinstance(each, Caution) and "says nothing" in each]
     assert found.startswith(f"{path}: 3 demonstrations")
     words = f"{path}: in 2 of 3 rows (row 2 first) the assistant says nothing, which teaches"
     assert [each.startswith(words) for each in told] == [True] * is_empty
+
+
+CALLS = {"content": "", "tool_calls": [{"function": {"name": "add", "arguments": {"a": 1}}}]}
+WRITES_CALLS = "{% for call in m.tool_calls or [] %}{{ call.function.arguments | tojson }}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("row", "train_on", "unwritten"),
+    [
+        (turns(CALLS, "2"), "all_assistant", ["tool_calls"]),
+        (turns(CALLS, "2"), "last_assistant", []),
+        (turns({"content": "2", "reasoning_content": "1+1"}), "all_assistant", ["reasoning_content"]),
+        ({"prompt": turns(CALLS)["messages"] + SUM_MESSAGES, "completion": "2"}, "all_assistant", []),
+        (turns("2"), "all_assistant", []),
+    ],
+)
+def test_what_the_chat_template_leaves_out_of_turns_that_are_trained_on_is_told(
+    tmp_path: Path, base_model: ModelConfig, row: dict[str, Any], train_on: str, unwritten: list[str]
+) -> None:
+    own_tokenizer = load_tokenizer(base_model)
+    path = write_rows(tmp_path / "a.jsonl", [SUM, row, row])
+    config = make_config(path, train_on=train_on, max_length=80, packing=False)
+    told = [each for each in check_demonstrations(config, own_tokenizer) if "leaves out" in each]
+    words = f"{path}: in 2 of 3 rows (row 2 first) the assistant has"
+    assert [each.startswith(f"{words} `{key}`") for each, key in zip(told, unwritten, strict=True)] == [True] * len(
+        told
+    )
+    own_tokenizer.chat_template = (
+        "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{{ m.reasoning_content }}"
+        + WRITES_CALLS
+        + "<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    assert not any("leaves out" in each for each in check_demonstrations(config, own_tokenizer))
 
 
 @pytest.mark.parametrize(("repeat", "packing", "is_said"), [(1, True, True), (1, False, False), (2, True, False)])

@@ -4,7 +4,8 @@ Without it a mask that is one token off would train the model on the user's word
 """
 
 import pytest
-from transformers import PreTrainedTokenizerBase
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from rollouts_core.config import ModelConfig
 from rollouts_core.data.chat import (
@@ -13,6 +14,7 @@ from rollouts_core.data.chat import (
     TrainOn,
     Turn,
     compute_loss_mask,
+    find_unwritten,
     stop_token_ids,
     tokenize_conversation,
     tokenize_conversations,
@@ -267,6 +269,34 @@ def test_given_messages_are_not_trained_on(byte_tokenizer: PreTrainedTokenizerBa
     assert trained_text(byte_tokenizer, tokenized, "all_assistant") == "d<|im_end|>"
 
 
+@pytest.mark.parametrize("said", ["b", "\n\nb"])
+@pytest.mark.parametrize("opening", ["", "<think>\n"])
+def test_a_completion_whose_first_token_begins_before_it_is_trained_on(opening: str, said: str) -> None:
+    """Two line breaks behind that of the template are one token with it; and a template may open a thought."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {char: i for i, char in enumerate([*alphabet, "ĊĊ", "ĊĊĊ"])}
+    merging = Tokenizer(models.BPE(vocab=vocab, merges=[("Ċ", "Ċ"), ("ĊĊ", "Ċ")]))
+    merging.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    merging.decoder = decoders.ByteLevel()
+    merging.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=merging, eos_token="<|im_end|>")
+    tokenizer.chat_template = MARKED.replace("assistant\n{% endif", f"assistant\n{opening}{{% endif")
+    conversation = Conversation(
+        [
+            {"role": "user", "content": "a"},
+            {"role": "assistant", "content": "given"},
+            {"role": "user", "content": "a"},
+            {"role": "assistant", "content": said},
+            {"role": "user", "content": "c"},
+            {"role": "assistant", "content": "d"},
+        ],
+        num_given=3,
+    )
+    [tokenized] = tokenize_conversations(tokenizer, [conversation], train_on="all_assistant")
+    assert isinstance(tokenized, TokenizedConversation)
+    assert trained_text(tokenizer, tokenized, "all_assistant").strip() == f"{said.strip()}<|im_end|>d<|im_end|>"
+
+
 @pytest.mark.parametrize("template", [WITH_TOOLS, MARKED, FORGETS_THOUGHTS])
 def test_many_conversations_get_what_each_gets_alone(byte_tokenizer: PreTrainedTokenizerBase, template: str) -> None:
     byte_tokenizer.chat_template = template
@@ -371,3 +401,44 @@ def test_a_template_that_leaves_tools_out_is_said(
     assert len(warnings) == num_warnings
     assert all("(calculator)" in sentence for sentence in warnings)
     assert warn_of_unseen_tools(byte_tokenizer, []) == []
+
+
+@pytest.mark.parametrize("trims", [False, True])
+@pytest.mark.parametrize("said", ["b", " b", "b ", "b\n\n", "\n b", " ", "b\U0001f600", "\U0001f600", " \u00e9 "])
+def test_markers_hold_what_the_assistant_said_and_nothing_else(
+    byte_tokenizer: PreTrainedTokenizerBase, said: str, trims: bool
+) -> None:
+    """Also where the offsets of tokens leave out spaces, as those of GPT-2 and Llama 3 do."""
+    backend = byte_tokenizer.backend_tokenizer
+    backend.post_processor = processors.ByteLevel(trim_offsets=trims)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>")
+    tokenizer.chat_template = MARKED.replace("<|im_end|>{% endgeneration %}", "{% endgeneration %}<|im_end|>")
+    conversation: list[Message] = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": said},
+        {"role": "user", "content": "secret"},
+        {"role": "assistant", "content": said},
+    ]
+    tokens, turns = tokenize_conversation(tokenizer, conversation)
+    assert [tokenizer.decode(tokens[turn.start : turn.end]) for turn in turns] == [said, said]
+
+
+@pytest.mark.parametrize(
+    ("template", "unwritten"),
+    [
+        (None, ["tool_calls", "reasoning_content"]),
+        (WITH_TOOLS, ["reasoning_content"]),
+        (FORGETS_THOUGHTS, ["tool_calls"]),
+        ("{{ raise_exception('no') }}", []),
+    ],
+)
+def test_a_template_is_asked_what_it_leaves_out_of_an_assistants_turn(
+    own_tokenizer: PreTrainedTokenizerBase, template: str | None, unwritten: list[str]
+) -> None:
+    own_tokenizer.chat_template = template or own_tokenizer.chat_template
+    assert find_unwritten(own_tokenizer) == unwritten
+
+
+def test_a_tokenizer_without_a_template_leaves_nothing_out(own_tokenizer: PreTrainedTokenizerBase) -> None:
+    own_tokenizer.chat_template = None
+    assert find_unwritten(own_tokenizer) == []

@@ -100,6 +100,17 @@ def test_rows_that_are_not_compared_may_be_trained_on(tmp_path: Path) -> None:
     assert rows.check() == []
 
 
+def test_demonstrations_that_are_not_compared_neither_count_nor_make_the_others_few(tmp_path: Path) -> None:
+    others = [{"prompt": f"{i}?", "completion": "2"} for i in range(200)]
+    path = write_rows(tmp_path / "h.jsonl", [{"prompt": "1+1=?", "completion": "2"}, *others])
+    compared = read_held_out("data.heldout", str(path), "loss", max_rows=10)
+    list(watch_rows([(1, {"messages": [SUM, ANSWER]})], "sft.jsonl", [compared]))
+    with pytest.raises(DataError, match=r"^1 of 10 rows of data\.heldout"):
+        compared.check()
+    list(watch_rows([(1, others[150])], "sft.jsonl", [rows := read_held_out("h", str(path), "loss", max_rows=10)]))
+    assert rows.check() == []
+
+
 def test_each_file_is_looked_for_by_what_is_compared_on_it(tmp_path: Path) -> None:
     """Prompts choose the checkpoint, and demonstrations say which ones are kept until then."""
     prompts = write_rows(tmp_path / "heldout.jsonl", [{"prompt": "1+1=?"}])

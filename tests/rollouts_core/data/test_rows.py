@@ -325,6 +325,23 @@ def test_a_parquet_row_has_the_keys_that_were_written_and_no_nulls_in_them(tmp_p
     assert [row for _, row in load_rows(tmp_path / "rows.parquet")] == rows
 
 
+@pytest.mark.parametrize(("name", "other"), [("rows[1]", "rows1"), ("rows*", "rows-old"), ("rows?", "rows2")])
+def test_a_parquet_file_whose_name_is_a_pattern_is_read_and_no_other(tmp_path: Path, name: str, other: str) -> None:
+    for stem in (name, other):
+        datasets.Dataset.from_list([{"prompt": stem}]).to_parquet(tmp_path / f"{stem}.parquet")
+    assert list(load_rows(tmp_path / f"{name}.parquet")) == [(1, {"prompt": name})]
+
+
+def test_a_folder_whose_name_is_a_pattern_is_refused_unless_it_was_saved_to_disk(tmp_path: Path) -> None:
+    for name in ("rows[1]", "rows1"):
+        (tmp_path / name).mkdir()
+        write_rows(tmp_path / name / "train.jsonl", [{"prompt": name}])
+    with pytest.raises(DataError, match=r"rows\[1\] has .* rename it"):
+        open_rows(tmp_path / "rows[1]")
+    datasets.Dataset.from_list([{"prompt": "x"}]).save_to_disk(tmp_path / "saved[1]")
+    assert list(load_rows(tmp_path / "saved[1]")) == [(1, {"prompt": "x"})]
+
+
 def test_an_empty_parquet_file_is_an_error(tmp_path: Path) -> None:
     datasets.Dataset.from_dict({"prompt": []}).to_parquet(str(tmp_path / "rows.parquet"))
     with pytest.raises(DataError, match="is empty"):
