@@ -11,11 +11,13 @@ from jsonschema import Draft202012Validator
 from jsonschema.exceptions import SchemaError
 from referencing import Registry
 
+from rollouts_core.environments.code import find_blocks
 from rollouts_core.types import Sample
 
 BOOLEANS = {"True": True, "False": False}
 """What is left of a row's `"answer": true` and `false`, since the answer of a prompt is text."""
-FENCED = re.compile(r"```(?:json)?[^\S\n]*\n(.*?)```", re.DOTALL)
+LATE_FENCE = re.compile(r"(?<=[^\s`])[^\S\n]*+(```(?:json)?+[^\S\n]*+)$", re.MULTILINE | re.IGNORECASE)
+"""A fence behind words on the same line, as in "Sure: ```json"."""
 
 
 class JSONSchemaEnvironment:
@@ -56,13 +58,15 @@ class JSONSchemaEnvironment:
 
 
 def parse_json(text: str) -> Any:  # Any: JSON
-    """The JSON that a text is, or that its last fenced block is.
+    """The JSON that a text is, or its last fenced block that calls itself JSON, else its last one.
 
     Raises:
         ValueError: neither is JSON.
     """
-    fenced = FENCED.findall(text)
-    return json.loads(fenced[-1] if fenced else text, parse_constant=_refuse_constant)
+    blocks = find_blocks(LATE_FENCE.sub(r"\n\1", text))
+    in_json = [block for language, block in blocks if language == "json"]
+    written = (in_json or [block for _, block in blocks] or [text])[-1]
+    return json.loads(written, parse_constant=_refuse_constant)
 
 
 def _as_json(answer: Any) -> Any:  # Any: JSON, as text where it is a row's answer
