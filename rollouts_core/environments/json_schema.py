@@ -53,7 +53,9 @@ class JSONSchemaEnvironment:
             return 0.0
         try:
             return float(validator.is_valid(found) and (not answer or found == _as_json(answer)))
-        except RecursionError:  # a schema that refers to itself follows the response as deep as that goes
+        # A schema that refers to itself follows the response as deep as that goes, and `multipleOf` divides numbers
+        # that a float cannot hold.
+        except (RecursionError, OverflowError):
             return 0.0
 
 

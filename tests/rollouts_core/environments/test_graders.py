@@ -319,6 +319,13 @@ def test_json_is_paid_for_where_it_keeps_to_the_schema(response: str, answer: st
     assert JSONSchemaEnvironment().grade(sample) == reward
 
 
+@pytest.mark.parametrize("number", ["1" * 400, "1e999", "-1e999"])
+def test_a_number_that_no_float_can_hold_is_no_multiple_of_a_fraction(number: str) -> None:
+    """A policy that repeats a digit must not end the run."""
+    sample = Sample(response=number, metadata={"schema": {"type": "number", "multipleOf": 0.01}})
+    assert JSONSchemaEnvironment().grade(sample) == 0.0
+
+
 def test_a_response_deeper_than_can_be_checked_earns_nothing_under_a_schema_that_refers_to_itself() -> None:
     schema = {"type": "array", "items": {"$ref": "#"}}
     for depth, reward in ((3, 1.0), (400, 0.0)):
