@@ -52,7 +52,7 @@ class JSONSchemaEnvironment:
         except (ValueError, RecursionError):
             return 0.0
         try:
-            return float(validator.is_valid(found) and (not answer or found == _as_json(answer)))
+            return float(validator.is_valid(found) and (not answer or _equals(found, _as_json(answer))))
         # A schema that refers to itself follows the response as deep as that goes, and `multipleOf` divides numbers
         # that a float cannot hold.
         except (RecursionError, OverflowError):
@@ -69,6 +69,11 @@ def parse_json(text: str) -> Any:  # Any: JSON
     in_json = [block for language, block in blocks if language == "json"]
     written = (in_json or [block for _, block in blocks] or [text])[-1]
     return json.loads(written, parse_constant=_refuse_constant)
+
+
+def _equals(found: Any, expected: Any) -> bool:  # Any: JSON
+    """Whether two JSON values are the same: 1 is 1.0 and, unlike in Python, not true."""
+    return bool(Draft202012Validator({"const": expected}).is_valid(found))
 
 
 def _as_json(answer: Any) -> Any:  # Any: JSON, as text where it is a row's answer

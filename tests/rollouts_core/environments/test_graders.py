@@ -319,6 +319,20 @@ def test_json_is_paid_for_where_it_keeps_to_the_schema(response: str, answer: st
     assert JSONSchemaEnvironment().grade(sample) == reward
 
 
+@pytest.mark.parametrize(
+    ("response", "reward"),
+    [('{"ok": [true]}', 1.0), ('{"ok": [1]}', 0.0), ('{"ok": [true], "x": 0}', 0.0), ('{"ok": true}', 0.0)],
+)
+def test_true_is_not_1(response: str, reward: float) -> None:
+    sample = Sample(response=response, metadata={"schema": {"type": "object"}, "answer": '{"ok": [true]}'})
+    assert JSONSchemaEnvironment().grade(sample) == reward
+
+
+def test_1_is_1_0() -> None:
+    sample = Sample(response="[1.0, 2]", metadata={"schema": {"type": "array"}, "answer": "[1, 2.0]"})
+    assert JSONSchemaEnvironment().grade(sample) == 1.0
+
+
 @pytest.mark.parametrize("number", ["1" * 400, "1e999", "-1e999"])
 def test_a_number_that_no_float_can_hold_is_no_multiple_of_a_fraction(number: str) -> None:
     """A policy that repeats a digit must not end the run."""
