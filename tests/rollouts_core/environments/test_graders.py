@@ -199,6 +199,7 @@ def test_math_verify_that_is_not_installed_is_a_sentence(monkeypatch: pytest.Mon
         ("<answer>(3+7)*5-4</answer>", 1.0),
         ("<answer>(3+7)*5-4 = 46</answer>", 1.0),
         ("<answer>1</answer> no: <answer>5*(7+3)-4</answer>", 1.0),
+        ("I write it behind <answer>.\n<answer>(3+7)*5-4</answer>", 1.0),
         ("<answer>46</answer>", 0.0),
         ("<answer>50-4</answer>", 0.0),
         ("<answer>(3+7)*5-4-4+4</answer>", 0.0),
