@@ -27,7 +27,8 @@ from rollouts_core.user_code.failures import describe_raised
 RewardFn = Callable[[Sample], float | Awaitable[float | None] | None]
 """Takes a finished sample and returns its reward, None where it could not be scored; may be a coroutine function."""
 
-NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+NUMBER = re.compile(r"[-−]?\d[\d,]*(?:\.\d+)?")
+"""Its minus may be the sign of Unicode, as models write it."""
 
 
 def exact_match(sample: Sample) -> float:
@@ -160,4 +161,4 @@ class WeightedRewards:
 
 
 def _to_number(text: str) -> float:
-    return float(text.replace(",", ""))
+    return float(text.replace(",", "").replace("−", "-"))

@@ -27,6 +27,8 @@ TEX_COMMA = re.compile(r"\{,\}|,\\!")
 THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
 NOISE = re.compile(r"\\[!,; $%]|[\s$%]|\.$")
 """Spaces, units of money and per cent, also as TeX writes them, and a full stop."""
+MINUS = "−"
+"""As people and models write it outside of TeX."""
 
 
 class MathEnvironment:
@@ -147,4 +149,4 @@ def _read_number(answer: str) -> Decimal | None:
 
 
 def _strip_noise(answer: str) -> str:
-    return NOISE.sub("", THOUSANDS.sub("", TEX_COMMA.sub(",", answer.strip())))
+    return NOISE.sub("", THOUSANDS.sub("", TEX_COMMA.sub(",", answer.strip().replace(MINUS, "-"))))

@@ -59,6 +59,8 @@ def leave(sample: Sample) -> float:
         ("last_number", "7 is 3 and 4", "7", 0.0),
         ("last_number", "It costs 1,234.50", "1234.5", 1.0),
         ("last_number", "-3", "3", 0.0),
+        ("last_number", "so −3", "-3", 1.0),
+        ("last_number", "so −3", "3", 0.0),
         ("last_number", "none", "7", 0.0),
         ("last_number", "7", "none", 0.0),
         ("last_number", "so #### 18", "9 * 2 = 18\n#### 18", 1.0),
