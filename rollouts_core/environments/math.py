@@ -25,8 +25,8 @@ BOXED = "\\boxed{"
 TEX_COMMA = re.compile(r"\{,\}|,\\!")
 """How TeX is kept from putting a space behind a comma."""
 THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
-NOISE = re.compile(r"\\[!,; $%]|[\s$%]|\.$")
-"""Spaces, units of money and per cent, also as TeX writes them, and a full stop."""
+NOISE = re.compile(r"\\[!,; $%]|[\s$%]|\.$|^\*\*|\*\*(?=\.?$)")
+"""Spaces, units of money and per cent, also as TeX writes them, a full stop, and Markdown's marks around the whole."""
 MINUS = "−"
 """As people and models write it outside of TeX."""
 
