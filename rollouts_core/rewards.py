@@ -11,6 +11,7 @@ import re
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
+from decimal import Decimal
 from functools import partial
 from numbers import Real
 from typing import Any
@@ -160,5 +161,6 @@ class WeightedRewards:
         return metrics
 
 
-def _to_number(text: str) -> float:
-    return float(text.replace(",", "").replace("−", "-"))
+def _to_number(text: str) -> Decimal:
+    """Exactly: a float has 16 digits, and products of two long numbers that differ behind those would be equal."""
+    return Decimal(text.replace(",", "").replace("−", "-"))
