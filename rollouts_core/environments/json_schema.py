@@ -9,7 +9,10 @@ from typing import Any
 
 from jsonschema import Draft202012Validator
 from jsonschema.exceptions import SchemaError
+from jsonschema_specifications import REGISTRY as SPECIFICATIONS
 from referencing import Registry
+from referencing.exceptions import Unresolvable
+from referencing.jsonschema import DRAFT202012
 
 from rollouts_core.environments.code import find_blocks
 from rollouts_core.types import Sample
@@ -31,6 +34,10 @@ class JSONSchemaEnvironment:
             Draft202012Validator.check_schema(row["schema"])
         except SchemaError as error:
             raise ValueError(f"`schema` is no JSON Schema: {error.message}") from error
+        try:
+            _check_references(row["schema"])
+        except Unresolvable as error:
+            raise ValueError(f"`schema` refers to {error.ref!r}, which is not in it, and nothing is fetched") from error
         if not (answer := row.get("answer")):
             return
         validator = Draft202012Validator(row["schema"], registry=Registry())
@@ -57,6 +64,17 @@ class JSONSchemaEnvironment:
         # that a float cannot hold.
         except (RecursionError, OverflowError):
             return 0.0
+
+
+def _check_references(schema: Any) -> None:  # Any: JSON
+    """Raise Unresolvable for a `$ref` that leads to nothing, which a validator sees when it comes to it."""
+    root = DRAFT202012.create_resource(schema)
+    pending = [(root, SPECIFICATIONS.combine(Registry()).resolver_with_root(root))]
+    while pending:
+        resource, resolver = pending.pop()
+        if isinstance(resource.contents, Mapping) and "$ref" in resource.contents:
+            resolver.lookup(resource.contents["$ref"])
+        pending += [(each, resolver.in_subresource(each)) for each in resource.subresources()]
 
 
 def parse_json(text: str) -> Any:  # Any: JSON
