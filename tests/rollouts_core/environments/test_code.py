@@ -101,6 +101,9 @@ def test_programs_that_wait_for_a_processor_have_their_time_before_them(monkeypa
         ("```python\nprint(1)```", "print(1)"),
         ("```python\na\n", "a\n"),
         ("```python\na\n``` ", "a\n"),
+        ("1. Read it:\n   ```python\n   if 1:\n       f()\n\n   ```\n2. Run it.", "if 1:\n    f()\n\n"),
+        ("- so\n\t```python\n\tf()\n\t```", "f()\n"),
+        ("1. Run\n   ```python\nif 1:\n  f()\n   ```", "if 1:\n  f()\n"),
     ],
 )
 def test_the_program_is_the_last_block_in_python(response: str, program: str) -> None:
