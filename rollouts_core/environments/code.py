@@ -26,6 +26,8 @@ from rollouts_core.types import Sample
 # Nothing is given back (`+`): a policy may write thousands of marks, letters or spaces in one line.
 FENCE = re.compile(r"\s*+(?P<marks>`{3,}+|~{3,}+)\s*+(?P<language>[^\s`]*+)[^`]*+")
 """A line that opens a block, or closes one."""
+LATE_FENCE = re.compile(r"[^`]*+(?P<marks>`{3,}+)(?P<language>\w*+)\s*+")
+"""A line that opens a block behind words, as in "Here it is: ```python"."""
 PYTHON = {"python", "python3", "py"}
 """What blocks call it, in small letters."""
 
@@ -111,13 +113,13 @@ def find_blocks(text: str) -> list[tuple[str, str]]:
     """The fenced blocks of a Markdown text: what language each says that it is in, and its lines.
 
     As in CommonMark, a fence is closed by one of the same marks that names nothing, and by the end of the text; besides
-    that, by marks at the end of a line. Where it is indented, as in a list, with all lines of its block, these begin
-    that much further left.
+    that, marks at the end of a line open and close one, too. Where it is indented, as in a list, with all lines of its
+    block, these begin that much further left.
     """
     blocks: list[tuple[str, str]] = []
     marks, language, indent, lines = "", "", 0, list[str]()
     for line in text.splitlines(keepends=True):
-        fence = FENCE.fullmatch(line)
+        fence = FENCE.fullmatch(line) or (None if marks else LATE_FENCE.fullmatch(line))
         if not marks:
             if fence:
                 marks, language, lines = fence["marks"], fence["language"].lower(), []

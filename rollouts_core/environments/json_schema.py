@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,8 +18,6 @@ from rollouts_core.types import Sample
 
 BOOLEANS = {"True": True, "False": False}
 """What is left of a row's `"answer": true` and `false`, since the answer of a prompt is text."""
-LATE_FENCE = re.compile(r"(?<=[^\s`])[^\S\n]*+(```(?:json)?+[^\S\n]*+)$", re.MULTILINE | re.IGNORECASE)
-"""A fence behind words on the same line, as in "Sure: ```json"."""
 
 
 class JSONSchemaEnvironment:
@@ -83,7 +80,7 @@ def parse_json(text: str) -> Any:  # Any: JSON
     Raises:
         ValueError: neither is JSON.
     """
-    blocks = find_blocks(LATE_FENCE.sub(r"\n\1", text))
+    blocks = find_blocks(text)
     in_json = [block for language, block in blocks if language == "json"]
     written = (in_json or [block for _, block in blocks] or [text])[-1]
     return json.loads(written, parse_constant=_refuse_constant)
