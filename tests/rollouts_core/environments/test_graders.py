@@ -252,6 +252,12 @@ def test_a_transformation_by_hand(operation: str, text: str, result: str) -> Non
         ("(c).", 1.0),
         ("The answer is C.", 1.0),
         ("Answer: **C**", 1.0),
+        ("Answer: `C`", 1.0),
+        (r"The answer is $\mathbf{C}$.", 1.0),
+        (r"**Answer:** $\text{(C)}$", 1.0),
+        ("It looks as if the answer is A.\n<answer>C</answer>", 1.0),
+        ("It looks as if the answer is C.\n<answer>A</answer>", 0.0),
+        ("<answer>A cat</answer>", 0.0),
         (r"A is wrong. \boxed{C}", 1.0),
         (r"\boxed{\text{C}}", 1.0),
         (r"\boxed{\textbf{(C)}}", 1.0),
@@ -286,7 +292,7 @@ def test_a_word_of_one_letter_is_no_choice(response: str) -> None:
 
 def test_a_policy_that_writes_thousands_of_marks_is_graded_at_once() -> None:
     began = perf_counter()
-    for mark in ("\n", "*", " *", "$"):
+    for mark in ("\n", "*", " *", "$", "`", ">", "\\text{"):
         assert MultipleChoiceEnvironment().grade(Sample(response="answer" + mark * 20_000)) == 0.0
     assert perf_counter() - began < 5.0, "each mark was tried in several places of the pattern"
 
