@@ -11,6 +11,7 @@ import re
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
+from decimal import Decimal
 from functools import partial
 from numbers import Real
 from typing import Any
@@ -27,7 +28,8 @@ from rollouts_core.user_code.failures import describe_raised
 RewardFn = Callable[[Sample], float | Awaitable[float | None] | None]
 """Takes a finished sample and returns its reward, None where it could not be scored; may be a coroutine function."""
 
-NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+NUMBER = re.compile(r"[-−]?\d[\d,]*(?:\.\d+)?")
+"""Its minus may be the sign of Unicode, as models write it."""
 
 
 def exact_match(sample: Sample) -> float:
@@ -159,5 +161,6 @@ class WeightedRewards:
         return metrics
 
 
-def _to_number(text: str) -> float:
-    return float(text.replace(",", ""))
+def _to_number(text: str) -> Decimal:
+    """Exactly: a float has 16 digits, and products of two long numbers that differ behind those would be equal."""
+    return Decimal(text.replace(",", "").replace("−", "-"))

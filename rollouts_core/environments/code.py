@@ -26,6 +26,8 @@ from rollouts_core.types import Sample
 # Nothing is given back (`+`): a policy may write thousands of marks, letters or spaces in one line.
 FENCE = re.compile(r"\s*+(?P<marks>`{3,}+|~{3,}+)\s*+(?P<language>[^\s`]*+)[^`]*+")
 """A line that opens a block, or closes one."""
+LATE_FENCE = re.compile(r"[^`]*+(?P<marks>`{3,}+)(?P<language>\w*+)\s*+")
+"""A line that opens a block behind words, as in "Here it is: ```python"."""
 PYTHON = {"python", "python3", "py"}
 """What blocks call it, in small letters."""
 
@@ -111,24 +113,36 @@ def find_blocks(text: str) -> list[tuple[str, str]]:
     """The fenced blocks of a Markdown text: what language each says that it is in, and its lines.
 
     As in CommonMark, a fence is closed by one of the same marks that names nothing, and by the end of the text; besides
-    that, by marks at the end of a line.
+    that, marks at the end of a line open and close one, too. Where it is indented, as in a list, with all lines of its
+    block, these begin that much further left.
     """
     blocks: list[tuple[str, str]] = []
-    marks, language, lines = "", "", list[str]()
+    marks, language, indent, lines = "", "", 0, list[str]()
     for line in text.splitlines(keepends=True):
-        fence = FENCE.fullmatch(line)
+        fence = FENCE.fullmatch(line) or (None if marks else LATE_FENCE.fullmatch(line))
         if not marks:
             if fence:
                 marks, language, lines = fence["marks"], fence["language"].lower(), []
+                indent = _count_indent(line)
             continue
         is_closed = fence is not None and fence["marks"].startswith(marks) and not fence["language"]
         if not is_closed:
             is_closed = line.rstrip().endswith(marks)
             lines.append(line.rstrip().removesuffix(marks) if is_closed else line)
         if is_closed:
-            blocks.append((language, "".join(lines)))
+            blocks.append((language, _join_lines(lines, indent)))
             marks = ""
-    return [*blocks, (language, "".join(lines))] if marks else blocks
+    return [*blocks, (language, _join_lines(lines, indent))] if marks else blocks
+
+
+def _join_lines(lines: Sequence[str], indent: int) -> str:
+    """The lines of a block, without the space before its fence where all have that."""
+    space = min([indent, *(_count_indent(line) for line in lines if line.strip())])
+    return "".join(line[min(space, _count_indent(line)) :] for line in lines)
+
+
+def _count_indent(line: str) -> int:
+    return len(line) - len(line.lstrip(" \t"))
 
 
 def _lines(output: str) -> list[str]:

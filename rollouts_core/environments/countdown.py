@@ -30,7 +30,8 @@ class CountdownEnvironment:
         answers = find_marked(sample.response, "answer")
         if not answers:
             return 0.0
-        expression = answers[-1].partition("=")[0]  # many write the result behind it
+        # Many speak of the mark before they use it, and write the result behind the expression.
+        expression = answers[-1].rpartition("<answer>")[2].partition("=")[0]
         given = sorted(map(_read_number, sample.metadata["numbers"]))
         try:
             is_right = evaluate(expression) == _read_number(sample.metadata["target"])

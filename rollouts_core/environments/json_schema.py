@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
 from typing import Any
 
 from jsonschema import Draft202012Validator
 from jsonschema.exceptions import SchemaError
+from jsonschema_specifications import REGISTRY as SPECIFICATIONS
 from referencing import Registry
+from referencing.exceptions import Unresolvable
+from referencing.jsonschema import DRAFT202012
 
+from rollouts_core.environments.code import find_blocks
 from rollouts_core.types import Sample
 
 BOOLEANS = {"True": True, "False": False}
 """What is left of a row's `"answer": true` and `false`, since the answer of a prompt is text."""
-FENCED = re.compile(r"```(?:json)?[^\S\n]*\n(.*?)```", re.DOTALL)
 
 
 class JSONSchemaEnvironment:
@@ -29,6 +31,10 @@ class JSONSchemaEnvironment:
             Draft202012Validator.check_schema(row["schema"])
         except SchemaError as error:
             raise ValueError(f"`schema` is no JSON Schema: {error.message}") from error
+        try:
+            _check_references(row["schema"])
+        except Unresolvable as error:
+            raise ValueError(f"`schema` refers to {error.ref!r}, which is not in it, and nothing is fetched") from error
         if not (answer := row.get("answer")):
             return
         validator = Draft202012Validator(row["schema"], registry=Registry())
@@ -50,19 +56,39 @@ class JSONSchemaEnvironment:
         except (ValueError, RecursionError):
             return 0.0
         try:
-            return float(validator.is_valid(found) and (not answer or found == _as_json(answer)))
-        except RecursionError:  # a schema that refers to itself follows the response as deep as that goes
+            return float(validator.is_valid(found) and (not answer or _equals(found, _as_json(answer))))
+        # A schema that refers to itself follows the response as deep as that goes, and `multipleOf` divides numbers
+        # that a float cannot hold.
+        except (RecursionError, OverflowError):
             return 0.0
 
 
+def _check_references(schema: Any) -> None:  # Any: JSON
+    """Raise Unresolvable for a `$ref` that leads to nothing, which a validator sees when it comes to it."""
+    root = DRAFT202012.create_resource(schema)
+    pending = [(root, SPECIFICATIONS.combine(Registry()).resolver_with_root(root))]
+    while pending:
+        resource, resolver = pending.pop()
+        if isinstance(resource.contents, Mapping) and "$ref" in resource.contents:
+            resolver.lookup(resource.contents["$ref"])
+        pending += [(each, resolver.in_subresource(each)) for each in resource.subresources()]
+
+
 def parse_json(text: str) -> Any:  # Any: JSON
-    """The JSON that a text is, or that its last fenced block is.
+    """The JSON that a text is, or its last fenced block that calls itself JSON, else its last one.
 
     Raises:
         ValueError: neither is JSON.
     """
-    fenced = FENCED.findall(text)
-    return json.loads(fenced[-1] if fenced else text, parse_constant=_refuse_constant)
+    blocks = find_blocks(text)
+    in_json = [block for language, block in blocks if language == "json"]
+    written = (in_json or [block for _, block in blocks] or [text])[-1]
+    return json.loads(written, parse_constant=_refuse_constant)
+
+
+def _equals(found: Any, expected: Any) -> bool:  # Any: JSON
+    """Whether two JSON values are the same: 1 is 1.0 and, unlike in Python, not true."""
+    return bool(Draft202012Validator({"const": expected}).is_valid(found))
 
 
 def _as_json(answer: Any) -> Any:  # Any: JSON, as text where it is a row's answer

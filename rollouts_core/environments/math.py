@@ -25,8 +25,10 @@ BOXED = "\\boxed{"
 TEX_COMMA = re.compile(r"\{,\}|,\\!")
 """How TeX is kept from putting a space behind a comma."""
 THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
-NOISE = re.compile(r"\\[!,; $%]|[\s$%]|\.$")
-"""Spaces, units of money and per cent, also as TeX writes them, and a full stop."""
+NOISE = re.compile(r"\\[!,; $%]|[\s$%]|\.$|^\*\*|\*\*(?=\.?$)")
+"""Spaces, units of money and per cent, also as TeX writes them, a full stop, and Markdown's marks around the whole."""
+MINUS = "−"
+"""As people and models write it outside of TeX."""
 
 
 class MathEnvironment:
@@ -147,4 +149,4 @@ def _read_number(answer: str) -> Decimal | None:
 
 
 def _strip_noise(answer: str) -> str:
-    return NOISE.sub("", THOUSANDS.sub("", TEX_COMMA.sub(",", answer.strip())))
+    return NOISE.sub("", THOUSANDS.sub("", TEX_COMMA.sub(",", answer.strip().replace(MINUS, "-"))))

@@ -11,9 +11,9 @@ from rollouts_core.types import Sample
 BOXED = re.compile(r"\\boxed\{\s*(?:\\(?:text|math)(?:bf|rm|it)?\{)?\(?([A-Ja-j])\)?\}?\s*\}")
 REASON = r"because|since|as"
 # A word behind the letter makes it one of a sentence ("I think"), or one of several; a reason may follow.
-# Marks of Markdown and TeX may stand between. None of them is given back (`+`): a policy may write thousands.
+# Marks of Markdown, TeX and XML may stand between. None of them is given back (`+`): a policy may write thousands.
 NAMED = re.compile(
-    r"\b(?i:answer)\b\**+(?:\s++is)?+[\s*]*+[:=]?+[\s*$]*+"
+    r"\b(?i:answer)\b[>*]*+(?:\s++is)?+[\s*]*+[:=]?+[\s*$`]*+(?:\\(?:text|math)(?:bf|rm|it)?+\{)?+"
     rf"\(?([A-J])\b(?!['’]|[ \t]*=|[ \t]+(?!(?:{REASON})\b)\w)"
 )
 ALONE = re.compile(r"\s*\(?([A-Ja-j])\)?[.:]?\s*")

@@ -18,6 +18,7 @@ import contextlib
 import ctypes
 import errno
 import json
+import math
 import os
 import re
 import resource
@@ -250,7 +251,7 @@ def kill_on_sigterm(child: int) -> None:
     signal.signal(signal.SIGTERM, end)
 
 
-def wait_for_end(child: int, *, memory_mb: int, cpu_s: int) -> int:
+def wait_for_end(child: int, *, memory_mb: int, cpu_s: float) -> int:
     """The exit code of the program, which is killed where its processes hold more memory together than one may.
 
     Needs SIGCHLD to be blocked. Does not return where neither the limits nor the program were its end.
@@ -263,6 +264,7 @@ def wait_for_end(child: int, *, memory_mb: int, cpu_s: int) -> int:
             if code == -signal.SIGKILL and used.ru_utime + used.ru_stime < CPU_LIMIT_SHARE * cpu_s:
                 end_by_signal()
             return code if code >= 0 else 128 - code
+        cpu_s = min(cpu_s, read_cpu_limit())
         try:
             is_too_much = count_memory_kb() > memory_mb << 10
         except (OSError, MemoryError):
@@ -274,6 +276,15 @@ def wait_for_end(child: int, *, memory_mb: int, cpu_s: int) -> int:
             os.waitpid(child, 0)
             os.write(2, f"MemoryError: all processes together held more than {memory_mb} MB\n".encode())
             return 1
+
+
+def read_cpu_limit() -> float:
+    """The seconds of processor time that the program, which may lower its limit, has; else infinite."""
+    with contextlib.suppress(OSError):
+        limits = Path("/proc/1/limits").read_text(encoding="utf-8")
+        if found := re.search(r"^Max cpu time +\d+ +(\d+)", limits, re.MULTILINE):
+            return float(found[1])
+    return math.inf
 
 
 def end_by_signal() -> NoReturn:

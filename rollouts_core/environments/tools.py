@@ -105,7 +105,10 @@ def _find_problem(arguments: dict[str, Any], tool: Tool) -> str:  # Any: JSON th
 
     A schema lets through what it does not name unless it forbids that (`additionalProperties`), and many do not.
     """
-    problem = next(Draft202012Validator(tool.parameters).iter_errors(arguments), None)
+    try:
+        problem = next(Draft202012Validator(tool.parameters).iter_errors(arguments), None)
+    except (RecursionError, OverflowError) as error:  # nested deeper, or numbers larger, than can be checked
+        return f": they cannot be checked: {error}"
     if problem is not None:
         return "".join(f".{part}" for part in problem.absolute_path) + f": {problem.message}"
     try:

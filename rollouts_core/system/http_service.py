@@ -26,7 +26,10 @@ from rollouts_core.errors import EnvironmentUnavailableError, RewardError
 from rollouts_core.keys import key_header, read_key
 from rollouts_core.system.backoff import draw_backoff, read_retry_after
 
-OVERLOADED = (408, 425, 429, 500, 502, 503, 504)
+OVERLOADED = (408, 425, 429)
+NEVER = (501, 505)
+"""Of the failures of a service, 500 and above, those that it says of a kind of request. Proxies have numbers of their
+own for the others, as 520 to 524 and 529."""
 
 
 class _NoAnswerError(Exception):
@@ -101,7 +104,8 @@ class HTTPService:
             raise _NoAnswerError(f"it did not answer within {self.config.timeout_s:g} s") from error
         except (httpx.TransportError, aiohttp.ClientError) as error:
             raise _NoAnswerError(first_line(error) or type(error).__name__) from error
-        if response.status_code in OVERLOADED:
+        code = response.status_code
+        if code in OVERLOADED or (code >= 500 and code not in NEVER):
             problem = f"it answered {response.status_code}: {response.text[:200]}"
             raise _NoAnswerError(problem, read_retry_after(response.headers))
         if response.status_code != 200:

@@ -162,7 +162,15 @@ def test_a_sample_that_is_cancelled_leaves_its_equals_their_reward(serve: Any) -
 
 @pytest.mark.parametrize(
     "failure",
-    [(503, {}), (429, {}), (200, b"no json"), (200, {"scores": []}), (200, {"rewards": ["high"]})],
+    [
+        (503, {}),
+        (429, {}),
+        (524, {}),
+        (529, {}),
+        (200, b"no json"),
+        (200, {"scores": []}),
+        (200, {"rewards": ["high"]}),
+    ],
 )
 def test_a_service_that_fails_once_is_asked_again(serve: Any, failure: Answer) -> None:
     answers = [failure]
@@ -187,6 +195,7 @@ def test_a_service_that_stays_away_gives_no_reward_and_names_the_prompt(serve: A
     ("answer", "sentence"),
     [
         ((400, {"error": "no such field"}), "answered 400: .*no such field"),
+        ((501, {"error": "no POST"}), "answered 501: .*no POST"),
         ((200, {"rewards": [1.0, 2.0]}), "1 samples were answered with 2 rewards"),
         ((200, b'{"rewards": [NaN]}'), "returned nan: expected a finite number"),
     ],

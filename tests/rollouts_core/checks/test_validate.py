@@ -401,6 +401,8 @@ def test_a_prompt_without_what_its_grader_needs_is_named(
         ("countdown", {"numbers": "1 2", "target": 3}, "expected `numbers` to be a list of numbers, found '1 2'"),
         ("countdown", {"numbers": [1, "two"], "target": 3}, "expected a number, found 'two'"),
         ("json_schema", {"schema": {"type": "objekt"}}, "`schema` is no JSON Schema: 'objekt'"),
+        ("json_schema", {"schema": {"$ref": "#/$defs/x"}}, r"`schema` refers to '/\$defs/x', which is not in it"),
+        ("json_schema", {"schema": {"items": {"$ref": "x.json"}}}, "`schema` refers to 'x.json'"),
         ("json_schema", {"schema": {"type": "object"}, "answer": "{"}, "the answer '{' is no JSON"),
         ("json_schema", {"schema": {"type": "string"}, "answer": "Rome"}, r'quotes of its own, "\\"Rome\\""'),
         ("json_schema", {"schema": {"type": "object"}, "answer": True}, "schema: True is not of type 'object'"),

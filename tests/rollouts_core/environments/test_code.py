@@ -99,15 +99,22 @@ def test_programs_that_wait_for_a_processor_have_their_time_before_them(monkeypa
         ("````python\na\n```\nb\n````", "a\n```\nb\n"),
         ("1. The program:\n   ```python\na\n   ```", "a\n"),
         ("```python\nprint(1)```", "print(1)"),
+        ("Here it is: ```python\na\n```\nIt prints 3.", "a\n"),
+        ("I use ```a```\n```python\nb\n```", "b\n"),
         ("```python\na\n", "a\n"),
         ("```python\na\n``` ", "a\n"),
+        ("1. Read it:\n   ```python\n   if 1:\n       f()\n\n   ```\n2. Run it.", "if 1:\n    f()\n\n"),
+        ("- so\n\t```python\n\tf()\n\t```", "f()\n"),
+        ("1. Run\n   ```python\nif 1:\n  f()\n   ```", "if 1:\n  f()\n"),
     ],
 )
 def test_the_program_is_the_last_block_in_python(response: str, program: str) -> None:
     assert extract_program(response) == program
 
 
-@pytest.mark.parametrize("line", ["~" * 3_000 + "`", "```" + "a" * 60_000 + "`", "```" + " " * 60_000 + "`"])
+@pytest.mark.parametrize(
+    "line", ["~" * 3_000 + "`", "a```" * 20_000, "```" + "a" * 60_000 + "`", "```" + " " * 60_000 + "`"]
+)
 def test_a_line_of_thousands_of_marks_is_read_at_once(line: str) -> None:
     """All other conversations wait meanwhile, and one that takes too long ends the run."""
     began = perf_counter()

@@ -141,7 +141,17 @@ def test_drawn_numbers_have_the_asked_number_of_digits(num_digits: int) -> None:
         ("18", "18", 0.0),
         ("", "18", 0.0),
         ("#### eighteen", "18", 0.0),
+        ("#### **18**", "18", 1.0),
+        ("**#### 18**", "18", 1.0),
+        ("#### **18**.\n\n#### Explanation\nTwice nine.", "18", 1.0),
+        ("#### **x + 1**", "x+1", 1.0),
+        ("#### **19**", "18", 0.0),
+        ("#### 2**3", "23", 0.0),
         ("#### -18", "18", 0.0),
+        ("#### −18", "-18", 1.0),
+        (r"\boxed{−18}", "-18", 1.0),
+        (r"\boxed{-18}", "−18", 1.0),
+        (r"\boxed{x−1}", "x-1", 1.0),
         ("#### 1e9999999", "18", 0.0),
         ("#### 1e999999", "18", 0.0),
         ("#### -1e-9999999", "18", 0.0),
@@ -199,6 +209,7 @@ def test_math_verify_that_is_not_installed_is_a_sentence(monkeypatch: pytest.Mon
         ("<answer>(3+7)*5-4</answer>", 1.0),
         ("<answer>(3+7)*5-4 = 46</answer>", 1.0),
         ("<answer>1</answer> no: <answer>5*(7+3)-4</answer>", 1.0),
+        ("I write it behind <answer>.\n<answer>(3+7)*5-4</answer>", 1.0),
         ("<answer>46</answer>", 0.0),
         ("<answer>50-4</answer>", 0.0),
         ("<answer>(3+7)*5-4-4+4</answer>", 0.0),
@@ -241,6 +252,12 @@ def test_a_transformation_by_hand(operation: str, text: str, result: str) -> Non
         ("(c).", 1.0),
         ("The answer is C.", 1.0),
         ("Answer: **C**", 1.0),
+        ("Answer: `C`", 1.0),
+        (r"The answer is $\mathbf{C}$.", 1.0),
+        (r"**Answer:** $\text{(C)}$", 1.0),
+        ("It looks as if the answer is A.\n<answer>C</answer>", 1.0),
+        ("It looks as if the answer is C.\n<answer>A</answer>", 0.0),
+        ("<answer>A cat</answer>", 0.0),
         (r"A is wrong. \boxed{C}", 1.0),
         (r"\boxed{\text{C}}", 1.0),
         (r"\boxed{\textbf{(C)}}", 1.0),
@@ -275,7 +292,7 @@ def test_a_word_of_one_letter_is_no_choice(response: str) -> None:
 
 def test_a_policy_that_writes_thousands_of_marks_is_graded_at_once() -> None:
     began = perf_counter()
-    for mark in ("\n", "*", " *", "$"):
+    for mark in ("\n", "*", " *", "$", "`", ">", "\\text{"):
         assert MultipleChoiceEnvironment().grade(Sample(response="answer" + mark * 20_000)) == 0.0
     assert perf_counter() - began < 5.0, "each mark was tried in several places of the pattern"
 
@@ -295,6 +312,15 @@ PERSON = {"type": "object", "properties": {"age": {"type": "integer"}}, "require
     [
         ('{"age": 7}', "", 1.0),
         ('Sure:\n```json\n{"age": 7}\n```', "", 1.0),
+        ('Sure:\n```\n{"age": 7}\n```', "", 1.0),
+        ('Sure: ```json\n{"age": 7}```', "", 1.0),
+        ('Sure:```\n{"age": 7} ```', "", 1.0),
+        ('```JSON\n{"age": 7}\n```', "", 1.0),
+        ('```json\n{"age": 7}', "", 1.0),
+        ('```json\n{"name": "```x```", "age": 7}\n```', "", 1.0),
+        ('By:\n```python\nage = 7\n```\nSo:\n```json\n{"age": 7}\n```', "", 1.0),
+        ('So:\n```json\n{"age": 7}\n```\nBy:\n```python\nage = 7\n```', "", 1.0),
+        ('No:\n```json\n{"age": 7}\n```\nBut:\n```json\n{"age": "7"}\n```', "", 0.0),
         ('{"age": 7}', '{"age": 7}', 1.0),
         ('{"age": 7}', '{"age": 8}', 0.0),
         ('{"age": "7"}', "", 0.0),
@@ -308,6 +334,27 @@ PERSON = {"type": "object", "properties": {"age": {"type": "integer"}}, "require
 def test_json_is_paid_for_where_it_keeps_to_the_schema(response: str, answer: str, reward: float) -> None:
     sample = Sample(response=response, metadata={"schema": PERSON, "answer": answer})
     assert JSONSchemaEnvironment().grade(sample) == reward
+
+
+@pytest.mark.parametrize(
+    ("response", "reward"),
+    [('{"ok": [true]}', 1.0), ('{"ok": [1]}', 0.0), ('{"ok": [true], "x": 0}', 0.0), ('{"ok": true}', 0.0)],
+)
+def test_true_is_not_1(response: str, reward: float) -> None:
+    sample = Sample(response=response, metadata={"schema": {"type": "object"}, "answer": '{"ok": [true]}'})
+    assert JSONSchemaEnvironment().grade(sample) == reward
+
+
+def test_1_is_1_0() -> None:
+    sample = Sample(response="[1.0, 2]", metadata={"schema": {"type": "array"}, "answer": "[1, 2.0]"})
+    assert JSONSchemaEnvironment().grade(sample) == 1.0
+
+
+@pytest.mark.parametrize("number", ["1" * 400, "1e999", "-1e999"])
+def test_a_number_that_no_float_can_hold_is_no_multiple_of_a_fraction(number: str) -> None:
+    """A policy that repeats a digit must not end the run."""
+    sample = Sample(response=number, metadata={"schema": {"type": "number", "multipleOf": 0.01}})
+    assert JSONSchemaEnvironment().grade(sample) == 0.0
 
 
 def test_a_response_deeper_than_can_be_checked_earns_nothing_under_a_schema_that_refers_to_itself() -> None:

@@ -201,6 +201,7 @@ def test_a_signal_to_everybody_reaches_nobody_outside() -> None:
     ("code", "limits"),
     [
         ("while True: pass", {"cpu_s": 1}),
+        ("import resource\nresource.setrlimit(resource.RLIMIT_CPU, (1, 1))\nwhile True: pass", {}),
         (FORK_BOMB, {"wall_s": 1.0}),
         ("import time\ntime.sleep(60)", {"wall_s": 0.5}),
         ("import os, time\nos.setsid() if os.fork() == 0 else 0\ntime.sleep(60)", {"wall_s": 0.5}),

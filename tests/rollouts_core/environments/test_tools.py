@@ -117,6 +117,20 @@ def test_an_argument_that_neither_schema_nor_function_names_is_explained_to_the_
     assert contents(reply) == ["error: arguments: unknown argument 'unit'; known are a, b"]
 
 
+@pytest.mark.parametrize(
+    ("schema", "value"),
+    [
+        ({"multipleOf": 0.01}, int("1" * 400)),
+        ({"items": {"$ref": "#/properties/a"}}, json.loads("[" * 400 + "]" * 400)),
+    ],
+)
+def test_arguments_that_cannot_be_checked_are_explained_to_the_policy(schema: dict[str, Any], value: Any) -> None:
+    tool = replace(ADD, parameters={"type": "object", "properties": {"a": schema}})
+    reply = answer(call("add", a=value), tool)
+    assert reply.outcome is Outcome.TOOL_ERROR
+    assert contents(reply)[0].startswith("error: arguments: they cannot be checked: ")
+
+
 def test_a_function_that_takes_any_argument_gets_it() -> None:
     takes_all = replace(ADD, function=lambda **given: sum(given.values()))
     assert contents(answer(call("add", a=1, b=2, c=3), takes_all)) == ["6"]
