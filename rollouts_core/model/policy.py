@@ -19,6 +19,7 @@ from rollouts_core.batch import TrainBatch, block_causal_mask
 from rollouts_core.config import ModelConfig, PolicyConfig
 from rollouts_core.model.attention import use_written_out_attention
 from rollouts_core.model.loading import (
+    MODELS_OF_ROW_DISTANCES,
     check_attention,
     check_not_quantized,
     check_packable,
@@ -179,9 +180,13 @@ def build_attention_mask(hf_model: PreTrainedModel, batch: TrainBatch) -> Tensor
     """The mask of packed rows; one per kind of layer where some layers see only a window.
 
     Raises:
-        ConfigError: the model has layers that carry a state from sample to sample, whatever the mask.
+        ConfigError: the model has layers that carry a state from sample to sample, whatever the mask; or samples share
+            a prompt, and it counts distances along the row.
     """
     check_packable(hf_model.config)
+    if hf_model.config.model_type in MODELS_OF_ROW_DISTANCES:  # others need not wait for what a GPU says of the batch
+        shares_prompts = not torch.equal(batch.prompt_ids_BT, batch.segment_ids_BT)
+        check_packable(hf_model.config, shares_prompts=shares_prompts)
     config = hf_model.config.get_text_config()
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     window = getattr(config, "sliding_window", None)

@@ -17,10 +17,13 @@ from transformers import (
     Gemma3ForConditionalGeneration,
     GPT2Config,
     GPT2LMHeadModel,
+    GPTNeoConfig,
     Lfm2Config,
     Lfm2ForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    MptConfig,
+    PreTrainedConfig,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
@@ -292,6 +295,32 @@ def test_a_shared_prompt_is_seen_as_far_back_as_an_own_one(kind: str) -> None:
     for sample, found_T in zip(samples, split_by_sample(shared_BT, [layout])[0], strict=True):
         alone_BT = compute_logprobs(model, build_batch([[sample]], pad_id=0))
         torch.testing.assert_close(found_T, alone_BT[0], atol=1e-5, rtol=1e-5)
+
+
+ROW_DISTANCES: dict[str, PreTrainedConfig] = {
+    "gpt_neo": GPTNeoConfig(
+        vocab_size=VOCABULARY, hidden_size=16, num_layers=1, attention_types=[[["local"], 1]], num_heads=2,
+        window_size=4, max_position_embeddings=64,
+    ),
+    "mpt": MptConfig(vocab_size=VOCABULARY, d_model=16, n_heads=2, n_layers=1),
+}  # fmt: skip
+"""A window, and a slope (ALiBi), that are counted along the row."""
+
+
+@pytest.mark.parametrize("kind", ROW_DISTANCES)
+@torch.no_grad()
+def test_a_model_that_counts_distances_along_the_row_takes_packed_samples_without_a_shared_prompt(kind: str) -> None:
+    """The second sample's distance to a shared prompt would be larger than to its own one."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(ROW_DISTANCES[kind]).eval()
+    prompt, mask = list(range(1, 9)), [0.0] * 8
+    samples = [make_sample([*prompt, *answer], mask + [1.0] * len(answer)) for answer in ([3, 9], [4, 5, 6], [7])]
+    packed_BT = compute_logprobs(model, build_batch([samples], pad_id=0))
+    for sample, found_T in zip(samples, split_by_sample(packed_BT, [place_samples(samples)])[0], strict=True):
+        alone_BT = compute_logprobs(model, build_batch([[sample]], pad_id=0))
+        torch.testing.assert_close(found_T, alone_BT[0], atol=1e-5, rtol=1e-5)
+    with pytest.raises(ConfigError, match=f"{kind} models would see a prompt .* further away than it is"):
+        compute_logprobs(model, build_batch([samples], pad_id=0, share_prompts=True))
 
 
 def test_models_that_carry_a_state_refuse_packed_rows() -> None:
