@@ -147,7 +147,7 @@ def score_targets(
         temperature=temperature,
         with_entropies=with_entropies,
     )
-    values_N = None if value_head is None else value_head(hidden_NH.float()).squeeze(-1).float()
+    values_N = None if value_head is None else _values(value_head, hidden_NH)
     return TokenScores(
         logprobs_BT=_scatter(logprobs_N, is_scored_BT),
         entropies_BT=None if entropies_N is None else _scatter(entropies_N, is_scored_BT),
@@ -222,6 +222,13 @@ def _hidden_states_without_padding(hf_model: PreTrainedModel, batch: TrainBatch)
 
 def _scatter(values_N: Tensor, at_BT: Tensor) -> Tensor:
     return torch.zeros(at_BT.shape, device=values_N.device).masked_scatter(at_BT, values_N)
+
+
+def _values(value_head: nn.Linear, hidden_NH: Tensor) -> Tensor:
+    """(N,) expected returns, in float32 also under autocast: in bfloat16 they could be told apart by 1 in 256 only."""
+    with torch.autocast(hidden_NH.device.type, enabled=False):
+        values_N: Tensor = value_head(hidden_NH.float()).squeeze(-1)
+    return values_N
 
 
 def _create_value_head(hf_model: PreTrainedModel) -> nn.Linear:

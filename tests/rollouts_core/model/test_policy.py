@@ -37,7 +37,7 @@ from rollouts_core.batch import TrainBatch, build_batch, place_samples, split_by
 from rollouts_core.config import PLAIN_POLICY, LoRAConfig, ModelConfig, OptimConfig, PolicyConfig
 from rollouts_core.errors import ConfigError
 from rollouts_core.model import policy
-from rollouts_core.model.policy import compute_logprobs, create_policy
+from rollouts_core.model.policy import compute_hidden_states, compute_logprobs, create_policy
 from tests.rollouts_core.make import TINY_MODEL, make_random_samples, make_sample
 
 VOCABULARY = 25
@@ -376,6 +376,24 @@ def test_values_are_float32_under_autocast(base_model: ModelConfig) -> None:
     trained = create_policy(base_model, PolicyConfig(precision="bfloat16"), with_values=True)
     values_BT = trained(build_batch([make_random_samples(2)], pad_id=0)).values_BT
     assert values_BT is not None and values_BT.dtype == torch.float32
+
+
+@torch.no_grad()
+def test_values_are_told_apart_under_autocast_as_well_as_without(base_model: ModelConfig) -> None:
+    """Near 10 the numbers of bfloat16 are 0.06 apart: a value head could not learn smaller differences."""
+    trained = create_policy(base_model, PolicyConfig(precision="bfloat16"), with_values=True)
+    assert trained.value_head is not None
+    torch.manual_seed(0)
+    torch.nn.init.normal_(trained.value_head.weight, std=1e-3)
+    trained.value_head.bias.fill_(10.0)
+    batch = build_batch([make_random_samples(4)], pad_id=0)
+    values_BT = trained(batch).values_BT
+    assert values_BT is not None
+    with torch.autocast("cpu", torch.bfloat16):
+        hidden_BTH = compute_hidden_states(trained.hf_model, batch)
+    expected_BT = trained.value_head(hidden_BTH.float()).squeeze(-1)
+    is_scored_BT = batch.loss_mask_BT != 0
+    torch.testing.assert_close(values_BT[is_scored_BT], expected_BT[is_scored_BT])
 
 
 @torch.no_grad()
