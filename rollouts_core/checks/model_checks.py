@@ -115,11 +115,14 @@ def check_jax_model(config: Config) -> None:
 
 
 def check_packing(config: Config) -> None:
-    """Raise ConfigError when a stage is to pack rows of a model in which samples of one row would see each other."""
+    """Raise ConfigError when a stage is to pack rows of a model that would not compute a sample as it does alone."""
     stages = {"sft": config.training.sft.packing, "rl": config.training.rl.packing}
     given = [f"training.{kind}.packing" for kind, packs in stages.items() if kind in config.mode and packs]
     if given and (settings := find_settings(config.model)) is not None:
         check_packable(settings, setting=" and ".join(given))
+        if config.mode != "sft":
+            shares_prompts = config.training.rl.shares_prompts
+            check_packable(settings, setting="training.rl.packing", shares_prompts=shares_prompts)
 
 
 def count_positions(config: Config) -> int | None:

@@ -78,7 +78,8 @@ class RewardShapingConfig(Record):
         if self.overlong_buffer_tokens > self.max_response_tokens:
             raise ValueError(
                 f"overlong_buffer_tokens {self.overlong_buffer_tokens} needs max_response_tokens of at least as much, "
-                f"found {self.max_response_tokens}: set it to rollout.sampling.max_new_tokens"
+                f"found {self.max_response_tokens}: set it to rollout.sampling.max_new_tokens, and the buffer to a "
+                "part of it"
             )
         return self
 

@@ -116,10 +116,14 @@ class Config(Record):
         shaping, max_new_tokens = rl.reward_shaping, rollout.sampling.max_new_tokens
         penalty_start = shaping.max_response_tokens - shaping.overlong_buffer_tokens
         if shaping.overlong_buffer_tokens and penalty_start >= max_new_tokens:
+            # A system's own buffer may be longer than all completions here.
+            smaller = f" and overlong_buffer_tokens to a part of it, like {max(1, max_new_tokens // 4)}"
             raise ValueError(
                 f"training.rl.reward_shaping subtracts for more than {penalty_start} tokens (max_response_tokens - "
                 f"overlong_buffer_tokens), and rollout.sampling.max_new_tokens {max_new_tokens} lets no completion be "
                 f"so long: set max_response_tokens to {max_new_tokens}"
+                + smaller
+                * (shaping.overlong_buffer_tokens > max_new_tokens)
             )
         return self
 

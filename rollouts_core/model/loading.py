@@ -33,6 +33,9 @@ MASKED_LAYERS = {"full_attention", "sliding_attention"}
 """The kinds of layers in which a position reads what a mask lets it read, and nothing else."""
 UNMASKED_MODELS = {"bloom", "openai-gpt", "rwkv", "xlstm"}
 """Models that heed no mask of which position of a row may read which, by their type: their settings do not show it."""
+MODELS_OF_ROW_DISTANCES = {"gpt_neo", "mpt"}
+"""Models that count how far back a token lies by its place in the row, whatever its position, by their type: only where
+all tokens of a sample lie next to each other is that the same."""
 GROWING_POSITIONS = ("rope", "rotary", "alibi", "mamba")
 """How settings begin of models that compute a position however far it is, or whose layers need none."""
 
@@ -187,16 +190,22 @@ def find_unmasked_layers(settings: PreTrainedConfig) -> str:
     return min(kinds - MASKED_LAYERS, default="")
 
 
-def check_packable(settings: PreTrainedConfig, *, setting: str = "packing") -> None:
-    """Raise ConfigError for a model in which samples of one row would see each other.
+def check_packable(settings: PreTrainedConfig, *, setting: str = "packing", shares_prompts: bool = False) -> None:
+    """Raise ConfigError for a model in which samples of one row would see each other, or a shared prompt elsewhere.
 
     Args:
         setting: what to switch off.
+        shares_prompts: whether samples of a row read one prompt, which lies next to the first of them only.
     """
     kind = find_unmasked_layers(settings)
     if kind or settings.model_type in UNMASKED_MODELS:
         place = f"the {kind} layers of {settings.model_type}" if kind else f"{settings.model_type} models"
         raise ConfigError(f"packed rows would let samples see each other in {place}: set {setting} = false")
+    if shares_prompts and settings.model_type in MODELS_OF_ROW_DISTANCES:
+        raise ConfigError(
+            f"in packed rows {settings.model_type} models would see a prompt that completions share further away than "
+            f"it is: set {setting} = false"
+        )
 
 
 def check_not_quantized(config: ModelConfig) -> None:

@@ -19,6 +19,7 @@ from rollouts_core.batch import TrainBatch, block_causal_mask
 from rollouts_core.config import ModelConfig, PolicyConfig
 from rollouts_core.model.attention import use_written_out_attention
 from rollouts_core.model.loading import (
+    MODELS_OF_ROW_DISTANCES,
     check_attention,
     check_not_quantized,
     check_packable,
@@ -146,7 +147,7 @@ def score_targets(
         temperature=temperature,
         with_entropies=with_entropies,
     )
-    values_N = None if value_head is None else value_head(hidden_NH.float()).squeeze(-1).float()
+    values_N = None if value_head is None else _values(value_head, hidden_NH)
     return TokenScores(
         logprobs_BT=_scatter(logprobs_N, is_scored_BT),
         entropies_BT=None if entropies_N is None else _scatter(entropies_N, is_scored_BT),
@@ -179,9 +180,13 @@ def build_attention_mask(hf_model: PreTrainedModel, batch: TrainBatch) -> Tensor
     """The mask of packed rows; one per kind of layer where some layers see only a window.
 
     Raises:
-        ConfigError: the model has layers that carry a state from sample to sample, whatever the mask.
+        ConfigError: the model has layers that carry a state from sample to sample, whatever the mask; or samples share
+            a prompt, and it counts distances along the row.
     """
     check_packable(hf_model.config)
+    if hf_model.config.model_type in MODELS_OF_ROW_DISTANCES:  # others need not wait for what a GPU says of the batch
+        shares_prompts = not torch.equal(batch.prompt_ids_BT, batch.segment_ids_BT)
+        check_packable(hf_model.config, shares_prompts=shares_prompts)
     config = hf_model.config.get_text_config()
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     window = getattr(config, "sliding_window", None)
@@ -217,6 +222,13 @@ def _hidden_states_without_padding(hf_model: PreTrainedModel, batch: TrainBatch)
 
 def _scatter(values_N: Tensor, at_BT: Tensor) -> Tensor:
     return torch.zeros(at_BT.shape, device=values_N.device).masked_scatter(at_BT, values_N)
+
+
+def _values(value_head: nn.Linear, hidden_NH: Tensor) -> Tensor:
+    """(N,) expected returns, in float32 also under autocast: in bfloat16 they could be told apart by 1 in 256 only."""
+    with torch.autocast(hidden_NH.device.type, enabled=False):
+        values_N: Tensor = value_head(hidden_NH.float()).squeeze(-1)
+    return values_N
 
 
 def _create_value_head(hf_model: PreTrainedModel) -> nn.Linear:

@@ -16,6 +16,7 @@ from transformers import (
     BloomConfig,
     GPT2Config,
     GPTJConfig,
+    GPTNeoConfig,
     JambaConfig,
     LlamaConfig,
     OPTConfig,
@@ -281,6 +282,27 @@ def test_a_model_that_heeds_no_mask_is_refused_where_rows_are_packed(
     place = {"jamba": "the linear_attention layers of jamba", "bloom": "bloom models"}[family]
     words = f"see each other in {place}: set {named}"
     with pytest.raises(ConfigError, match=words) if named else nullcontext():
+        check_packing(Config.model_validate(settings))
+
+
+@pytest.mark.parametrize(
+    ("mode", "rl", "is_refused"),
+    [
+        ("sft", {}, False),
+        ("rl", {}, True),
+        ("sft+rl", {}, True),
+        ("sft+rl", {"packing": False}, False),
+        ("rl", {"policy": {"attention": "flash_attention_2", "precision": "bfloat16"}}, False),
+    ],
+)
+def test_a_model_that_counts_distances_along_the_row_is_refused_where_completions_share_a_prompt(
+    tmp_path: Path, mode: str, rl: dict[str, Any], is_refused: bool
+) -> None:
+    GPTNeoConfig().save_pretrained(tmp_path)
+    data = dict.fromkeys(("sft", "prompts", "selection", "heldout"), "rows.jsonl")
+    settings = {"mode": mode, "model": {"path": str(tmp_path)}, "data": data, "training": {"rl": rl}}
+    words = r"gpt_neo models would see a prompt .* further away .*: set training\.rl\.packing = false"
+    with pytest.raises(ConfigError, match=words) if is_refused else nullcontext():
         check_packing(Config.model_validate(settings))
 
 

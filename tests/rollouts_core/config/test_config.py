@@ -168,6 +168,25 @@ def test_what_no_batch_of_rollouts_can_have_is_refused(
     parse({**settings, "mode": "sft"})
 
 
+def test_an_algorithm_whose_penalty_is_for_longer_completions_says_all_that_has_to_be_set() -> None:
+    """Only the limit was named, which the buffer of 4096 tokens then refused, with the limit as its remedy."""
+    settings = {**MINIMAL, "rollout": {"sampling": {"max_new_tokens": 512}}}
+    words = "set max_response_tokens to 512 and overlong_buffer_tokens to a part of it, like 128$"
+    with pytest.raises(ConfigError, match=words):
+        parse({**settings, "training": {"rl": {"algorithm": "verl-dapo"}}})
+    shaping = {"max_response_tokens": 512}
+    with pytest.raises(ConfigError, match=r"overlong_buffer_tokens 4096 needs .* and the buffer to a part of it$"):
+        parse({**settings, "training": {"rl": {"algorithm": "verl-dapo", "reward_shaping": shaping}}})
+    parse(
+        {
+            **settings,
+            "training": {
+                "rl": {"algorithm": "verl-dapo", "reward_shaping": {**shaping, "overlong_buffer_tokens": 128}}
+            },
+        }
+    )
+
+
 def test_completions_without_another_to_compare_with_are_refused() -> None:
     settings = with_setting("rollout.n_samples_per_prompt", 1)
     with pytest.raises(ConfigError, match=r"needs rollout\.n_samples_per_prompt of 2 or more, found 1"):

@@ -17,10 +17,13 @@ from transformers import (
     Gemma3ForConditionalGeneration,
     GPT2Config,
     GPT2LMHeadModel,
+    GPTNeoConfig,
     Lfm2Config,
     Lfm2ForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    MptConfig,
+    PreTrainedConfig,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
@@ -34,7 +37,7 @@ from rollouts_core.batch import TrainBatch, build_batch, place_samples, split_by
 from rollouts_core.config import PLAIN_POLICY, LoRAConfig, ModelConfig, OptimConfig, PolicyConfig
 from rollouts_core.errors import ConfigError
 from rollouts_core.model import policy
-from rollouts_core.model.policy import compute_logprobs, create_policy
+from rollouts_core.model.policy import compute_hidden_states, compute_logprobs, create_policy
 from tests.rollouts_core.make import TINY_MODEL, make_random_samples, make_sample
 
 VOCABULARY = 25
@@ -294,6 +297,32 @@ def test_a_shared_prompt_is_seen_as_far_back_as_an_own_one(kind: str) -> None:
         torch.testing.assert_close(found_T, alone_BT[0], atol=1e-5, rtol=1e-5)
 
 
+ROW_DISTANCES: dict[str, PreTrainedConfig] = {
+    "gpt_neo": GPTNeoConfig(
+        vocab_size=VOCABULARY, hidden_size=16, num_layers=1, attention_types=[[["local"], 1]], num_heads=2,
+        window_size=4, max_position_embeddings=64,
+    ),
+    "mpt": MptConfig(vocab_size=VOCABULARY, d_model=16, n_heads=2, n_layers=1),
+}  # fmt: skip
+"""A window, and a slope (ALiBi), that are counted along the row."""
+
+
+@pytest.mark.parametrize("kind", ROW_DISTANCES)
+@torch.no_grad()
+def test_a_model_that_counts_distances_along_the_row_takes_packed_samples_without_a_shared_prompt(kind: str) -> None:
+    """The second sample's distance to a shared prompt would be larger than to its own one."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(ROW_DISTANCES[kind]).eval()
+    prompt, mask = list(range(1, 9)), [0.0] * 8
+    samples = [make_sample([*prompt, *answer], mask + [1.0] * len(answer)) for answer in ([3, 9], [4, 5, 6], [7])]
+    packed_BT = compute_logprobs(model, build_batch([samples], pad_id=0))
+    for sample, found_T in zip(samples, split_by_sample(packed_BT, [place_samples(samples)])[0], strict=True):
+        alone_BT = compute_logprobs(model, build_batch([[sample]], pad_id=0))
+        torch.testing.assert_close(found_T, alone_BT[0], atol=1e-5, rtol=1e-5)
+    with pytest.raises(ConfigError, match=f"{kind} models would see a prompt .* further away than it is"):
+        compute_logprobs(model, build_batch([samples], pad_id=0, share_prompts=True))
+
+
 def test_models_that_carry_a_state_refuse_packed_rows() -> None:
     config = Qwen3NextConfig(
         vocab_size=VOCABULARY, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
@@ -347,6 +376,24 @@ def test_values_are_float32_under_autocast(base_model: ModelConfig) -> None:
     trained = create_policy(base_model, PolicyConfig(precision="bfloat16"), with_values=True)
     values_BT = trained(build_batch([make_random_samples(2)], pad_id=0)).values_BT
     assert values_BT is not None and values_BT.dtype == torch.float32
+
+
+@torch.no_grad()
+def test_values_are_told_apart_under_autocast_as_well_as_without(base_model: ModelConfig) -> None:
+    """Near 10 the numbers of bfloat16 are 0.06 apart: a value head could not learn smaller differences."""
+    trained = create_policy(base_model, PolicyConfig(precision="bfloat16"), with_values=True)
+    assert trained.value_head is not None
+    torch.manual_seed(0)
+    torch.nn.init.normal_(trained.value_head.weight, std=1e-3)
+    trained.value_head.bias.fill_(10.0)
+    batch = build_batch([make_random_samples(4)], pad_id=0)
+    values_BT = trained(batch).values_BT
+    assert values_BT is not None
+    with torch.autocast("cpu", torch.bfloat16):
+        hidden_BTH = compute_hidden_states(trained.hf_model, batch)
+    expected_BT = trained.value_head(hidden_BTH.float()).squeeze(-1)
+    is_scored_BT = batch.loss_mask_BT != 0
+    torch.testing.assert_close(values_BT[is_scored_BT], expected_BT[is_scored_BT])
 
 
 @torch.no_grad()
