@@ -130,6 +130,16 @@ def test_nothing_at_a_url_is_another_error_than_a_refusal(bucket: str) -> None:
         store.read("nothing", 0, 1)
 
 
+def test_an_object_that_became_shorter_meanwhile_is_an_error_that_a_retry_mends(
+    bucket: str, s3_server: S3Server
+) -> None:
+    store = ObjectStore(f"s3://{bucket}")
+    for content in (b"content", b""):
+        s3_server.client().put_object(Bucket=bucket, Key="rows.jsonl", Body=content)
+        with pytest.raises(StoreUnavailableError, match="try again"):
+            store.read("rows.jsonl", len(content), 100)
+
+
 @pytest.mark.parametrize(
     "url", ["s3://key:PASSWORD@bucket/x", "s3://bucket/x?sign=PASSWORD", "bucket/x", "s3://", "a::s3://PASSWORD/x"]
 )
