@@ -60,6 +60,19 @@ def test_a_file_that_changes_while_it_is_sent_is_an_error_that_a_retry_mends(buc
         store.upload("file", path, digest)
 
 
+@pytest.mark.parametrize("kind", ["s3", "file"])
+def test_a_file_that_is_removed_before_it_is_sent_is_not_taken_for_a_missing_bucket(
+    bucket: str, tmp_path: Path, kind: str
+) -> None:
+    path = tmp_path / "step_000010"
+    path.write_bytes(b"weights")
+    store = ObjectStore(f"s3://{bucket}" if kind == "s3" else f"file://{tmp_path}/store")
+    digest = store.digest(path)
+    path.unlink()  # as a training removes an older checkpoint
+    with pytest.raises(StoreUnavailableError, match="step_000010 was removed while it was sent"):
+        store.upload("file", path, digest)
+
+
 def test_a_folder_of_this_machine_is_a_store_that_keeps_no_digests(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(b"content")
