@@ -56,6 +56,7 @@ _PASSING = {
     "TransportError",
 }
 _PASSING_ERRNOS = {errno.EBUSY, errno.EREMOTEIO, errno.ETIMEDOUT, errno.ENETUNREACH, errno.EHOSTUNREACH}
+_RANGE_NOT_SATISFIABLE = 416
 _MAX_SHOWN_CHARACTERS = 200
 
 
@@ -89,6 +90,8 @@ def sort_failure(error: Exception, url: str) -> InfraError:
         return ObjectMissingError(f"there is nothing at {url}")
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return DiskFullError(place, 0)
+    if status == _RANGE_NOT_SATISFIABLE:  # only what was listed is asked for, so it had more then
+        return StoreUnavailableError(f"{url} has become shorter: try again")
     is_passing = code in _PASSING_CODES or status == 429 or status >= 500 or bool(names & _PASSING)
     is_passing |= isinstance(error, ConnectionError | TimeoutError | asyncio.TimeoutError)
     if is_passing or (isinstance(error, OSError) and error.errno in _PASSING_ERRNOS):

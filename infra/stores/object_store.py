@@ -169,11 +169,16 @@ class ObjectStore:
         """Write or replace an object by a file, and compare what lies there then with the digest.
 
         Raises:
-            StoreUnavailableError: it did not arrive whole, or the file changed meanwhile.
+            StoreUnavailableError: it did not arrive whole, or the file changed meanwhile, or is gone.
         """
         options = {"chunksize": part_bytes(digest.size)} if self.protocol == "s3" else {}
         with self._failures_to_write(name):
-            self._fs.put_file(str(path), self._key(name), **options)
+            try:
+                self._fs.put_file(str(path), self._key(name), **options)
+            except FileNotFoundError as error:  # of the file, or of the bucket
+                if path.exists():
+                    raise
+                raise StoreUnavailableError(f"{path} was removed while it was sent to {self.url}") from error
         there = self.find(name)
         if there is None or not self.holds(name, there, digest):
             raise StoreUnavailableError(f"{self._url_of(name)} is not {path}, which was sent there: publish it again")

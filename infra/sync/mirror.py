@@ -6,6 +6,7 @@ Not here: the node's side (sender.py), copies in the other direction (push.py).
     everything else           into .incoming/, only the chunks that differ from what the last try, or an older version,
                               has left; each chunk's digest compared, renamed
     order                     a checkpoint's manifest after its other files, result.json after everything
+                              a checkpoint that is here in another version is replaced when all of the new one has come
     checkpoints               only those with a manifest; those that the job has deleted are deleted here too, but none
                               of a later step than its newest: those are of another node, and the only copy
 
@@ -63,8 +64,10 @@ def pull_run(session: Session, source: str, target: Path) -> int:
             _remove_deleted_checkpoints(there, target)
             wanted = [name for name in _in_order(there) if _is_new(target / name, *there[name])]
             _check_room(target, {name: there[name][0] for name in wanted})
-            damaged = _fetch(session, source, target, wanted)
-            damaged = _fetch(session, source, target, damaged)  # what was there before may have been of another file
+            held: dict[str, Path] = {}
+            damaged = _fetch(session, source, target, wanted, held)
+            # What was there before may have been of another file.
+            damaged = _fetch(session, source, target, damaged, held)
             if not damaged:
                 shutil.rmtree(target / INCOMING, ignore_errors=True)
     except OSError as error:
@@ -168,8 +171,13 @@ def _remove_deleted_checkpoints(there: Mapping[str, object], target: Path) -> No
             shutil.rmtree(path, ignore_errors=True)
 
 
-def _fetch(session: Session, source: str, target: Path, names: Sequence[str]) -> list[str]:
-    """Fetch the files with one call; returns those that arrived damaged."""
+def _fetch(session: Session, source: str, target: Path, names: Sequence[str], held: dict[str, Path]) -> list[str]:
+    """Fetch the files with one call; returns those that arrived damaged.
+
+    Args:
+        held: whole files, and where they lie, of checkpoints of which another version is here, which stays whole until
+            all of the new one has come.
+    """
     if not names:
         return []
     parts = {name: _Part(_part_of(target, name), begins_as=target / name) for name in names}
@@ -177,6 +185,7 @@ def _fetch(session: Session, source: str, target: Path, names: Sequence[str]) ->
     request = json.dumps({"chunk_bytes": CHUNK_BYTES, "files": asked}).encode() + b"\n"
     damaged: list[str] = []
     changed: set[Path] = set()
+    replaced = {name for name in names if _manifest_of(name) == name and (target / name).exists()}
     with session.pipe_program(Path(sender.__file__), ["send", source], stdin=request) as chunks:
         stream = _ByteStream(chunks)
         for name, part in parts.items():
@@ -186,11 +195,42 @@ def _fetch(session: Session, source: str, target: Path, names: Sequence[str]) ->
             if name == RESULT or PurePosixPath(name).name == MANIFEST:
                 _flush(changed)
             may_appear = not any(_is_vouched_for(each, by=name) for each in damaged)
-            if head["size"] is not None and not _receive(stream, head, part, target / name, may_appear=may_appear):
-                damaged.append(name)
+            if head["size"] is not None:
+                if not _receive(stream, head, part, may_appear=may_appear):
+                    damaged.append(name)
+                elif not part.is_in_place:
+                    held[name] = part.path
+            if name in held and name in replaced:
+                _replace_checkpoint(held, target, name)
+            elif name in held and _manifest_of(name) not in replaced:
+                _let_appear(held.pop(name), target / name)
+            replaced.discard(name)
             changed.add((target / name).parent)
     _flush(changed)
     return damaged
+
+
+def _manifest_of(name: str) -> str:
+    """The manifest of the checkpoint that a file belongs to; empty where it belongs to none."""
+    checkpoint = _checkpoint_of(name)
+    return f"{checkpoint}/{MANIFEST}" if checkpoint else ""
+
+
+def _replace_checkpoint(held: dict[str, Path], target: Path, manifest: str) -> None:
+    """Put the files of a checkpoint that have come in the places of those of another version, the manifest last."""
+    # Ours first: what is a mixture for a moment, or until the next try, never looks whole.
+    (target / manifest).unlink(missing_ok=True)
+    directories = set()
+    for name in [each for each in held if _manifest_of(each) == manifest and each != manifest]:
+        _let_appear(held.pop(name), target / name)
+        directories.add((target / name).parent)
+    _flush(directories)
+    _let_appear(held.pop(manifest), target / manifest)
+
+
+def _let_appear(part: Path, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part.rename(path)
 
 
 def _is_vouched_for(name: str, *, by: str) -> bool:
@@ -238,9 +278,7 @@ class _Part:
         """Of its chunks; the last one may be incomplete."""
 
 
-def _receive(
-    stream: "_ByteStream", head: Mapping[str, Any], part: _Part, path: Path, *, may_appear: bool
-) -> bool:  # Any: JSON
+def _receive(stream: "_ByteStream", head: Mapping[str, Any], part: _Part, *, may_appear: bool) -> bool:  # Any: JSON
     """Take one file; false when it is not what the node says that it is, or may not appear: its chunks are kept."""
     wrong = []
     part.path.touch()
@@ -257,9 +295,6 @@ def _receive(
     if wrong or (tail.get("is_changed", True) and not part.is_in_place) or not may_appear:
         return False
     os.utime(part.path, ns=(head["modified_ns"], head["modified_ns"]))
-    if not part.is_in_place:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part.path.rename(path)
     return True
 
 

@@ -60,6 +60,19 @@ def test_a_file_that_changes_while_it_is_sent_is_an_error_that_a_retry_mends(buc
         store.upload("file", path, digest)
 
 
+@pytest.mark.parametrize("kind", ["s3", "file"])
+def test_a_file_that_is_removed_before_it_is_sent_is_not_taken_for_a_missing_bucket(
+    bucket: str, tmp_path: Path, kind: str
+) -> None:
+    path = tmp_path / "step_000010"
+    path.write_bytes(b"weights")
+    store = ObjectStore(f"s3://{bucket}" if kind == "s3" else f"file://{tmp_path}/store")
+    digest = store.digest(path)
+    path.unlink()  # as a training removes an older checkpoint
+    with pytest.raises(StoreUnavailableError, match="step_000010 was removed while it was sent"):
+        store.upload("file", path, digest)
+
+
 def test_a_folder_of_this_machine_is_a_store_that_keeps_no_digests(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(b"content")
@@ -128,6 +141,16 @@ def test_nothing_at_a_url_is_another_error_than_a_refusal(bucket: str) -> None:
     assert store.find("nothing") is None and store.list("nothing") == {}
     with pytest.raises(ObjectMissingError, match=f"there is nothing at s3://{bucket}/nothing"):
         store.read("nothing", 0, 1)
+
+
+def test_an_object_that_became_shorter_meanwhile_is_an_error_that_a_retry_mends(
+    bucket: str, s3_server: S3Server
+) -> None:
+    store = ObjectStore(f"s3://{bucket}")
+    for content in (b"content", b""):
+        s3_server.client().put_object(Bucket=bucket, Key="rows.jsonl", Body=content)
+        with pytest.raises(StoreUnavailableError, match="try again"):
+            store.read("rows.jsonl", len(content), 100)
 
 
 @pytest.mark.parametrize(

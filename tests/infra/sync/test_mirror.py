@@ -6,6 +6,7 @@ Without it a report reads half a result, or the only copy of a checkpoint is del
 import hashlib
 import json
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -186,6 +187,31 @@ def test_an_interrupted_transfer_goes_on_where_it_broke_and_shows_nothing_half(t
     assert 90_000 < seen[0] < 100_000 and 190_000 < seen[1] < 200_000, "each try brings what is missing"
     breaking.breaks_after = 1 << 30
     pull_run(breaking, str(there), here)
+    assert content_of(here) == public(content_of(there))
+
+
+@pytest.mark.parametrize("problem", ["breaks", "damages"])
+def test_a_checkpoint_that_was_trained_again_replaces_ours_as_a_whole(there: Path, here: Path, problem: str) -> None:
+    node = LocalSession(sys.executable)
+    pull_run(node, str(there), here)
+    name = "checkpoints/step_000001"
+    before = content_of(here / name)
+    shutil.rmtree(there / name)  # as a job does that finds its newest one damaged, and goes on from the one before
+    write_checkpoint(there, "step_000001")
+    (there / name / "manifest.json").write_text('{"name": "another"}')
+    (there / name / "trainer/state.json").write_text('{"step": 1}')
+    (there / name / "vocabulary").write_bytes(os.urandom(300_000))
+    unlucky: LocalSession
+    if problem == "breaks":
+        unlucky = breaking = BreakingSession(sys.executable)
+        breaking.breaks_after = 450_000  # all but the vocabulary has come
+    else:
+        unlucky = damaging = ChangingSession(lambda chunk: flip(chunk) if len(chunk) < 100_000 else chunk)
+        damaging.num_times = 2
+    with pytest.raises(TransientInfraError):
+        pull_run(unlucky, str(there), here)
+    assert content_of(here / name) == before
+    pull_run(node, str(there), here)
     assert content_of(here) == public(content_of(there))
 
 
