@@ -304,6 +304,18 @@ def test_code_is_imported_once_and_other_code_too(tmp_path: Path) -> None:
             fake.check_imports(tmp_path / "broken")
 
 
+def test_a_link_that_leads_nowhere_hides_no_change_of_the_packages(tmp_path: Path) -> None:
+    fake = FakePackages(tmp_path)
+    (fake.packages / "gone.egg-link").symlink_to("nowhere")
+    own = fake.packages / "package_of_a_test.py"
+    own.write_text("")
+    (fake.code_dir / "rollouts_core" / "jobs" / "rl_job.py").write_text("import package_of_a_test\n")
+    fake.check_imports(fake.code_dir)
+    own.unlink()
+    with pytest.raises(PermanentInfraError, match="No module named 'package_of_a_test'"):
+        fake.check_imports(fake.code_dir)
+
+
 @pytest.mark.parametrize(
     ("code", "problem"),
     [
