@@ -47,6 +47,7 @@ def main(argv: "list[str]") -> int:
 
 def probe(root: str) -> "dict[str, Any]":
     """The report about this node and about the directory `root`."""
+    os.environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # as jobs count GPUs; CUDA itself counts the fastest one first
     total_memory, free_memory = _read_memory()
     document: dict[str, Any] = {
         "python_version": platform.python_version(),
