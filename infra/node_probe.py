@@ -47,6 +47,7 @@ def main(argv: "list[str]") -> int:
 
 def probe(root: str) -> "dict[str, Any]":
     """The report about this node and about the directory `root`."""
+    os.environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # as jobs count GPUs; CUDA itself counts the fastest one first
     total_memory, free_memory = _read_memory()
     document: dict[str, Any] = {
         "python_version": platform.python_version(),
@@ -210,7 +211,7 @@ def _times_of(path: str) -> "list[Any]":
         with os.scandir(path) as entries:
             # A folder of modules gets another time when Python keeps compiled ones in it: then its name has to do.
             return sorted(
-                [each.name, each.stat().st_mtime_ns if "-info" in each.name or not each.is_dir() else 0]
+                [each.name, _time_of(each) if "-info" in each.name or not each.is_dir() else 0]
                 for each in entries
                 if each.name != "__pycache__"
             )
@@ -218,6 +219,13 @@ def _times_of(path: str) -> "list[Any]":
         return [os.stat(path).st_mtime_ns]  # noqa: PTH116 - old syntax
     except OSError as error:
         return [str(error.errno)]
+
+
+def _time_of(entry: "os.DirEntry[str]") -> int:
+    try:
+        return entry.stat().st_mtime_ns
+    except FileNotFoundError:  # a link that leads nowhere hides nothing of the others
+        return entry.stat(follow_symlinks=False).st_mtime_ns
 
 
 def _text_of(path: str) -> str:

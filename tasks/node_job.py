@@ -21,6 +21,9 @@ from tasks.records import RunScope, Stage
 
 GRACE_S = 10.0
 """Between asking a job to end and killing it."""
+COUNTED_BY_BUS = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+"""GPUs are counted as nvidia-smi counts, which is how locks are named: CUDA itself counts the fastest GPU first, so the
+first one would be another than the one that a job waited for."""
 
 
 def job_spec(
@@ -99,7 +102,7 @@ def starts_engines(stage: Stage) -> bool:
 
 
 def job_environment(stage: Stage, known_keys: Mapping[str, str] = MappingProxyType({})) -> dict[str, str]:
-    """The variables of the stage's process: GPUs and keys, where the settings name some, and how it gets memory.
+    """The variables of the stage's process: GPUs, and keys where the settings name some, and how it gets memory.
 
     Args:
         known_keys: variables that need not be set here.
@@ -109,12 +112,7 @@ def job_environment(stage: Stage, known_keys: Mapping[str, str] = MappingProxyTy
     """
     uses_engine_gpus = stage.kind == "serve" or starts_engines(stage)
     ranks = stage.job["deployment"]["engine_gpu_ranks" if uses_engine_gpus else "trainer_gpu_ranks"]
-    # Counted as nvidia-smi counts, which is how locks are named: CUDA itself counts the fastest GPU first.
-    gpus = (
-        {"CUDA_VISIBLE_DEVICES": ",".join(str(rank) for rank in ranks), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
-        if ranks
-        else {}
-    )
+    gpus = COUNTED_BY_BUS | ({"CUDA_VISIBLE_DEVICES": ",".join(str(rank) for rank in ranks)} if ranks else {})
     keys = read_named_keys(stage.job, known_keys) | read_hub_token(stage.job)
     is_own_engine = stage.kind == "serve" and stage.job["engine"]["kind"] == "embedded"
     return gpus | keys | (KEPT_MEMORY if stage.kind in ("sft", "rl") or is_own_engine else {})

@@ -127,15 +127,32 @@ def _imports_of(path: Path, mtime_ns: int, size: int) -> frozenset[str]:
 
 def _below(folder: Path, name: str) -> Iterator[tuple[str, Path]]:
     """The files below a folder that may go to another machine, under the folder's name."""
-    for parent, folders, files in os.walk(folder):
+    for parent, folders, files in os.walk(folder, followlinks=True):
         if _VIRTUAL_ENVIRONMENT in files:
             folders.clear()
             continue
-        folders[:] = sorted(each for each in folders if not each.startswith(".") and each not in _OF_TOOLS)
+        folders[:] = sorted(
+            each
+            for each in folders
+            if not each.startswith(".") and each not in _OF_TOOLS and _is_followed(Path(parent, each), folder)
+        )
         for file in sorted(files):
             path = Path(parent, file)
             if path.is_file() and not is_private(file):
                 yield f"{name}/{path.relative_to(folder).as_posix()}", path.resolve()
+
+
+def _is_followed(folder: Path, top: Path) -> bool:
+    """False for a link that Python imports nothing from, as one to data, or that leads back to a folder around it.
+
+    Args:
+        top: the outermost folder that is looked into.
+    """
+    if not folder.is_symlink():
+        return True
+    target = folder.resolve()
+    around = [each for each in folder.parents if each.is_relative_to(top)]
+    return any(target.glob("*.py")) and not any(each.resolve().is_relative_to(target) for each in around)
 
 
 def is_private(name: str) -> bool:

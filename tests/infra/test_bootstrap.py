@@ -279,6 +279,26 @@ def test_torch_says_why_it_sees_no_device_that_the_driver_lists(tmp_path: Path) 
     assert fake.probe().gpu_problem == "" and fake.probe().torch_build == "CUDA 12.8"
 
 
+FASTEST_FIRST = """
+import os
+
+if os.environ.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID":
+    devices.reverse()
+cuda.mem_get_info = lambda index: (1e9, {"small": 12e9, "large": 24e9}[devices[index]])
+"""
+
+
+@pytest.mark.skipif(Path("/proc/driver/nvidia/version").exists(), reason="this machine has devices of its own")
+def test_unlike_gpus_are_counted_as_jobs_count_them(tmp_path: Path) -> None:
+    fake = FakePackages(tmp_path)
+    fake.use_devices("small large")
+    with (fake.packages / "torch" / "__init__.py").open("a") as torch:
+        torch.write(FASTEST_FIRST)
+    report = fake.probe()
+    assert [gpu.total_gb for gpu in report.gpus] == [12.0, 24.0] == [gpu.total_gb for gpu in fake.probe().gpus]
+    check_node(report, NodeNeeds(num_gpus=1, last_gpu=1, trainer_gpu_ranks=(1,), trainer_gb=20.0))
+
+
 def test_gpus_that_were_hidden_on_purpose_are_not_missed(tmp_path: Path) -> None:
     fake = FakePackages(tmp_path)
     fake.use_devices("a b", of_torch="")
@@ -302,6 +322,18 @@ def test_code_is_imported_once_and_other_code_too(tmp_path: Path) -> None:
     for _ in range(2):
         with pytest.raises(PermanentInfraError, match=r"cannot import the training .*no_such_module"):
             fake.check_imports(tmp_path / "broken")
+
+
+def test_a_link_that_leads_nowhere_hides_no_change_of_the_packages(tmp_path: Path) -> None:
+    fake = FakePackages(tmp_path)
+    (fake.packages / "gone.egg-link").symlink_to("nowhere")
+    own = fake.packages / "package_of_a_test.py"
+    own.write_text("")
+    (fake.code_dir / "rollouts_core" / "jobs" / "rl_job.py").write_text("import package_of_a_test\n")
+    fake.check_imports(fake.code_dir)
+    own.unlink()
+    with pytest.raises(PermanentInfraError, match="No module named 'package_of_a_test'"):
+        fake.check_imports(fake.code_dir)
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from infra.session import LocalSession
 from infra.supervisor.gpu_slots import GPU_LOCKS_VARIABLE
 from rollouts_core.backends.allocator import KEPT_MEMORY
 from rollouts_core.keys import OWN_KEY_VARIABLE
-from tasks.node_job import gpus_of, gpus_of_engines, job_environment, variables_of_place
+from tasks.node_job import COUNTED_BY_BUS, gpus_of, gpus_of_engines, job_environment, variables_of_place
 from tasks.progress import StageProgress
 from tasks.records import Stage
 from tasks.stage import follow_until_finished
@@ -56,10 +56,10 @@ def test_a_stage_sees_its_own_gpus(kind: str, engine: str, gpus: str) -> None:
     placed, anywhere = stage(kind, trainer_gpu_ranks=(0, 1), engine_gpu_ranks=(2,)), stage(kind)
     for each in (placed, anywhere):
         each.job["rollout"] = {"engine": {"kind": engine}}
-    found = job_environment(placed)
-    assert found["CUDA_VISIBLE_DEVICES"] == gpus
-    assert found["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
+    assert job_environment(placed)["CUDA_VISIBLE_DEVICES"] == gpus
     assert "CUDA_VISIBLE_DEVICES" not in job_environment(anywhere)
+    for each in (placed, anywhere):  # else the first GPU is another than the one whose lock was taken
+        assert job_environment(each)["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
 
 
 @pytest.mark.parametrize(("path", "is_given"), [("team/gated", True), ("/models/own", False)])
@@ -145,7 +145,8 @@ def test_a_further_machine_of_a_training_has_the_units_key_and_no_other(monkeypa
     del together["engine"]
     for rank, keys in ((0, {"ENGINE_KEY", OWN_KEY_VARIABLE}), (1, {OWN_KEY_VARIABLE})):
         placed = rl.model_copy(update={"job": {**together, "node_rank": rank}})
-        assert job_environment(placed, {OWN_KEY_VARIABLE: "ours"}).keys() - KEPT_MEMORY.keys() == keys
+        found = job_environment(placed, {OWN_KEY_VARIABLE: "ours"}).keys()
+        assert found - (KEPT_MEMORY | COUNTED_BY_BUS).keys() == keys
 
 
 def test_engines_on_machines_of_their_own_hold_gpus_there() -> None:
@@ -185,7 +186,7 @@ def test_trainers_and_the_embedded_engine_keep_freed_memory(kind: str, expected:
 
 
 def test_an_engine_of_others_gets_memory_as_it_is_used_to() -> None:
-    assert not job_environment(stage("serve", engine="vllm"))
+    assert job_environment(stage("serve", engine="vllm")) == COUNTED_BY_BUS
 
 
 @pytest.mark.slow

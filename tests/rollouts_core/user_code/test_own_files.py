@@ -55,6 +55,21 @@ def test_of_a_folder_without_init_the_python_files_count(folder: Path) -> None:
     assert files_of("rubrics.math") == {"rubrics/math.py"}
 
 
+def test_a_linked_folder_of_code_belongs_to_it_under_each_of_its_names(folder: Path) -> None:
+    for name in ("shared/scale.py", "shared/sub/words.txt", "corpus/rows.jsonl"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("import unrelated\n")
+    (folder / "deep" / "shared").symlink_to("../shared")
+    (folder / "deep" / "again").symlink_to(folder / "shared")
+    (folder / "deep" / "corpus").symlink_to("../corpus")  # data that lies elsewhere stays there
+    (folder / "shared" / "back").symlink_to("../deep")
+    (folder / "deep" / "up").symlink_to("..")
+    (folder / "deep" / "gone").symlink_to("nowhere")
+    linked = {name for name in files_of("deep") if name.count("/") > 1}
+    assert linked == {f"deep/{each}/{name}" for each in ("shared", "again") for name in ("scale.py", "sub/words.txt")}
+    assert "unrelated.py" in files_of("deep")
+
+
 def test_an_edit_of_the_imports_is_seen(folder: Path) -> None:
     assert "unrelated.py" not in files_of("deep")
     (folder / "deep" / "inner.py").write_text("import unrelated\n")
