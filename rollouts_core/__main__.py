@@ -41,6 +41,7 @@ from rollouts_core.system.utf8 import ensure_utf8
 from rollouts_core.user_code.failures import is_raised_by_user_code
 
 USER_ERROR_CODE = 2
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 JOB_KINDS = {
     "sft": (
         "Fine-tune a model on demonstrations.",
@@ -179,10 +180,10 @@ def _look_for_garbage() -> None:
 
 
 def is_disk_full(error: OSError | SafetensorError) -> bool:
-    """True if a write failed for want of room; safetensors says so in words only."""
+    """True if a write failed for want of room, on the disk or in a user's quota; safetensors says so in words only."""
     if isinstance(error, OSError):
-        return error.errno == errno.ENOSPC
-    return os.strerror(errno.ENOSPC) in str(error)
+        return error.errno in NO_ROOM
+    return any(os.strerror(number) in str(error) for number in NO_ROOM)
 
 
 def _fail(directory: RunDirectory, attempt: int, message: str, *, code: int = USER_ERROR_CODE) -> int:

@@ -163,9 +163,8 @@ def run_worker(program: Callable[[], int]) -> NoReturn:
         code = error.code if isinstance(error.code, int) else 1
     except BaseException:  # noqa: BLE001 - the last frame of the process: what it does not print is lost
         traceback.print_exc()
-    for thread in threading.enumerate():
-        if thread is not threading.main_thread() and not thread.daemon:
-            thread.join()
+    # This much of the shutdown is wanted: the threads of a pool that nobody closed end only when they are told here.
+    threading._shutdown()  # type: ignore[attr-defined]  # as the interpreter calls it
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -32,6 +32,7 @@ def create_sharded_policy(
     """
     plain = config.model_copy(update={"compile": False})
     source = create_policy(model, plain, device="cpu", **options) if ranks.is_leader else None
+    ranks.begin()  # it may have loaded for longer than anybody waits in what follows
     policy = create_policy(model, plain, device="meta", **options)
     mesh = init_device_mesh(ranks.device.type, (ranks.size,))
     in_layers = MixedPrecisionPolicy(

@@ -27,6 +27,7 @@ import logging
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack
+from copy import deepcopy
 from dataclasses import dataclass, field
 from time import perf_counter
 from types import TracebackType
@@ -213,7 +214,8 @@ class AsyncRolloutManager:
             "partial_samples": [sample.to_json() for sample in (*self.partial_samples, *under_way)],
             "ready_samples": [sample.to_json() for index in order(self._ready) for sample in self._ready[index]],
             "published": list(self.published.versions),
-            **({"generation": self._resumable.state_dict()} if self._resumable else {}),
+            # A copy: the checkpoint is written while the next groups are generated, which may change what was given.
+            **({"generation": deepcopy(self._resumable.state_dict())} if self._resumable else {}),
         }
 
     def load_state_dict(self, state: Mapping[str, Any], *, is_regraded: bool = False) -> None:  # Any: JSON

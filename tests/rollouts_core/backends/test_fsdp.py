@@ -9,18 +9,22 @@ from __future__ import annotations
 import asyncio
 import math
 import shutil
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from rollouts_core.algorithms.loss import Metrics, TokenScores, cross_entropy_loss
+from rollouts_core.backends import sharding
 from rollouts_core.backends.fsdp import FSDPTrainingBackend, create_fsdp_backend
 from rollouts_core.backends.protocol import TrainingBackend, TrainingState
 from rollouts_core.backends.pytorch import create_pytorch_backend
@@ -30,6 +34,7 @@ from rollouts_core.checkpoint import verify_checkpoint
 from rollouts_core.config import LoRAConfig, ModelConfig, OptimConfig, PolicyConfig, SFTTrainingConfig
 from rollouts_core.errors import CheckpointError, DataError, NonFiniteError
 from rollouts_core.metrics import sum_metrics
+from rollouts_core.model.policy import Policy, create_policy
 from rollouts_core.quickstart import build_character_tokenizer, build_untrained_model
 from rollouts_core.sft import run_sft_training
 from tests.rollouts_core.backends.two_processes import TwoProcesses, two_processes
@@ -43,6 +48,7 @@ OPTIM = OptimConfig(lr=0.01, num_warmup_steps=2, weight_decay=0.1, max_grad_norm
 """The norms of the tiny model's first gradients are above 1: clipping is active."""
 SAME: dict[str, Any] = {"atol": 2e-5, "rtol": 1e-4}
 """Sums in another order, through a few steps of AdamW."""
+LIMIT_S = 2.0
 
 Work = Callable[[TrainingBackend], Any]  # Any: whatever a test wants to know
 Weights = dict[str, Tensor]
@@ -447,3 +453,26 @@ def test_a_tokenizer_of_another_model_is_refused_by_every_rank(
     tokenizer.save_pretrained(tmp_path / "model")
     refusals = pair.run(refuse, ModelConfig(path=str(tmp_path / "model")))
     assert ["they do not belong together" in refusal for refusal in refusals] == [True, True]
+
+
+def create_slowly(ranks: Ranks, model: ModelConfig) -> int:
+    """Create a backend where the leader takes twice as long to load the model as an exchange may take."""
+    group = dist.group.WORLD
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=LIMIT_S), group)
+
+    def load_slowly(*arguments: Any, **options: Any) -> Policy:  # Any: those of create_policy
+        if options["device"] != "meta":
+            time.sleep(2 * LIMIT_S)
+        return create_policy(*arguments, **options)
+
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sharding, "create_policy", load_slowly)
+            return lead_or_follow(ranks, get_weights, model, {"with_reference": True}) is not None
+    finally:
+        dist.distributed_c10d._set_pg_timeout(dist.constants.default_pg_timeout, group)
+
+
+def test_the_other_ranks_wait_for_a_leader_that_loads_for_long(base_model: ModelConfig, pair: TwoProcesses) -> None:
+    """A large model on a slow disk takes longer than the ten minutes that NCCL gives an exchange."""
+    assert pair.run(create_slowly, base_model) == [True, False]

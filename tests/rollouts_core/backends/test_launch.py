@@ -158,6 +158,20 @@ def test_the_exit_code_is_that_of_the_cause(exit_codes: dict[int, int], expected
     assert choose_exit_code(exit_codes) == expected
 
 
+def test_a_pool_that_user_code_never_closes_does_not_keep_a_worker(tmp_path: Path) -> None:
+    """A reward function has one for its whole module, and a rented machine would wait for its threads for ever."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        "from concurrent.futures import ThreadPoolExecutor\n"
+        "from rollouts_core.backends.launch import run_worker\n"
+        "pool = ThreadPoolExecutor()\n"
+        "run_worker(lambda: pool.submit(int, '3').result())\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    worker = subprocess.run([sys.executable, str(program)], env=environment, timeout=20.0, check=False)
+    assert worker.returncode == 3
+
+
 @pytest.mark.slow
 def test_two_processes_leave_what_one_leaves(base: InputModel, tmp_path: Path) -> None:
     one = write_job(tmp_path / "one", sft_job(base, SFT, DeploymentConfig(trainer_threads=1)))

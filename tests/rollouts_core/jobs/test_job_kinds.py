@@ -6,8 +6,10 @@ loss.
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
 import re
 import shutil
 from contextlib import nullcontext
@@ -16,9 +18,10 @@ from typing import Any, Literal
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from rollouts_core.__main__ import main
+from rollouts_core.__main__ import is_disk_full, main
 from rollouts_core.checkpoint import load_manifest
 from rollouts_core.config import (
     DeploymentConfig,
@@ -104,6 +107,29 @@ def test_the_log_of_a_job_has_the_traceback_of_a_users_function(
     assert main(["generate", str(tmp_path / "job.json")]) == 2
     assert "raised KeyError: 'rubric' (test_failures.py, line " in capsys.readouterr().err.splitlines()[-1]
     assert 'return rubrics["rubric"]' in caplog.text
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_a_disk_or_a_quota_that_is_full_is_for_the_user_to_mend(
+    number: int,
+    base: InputModel,
+    quickstart_dir: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Clusters give each user a quota. Without a sentence for it that looks like a bug, and is tried again."""
+
+    def find_no_room(descriptor: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    job = GenerateJob(model=base, prompts=rows(quickstart_dir, "heldout"), rollout=ROLLOUT, deployment=ONE_THREAD)
+    (tmp_path / "job.json").write_text(job.model_dump_json())
+    monkeypatch.setattr(os, "fsync", find_no_room)
+    assert main(["generate", str(tmp_path / "job.json")]) == 2
+    said = f"rollouts: the disk is full ([Errno {number}] {os.strerror(number)}): free some space, then start again"
+    assert capsys.readouterr().err.splitlines()[-1] == said
+    assert is_disk_full(SafetensorError(f"I/O error: {os.strerror(number)} (os error {number})"))
 
 
 def test_the_same_generation_twice_gives_the_same_completions(

@@ -10,7 +10,7 @@ import asyncio
 import json
 import math
 import secrets
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -230,6 +230,37 @@ def test_groups_asked_for_but_not_used_begin_the_next_batch() -> None:
     assert restored.partial_samples == manager.partial_samples
     next_batch = asyncio.run(restored.generate_batch())
     assert [group[0].group_index for group in next_batch.groups] == [3, 4, 5]
+
+
+class CountsGroups:
+    """A generate function of a user's that gives what it counts with as its state, and goes on to count in it."""
+
+    def __init__(self) -> None:
+        self.state: dict[str, Any] = {"seen": []}
+
+    async def __call__(self, group: Sequence[Sample]) -> list[Sample]:
+        self.state["seen"].append(group[0].group_index)
+        return [answer_with(sample) for sample in group]
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.state = dict(state)
+
+
+def test_a_state_that_was_given_for_a_checkpoint_is_not_that_of_later_groups() -> None:
+    """It is written while the next step is generated: a run that goes on would count the groups of that one twice."""
+
+    async def state_after_one_of_two_batches() -> dict[str, Any]:
+        manager = AsyncRolloutManager(DataBuffer(make_prompts(8)), CONFIG, generate_fn=CountsGroups())
+        async with manager:
+            await manager.generate_batch()
+            state = manager.state_dict()
+            await manager.generate_batch()
+            return state
+
+    assert asyncio.run(state_after_one_of_two_batches())["generation"] == {"seen": [0, 1, 2]}
 
 
 # The second number is one more than the refills that a batch may have.
