@@ -13,7 +13,6 @@ Not here: `rollouts run CONFIG`, whose configuration is somebody's own; that nam
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -30,24 +29,32 @@ OWN_PACKAGE = "rollouts_core"
 
 def check_trusted(config: Config) -> None:
     """Raise ConfigError for the first code of somebody that the configuration names and nobody here trusts."""
-    named = dict(code_named_by(config))
-    if not named:
+    modules, models = modules_named_by(config), models_named_by(config)
+    if not modules and not models:
         return
     trusted = {OWN_PACKAGE, *listed(), *given_to_up()}
-    for setting, code in named.items():
-        if not any(code == each or code.startswith(f"{each}.") for each in trusted):
-            raise ConfigError(
-                f"{setting} names code of {code}, which runs that are asked for through Prefect may not run here: list "
-                f"it in the variable {VARIABLE} where runs are served, or give a configuration that names it to "
-                "rollouts up"
-            )
+    refused = {
+        setting: code
+        for setting, code in modules.items()
+        if not any(code == each or code.startswith(f"{each}.") for each in trusted)
+    }
+    refused |= {setting: model for setting, model in models.items() if model not in trusted - {OWN_PACKAGE}}
+    for setting, code in refused.items():
+        raise ConfigError(
+            f"{setting} names code of {code}, which runs that are asked for through Prefect may not run here: list "
+            f"it in the variable {VARIABLE} where runs are served, or give a configuration that names it to "
+            "rollouts up"
+        )
 
 
-def code_named_by(config: Config) -> Iterator[tuple[str, str]]:
-    """Settings that name code, each with the module, or the model whose folder brings it."""
-    yield from config.rollout.modules_named.items()
-    if config.model.trust_remote_code:
-        yield "model.trust_remote_code", config.model.path
+def modules_named_by(config: Config) -> dict[str, str]:
+    """The modules of functions, by the settings that name them; with a package its modules are trusted."""
+    return config.rollout.modules_named
+
+
+def models_named_by(config: Config) -> dict[str, str]:
+    """The models whose folders bring code that is run, by the settings that name them."""
+    return {"model.trust_remote_code": config.model.path} if config.model.trust_remote_code else {}
 
 
 def listed() -> list[str]:
@@ -62,5 +69,6 @@ def given_to_up() -> set[str]:
     code: set[str] = set()
     for deployment in load_deployments(Path(store) / "prefect").values():
         with suppress(KeyError, ValidationError):  # it trains nothing, or another version made it
-            code.update(named for _, named in code_named_by(Config.model_validate(deployment.parameters["config"])))
+            config = Config.model_validate(deployment.parameters["config"])
+            code.update(modules_named_by(config).values(), models_named_by(config).values())
     return code

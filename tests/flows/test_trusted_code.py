@@ -60,6 +60,15 @@ def test_a_name_that_only_begins_like_a_trusted_one_is_another(monkeypatch: pyte
     check(reward_fn="team.rewards.strict:score")
 
 
+@pytest.mark.parametrize("path", ["/models/small.5", "/models/small.d/evil", "rollouts_core", "rollouts_core.evil"])
+def test_a_model_is_trusted_by_its_own_path_alone(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names of models have dots, as Qwen2.5 has, and what lies behind one is no part of the model before it."""
+    monkeypatch.setenv(VARIABLE, "/models/small")
+    with pytest.raises(ConfigError, match=f"trust_remote_code names code of {path}"):
+        check(path=path, trust=True)
+    check(path="/models/small", trust=True)
+
+
 def test_what_the_library_has_needs_no_trust() -> None:
     check(reward_fn="exact_match")
     check(reward_fn="rollouts_core.rewards:exact_match")
