@@ -48,7 +48,7 @@ def check_settings(
         InputError: the user must change something, or names code that is not trusted here; one sentence.
         InfraError: the node or its provider does not answer as it should.
     """
-    check_trusted(config)
+    check_trusted(config, evaluate, Path(run.store))
     parts = {"config": config, "node": node, "run": run, "evaluate": evaluate, "retrain": retrain}
     settings = {name: part.model_dump(mode="json") for name, part in parts.items() if part is not None}
     with StageProgress("check", num_steps=0, console=stage_console()) as progress:

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 STATE_FILE = "live.json"
 MAX_RUNS = 50
+"""So many are listed; the others have their pages too, for links that were given out."""
 END_S = 10.0
 
 
@@ -109,7 +110,7 @@ def live_app(store: Path) -> Starlette:
         return PlainTextResponse("log in with the password of the store's Prefect server", 401, headers=headers)
 
     def runs(request: Request) -> Response:
-        return refused(request) or respond(render_runs([describe_run(uses) for uses in latest_runs(store)]))
+        return refused(request) or respond(render_runs([describe_run(uses) for uses in runs_by_use(store)[:MAX_RUNS]]))
 
     def run(request: Request) -> Response:
         if answer := refused(request):
@@ -132,19 +133,19 @@ def live_app(store: Path) -> Starlette:
     return Starlette(routes=[Route("/", runs), Route("/runs/{run}", run), Route("/runs/{run}/report", report)])
 
 
-def latest_runs(store: Path) -> list[list[StageUse]]:
+def runs_by_use(store: Path) -> list[list[StageUse]]:
     """The stages that each run came to, in order; the run that came to one last is the first."""
     runs: dict[str, list[StageUse]] = {}
     with Ledger(store / LEDGER_FILE) as ledger:
         for use in ledger.stage_uses():
             runs.setdefault(use.run, []).append(use)
     runs.pop("", None)
-    return sorted(runs.values(), key=lambda uses: uses[-1].used_at, reverse=True)[:MAX_RUNS]
+    return sorted(runs.values(), key=lambda uses: uses[-1].used_at, reverse=True)
 
 
 def find_run(store: Path, name: str) -> list[StageUse] | None:
     """The stages of one run, by the name of its folder of results."""
-    return next((uses for uses in latest_runs(store) if uses[0].run == name), None)
+    return next((uses for uses in runs_by_use(store) if uses[0].run == name), None)
 
 
 def report_path(store: Path, uses: Sequence[StageUse]) -> Path:

@@ -1,7 +1,8 @@
 """Which code a run may name that was asked for through Prefect: by a form, a schedule, or HTTP.
 
     function    rollout.reward_fn and its like, as package.module:function
-    model       model.path with trust_remote_code, which runs what lies in the model's folder
+    model       model.path with trust_remote_code, which runs what lies in the model's folder, and then also what
+                evaluate.model and evaluate.against name, but for what runs of the store made
 
 Without this list, whoever may start a run, or writes deployments on a shared server, could have any function of any
 installed package called. Trusted is what configurations name that were given to `rollouts up`, by somebody with a shell
@@ -13,41 +14,80 @@ Not here: `rollouts run CONFIG`, whose configuration is somebody's own; that nam
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
 from pydantic import ValidationError
 
 from flows.deployments import load_deployments
+from flows.evaluate_settings import EvaluateConfig
 from flows.store import STORE_VARIABLE
+from infra.stores.object_store import is_url
 from rollouts_core.config import Config
 from rollouts_core.errors import ConfigError
+from tasks.model_names import BASE
+from tasks.places import RUNS, STAGES
 
 VARIABLE = "ROLLOUTS_TRUSTED_CODE"
 OWN_PACKAGE = "rollouts_core"
+SCORED = ("evaluate.model", "evaluate.against")
 
 
-def check_trusted(config: Config) -> None:
-    """Raise ConfigError for the first code of somebody that the configuration names and nobody here trusts."""
-    named = dict(code_named_by(config))
-    if not named:
+def check_trusted(config: Config, evaluate: EvaluateConfig | None = None, store: Path | None = None) -> None:
+    """Raise ConfigError for the first code of somebody that the settings name and nobody here trusts.
+
+    Args:
+        evaluate: which models are loaded in place of the configuration's own.
+        store: of the run, whose models need no trust beyond that of the configurations that made them.
+    """
+    modules, models = modules_named_by(config), models_named_by(config, evaluate)
+    if store is not None and is_served(store):
+        made = [setting for setting in SCORED if setting in models and is_made_in(store, models[setting])]
+        models = {setting: model for setting, model in models.items() if setting not in made}
+    if not modules and not models:
         return
     trusted = {OWN_PACKAGE, *listed(), *given_to_up()}
-    for setting, code in named.items():
-        if not any(code == each or code.startswith(f"{each}.") for each in trusted):
-            raise ConfigError(
-                f"{setting} names code of {code}, which runs that are asked for through Prefect may not run here: list "
-                f"it in the variable {VARIABLE} where runs are served, or give a configuration that names it to "
-                "rollouts up"
-            )
+    refused = {
+        setting: code
+        for setting, code in modules.items()
+        if not any(code == each or code.startswith(f"{each}.") for each in trusted)
+    }
+    refused |= {setting: model for setting, model in models.items() if model not in trusted - {OWN_PACKAGE}}
+    for setting, code in refused.items():
+        raise ConfigError(
+            f"{setting} names code of {code}, which runs that are asked for through Prefect may not run here: list "
+            f"it in the variable {VARIABLE} where runs are served, or give a configuration that names it to "
+            "rollouts up"
+        )
 
 
-def code_named_by(config: Config) -> Iterator[tuple[str, str]]:
-    """Settings that name code, each with the module, or the model whose folder brings it."""
-    yield from config.rollout.modules_named.items()
-    if config.model.trust_remote_code:
-        yield "model.trust_remote_code", config.model.path
+def modules_named_by(config: Config) -> dict[str, str]:
+    """The modules of functions, by the settings that name them; with a package its modules are trusted."""
+    return config.rollout.modules_named
+
+
+def models_named_by(config: Config, evaluate: EvaluateConfig | None) -> dict[str, str]:
+    """The models whose folders bring code that is run, by the settings that name them."""
+    if not config.model.trust_remote_code:
+        return {}
+    scored = dict(zip(SCORED, (evaluate.model, evaluate.against), strict=True)) if evaluate else {}
+    others = {setting: given for setting, given in scored.items() if given not in ("", BASE)}
+    return {"model.trust_remote_code": config.model.path, **others}
+
+
+def is_served(store: Path) -> bool:
+    """Whether runs of this process are for this store; whoever asks for a run may name another one."""
+    served = os.environ.get(STORE_VARIABLE)
+    return not served or Path(served).resolve() == store.resolve()
+
+
+def is_made_in(store: Path, given: str) -> bool:
+    """Whether the name of a model means what a run of the store made, and no folder or URL of somebody's."""
+    if is_url(given):
+        return False
+    own = [store.resolve() / kind for kind in (RUNS, STAGES)]
+    folder = next((each for each in (*(kind / given for kind in own), Path(given)) if each.is_dir()), None)
+    return folder is None or any(folder.resolve().is_relative_to(kind) for kind in own)  # None: of the registry
 
 
 def listed() -> list[str]:
@@ -62,5 +102,8 @@ def given_to_up() -> set[str]:
     code: set[str] = set()
     for deployment in load_deployments(Path(store) / "prefect").values():
         with suppress(KeyError, ValidationError):  # it trains nothing, or another version made it
-            code.update(named for _, named in code_named_by(Config.model_validate(deployment.parameters["config"])))
+            config = Config.model_validate(deployment.parameters["config"])
+            scored = deployment.parameters.get("evaluate")
+            evaluate = EvaluateConfig.model_validate(scored) if scored else None
+            code.update(modules_named_by(config).values(), models_named_by(config, evaluate).values())
     return code

@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from flows.live import find_live_pages, served_live_pages
+from flows.live import MAX_RUNS, find_live_pages, served_live_pages
 from flows.password import own_password
 from infra.ledger import LEDGER_FILE, Ledger
 from rollouts_core.report.live import MAX_EVENTS, LiveStage, describe_stage, seconds_left
@@ -123,6 +123,20 @@ def test_the_report_is_there_when_it_is_written(store: Path, visitor: httpx.Clie
     assert '<a href="/runs/mine-01234567/report">' in visitor.get("/runs/mine-01234567").text
     answer = visitor.get("/runs/mine-01234567/report")
     assert answer.text == "<p>what came of it</p>" and "script-src 'none'" in answer.headers["content-security-policy"]
+
+
+def test_a_run_keeps_its_page_when_many_others_came_to_a_stage_after_it(store: Path, visitor: httpx.Client) -> None:
+    """A long RL run came to its stage days ago, and is still at it."""
+    with Ledger(store / LEDGER_FILE) as ledger:
+        for number in range(MAX_RUNS):
+            ledger.note_use("sft-1", f"{number:016x}", run=f"short-{number:08x}")
+    listed = visitor.get("/").text
+    assert listed.count("/runs/short-") == MAX_RUNS and "mine" not in listed
+    assert "step 5 of 10" in visitor.get("/runs/mine-01234567").text
+    folder = store / "runs/mine-01234567"
+    folder.mkdir(parents=True)
+    (folder / "report.html").write_text("<p>what came of it</p>")
+    assert visitor.get("/runs/mine-01234567/report").text == "<p>what came of it</p>"
 
 
 def test_a_store_that_nothing_ran_in_has_an_empty_list(tmp_path: Path) -> None:

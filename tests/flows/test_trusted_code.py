@@ -6,14 +6,19 @@ who serves.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from flows.check import check_settings
 from flows.deployments import Deployment, save_deployments
+from flows.evaluate_settings import EvaluateConfig
+from flows.form import RunOptions
 from flows.store import STORE_VARIABLE
 from flows.trusted_code import VARIABLE, check_trusted
+from infra.node import LocalNode
 from rollouts_core.config import Config
 from rollouts_core.errors import ConfigError
 
@@ -60,6 +65,52 @@ def test_a_name_that_only_begins_like_a_trusted_one_is_another(monkeypatch: pyte
     check(reward_fn="team.rewards.strict:score")
 
 
+@pytest.mark.parametrize("path", ["/models/small.5", "/models/small.d/evil", "rollouts_core", "rollouts_core.evil"])
+def test_a_model_is_trusted_by_its_own_path_alone(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names of models have dots, as Qwen2.5 has, and what lies behind one is no part of the model before it."""
+    monkeypatch.setenv(VARIABLE, "/models/small")
+    with pytest.raises(ConfigError, match=f"trust_remote_code names code of {path}"):
+        check(path=path, trust=True)
+    check(path="/models/small", trust=True)
+
+
+def check_evaluated(store: Path, **named: str) -> None:
+    config = Config.model_validate(settings(trust=True))
+    check_trusted(config, EvaluateConfig(**{"model": "base", **named}), store)
+
+
+@pytest.mark.parametrize("key", ["model", "against"])
+def test_a_model_to_score_brings_no_code_that_nobody_trusts(
+    key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is loaded with the trust that the start model has; only what runs of the store made needs none of its own."""
+    store, foreign = tmp_path / "store", tmp_path / "foreign"
+    for folder in (store / "runs/mine-01234567", store / "inputs/0123", foreign / "runs/mine-01234567"):
+        folder.mkdir(parents=True)
+    monkeypatch.setenv(VARIABLE, "/models/small")
+    made = ("production", "small-3", "mine-01234567", str(store / "runs/mine-01234567"), "base")
+    for given in made:
+        check_evaluated(store, **{key: given})
+    for given in (str(foreign), "../../foreign", str(store / "inputs/0123"), "s3://bucket/model"):
+        with pytest.raises(ConfigError, match=f"evaluate.{key} names code of"):
+            check_evaluated(store, **{key: given})
+    monkeypatch.setenv(STORE_VARIABLE, str(store))
+    check_evaluated(store, **{key: "mine-01234567"})
+    with pytest.raises(ConfigError, match=f"evaluate.{key} names code of mine-01234567"):
+        check_evaluated(foreign, **{key: "mine-01234567"})
+    monkeypatch.setenv(VARIABLE, f"/models/small,{foreign}")
+    check_evaluated(store, **{key: str(foreign)})
+
+
+def test_a_run_that_scores_is_refused_with_a_model_that_brings_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(VARIABLE, "/models/small")
+    config, run = Config.model_validate(settings(trust=True)), RunOptions(store=str(tmp_path / "store"))
+    with pytest.raises(ConfigError, match=re.escape(f"evaluate.model names code of {tmp_path}")):
+        check_settings.fn(config, LocalNode(), run, EvaluateConfig(model=str(tmp_path)))
+
+
 def test_what_the_library_has_needs_no_trust() -> None:
     check(reward_fn="exact_match")
     check(reward_fn="rollouts_core.rewards:exact_match")
@@ -81,6 +132,13 @@ def test_what_was_given_to_up_may_be_named_by_any_run_of_the_store(
     )
     monkeypatch.setenv(STORE_VARIABLE, str(tmp_path))
     check(reward_fn="team.rewards:lenient")
+    scored = Deployment(
+        name="scored",
+        description="",
+        parameters={"config": settings(trust=True), "evaluate": {"model": "/models/other"}},
+    )
+    save_deployments(tmp_path / "prefect", [scored])
+    check_evaluated(tmp_path, model="/models/other")
     for name in ("team.games:play", "others:score"):
         with pytest.raises(ConfigError, match="give a configuration that names it to rollouts up"):
             check(reward_fn=name)
