@@ -22,6 +22,7 @@ import rollouts_core
 from rollouts_core.algorithms.presets import AlgorithmName
 from rollouts_core.config import RolloutConfig, algorithm_preset
 from rollouts_core.environments.protocol import Conversation
+from rollouts_core.filters import FILTERS, FilterDecision, compose_filters
 from rollouts_core.quickstart import build_character_tokenizer
 from rollouts_core.rewards import grade_group
 from rollouts_core.rollout.generate import build_pending_group, create_conversation_generate_fn
@@ -198,3 +199,19 @@ def test_the_docs_name_every_event_and_its_details() -> None:
     events = written_events()
     assert told.keys() == events.keys()
     assert {name: details - told[name] for name, details in events.items()} == {name: set() for name in events}
+
+
+def test_the_docs_name_every_reason_for_which_a_group_is_dropped() -> None:
+    page = (DOCS / "environments.md").read_text()
+    section = page[page.index("## Which groups are trained on") : page.index("## A policy that learns")]
+    told = set(re.findall(r"`(\w+)`", section))
+    same, without = [scored(1.0), scored(1.0)], [scored(None), scored(None)]
+    dropped = [each(group) for each in FILTERS.values() for group in (same, without, [scored(0.0), scored(0.0)])]
+    own = compose_filters(lambda group: False)(same)
+    outcomes = [outcome for outcome in (*dropped, own) if isinstance(outcome, FilterDecision)]
+    assert {outcome.reason for outcome in outcomes if not outcome.keep} - told == set()
+
+
+def scored(reward: float | None) -> Sample:
+    prompt = (Message(role="user", content="?"),)
+    return Sample(prompt=prompt, response="7", tokens=[1, 2], loss_mask=[0.0, 0.0], reward=reward)
