@@ -22,6 +22,7 @@ import rollouts_core
 from rollouts_core.algorithms.presets import AlgorithmName
 from rollouts_core.config import RolloutConfig, algorithm_preset
 from rollouts_core.environments.protocol import Conversation
+from rollouts_core.filters import FILTERS, FilterDecision, compose_filters
 from rollouts_core.quickstart import build_character_tokenizer
 from rollouts_core.rewards import grade_group
 from rollouts_core.rollout.generate import build_pending_group, create_conversation_generate_fn
@@ -170,3 +171,47 @@ def test_the_library_page_imports_and_uses_every_public_name() -> None:
 def test_the_library_page_says_something_about_every_public_name() -> None:
     prose = prose_of(DOCS / "library.md")
     assert set(rollouts_core.__all__) - set(re.findall(r"`(\w+)`", prose)) == set()
+
+
+EVENT_WRITERS = {"write": 0, "_write_event": 0, "append_event": 2}
+"""The functions that write an event, and where each is given its name."""
+
+
+def written_events() -> dict[str, set[str]]:
+    """Every event that the code writes, with its details but for those that come in a dictionary."""
+    events: dict[str, set[str]] = {}
+    for path in [*(DOCS.parent / "rollouts_core").rglob("*.py"), *(DOCS.parent / "infra/supervisor").rglob("*.py")]:
+        for call in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(call, ast.Call):
+                continue
+            writer = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+            place = EVENT_WRITERS.get(writer, len(call.args))
+            name = call.args[place] if place < len(call.args) else None
+            if isinstance(name, ast.Constant) and isinstance(name.value, str) and name.value.isidentifier():
+                events.setdefault(name.value, set()).update(each.arg for each in call.keywords if each.arg)
+    return events
+
+
+def test_the_docs_name_every_event_and_its_details() -> None:
+    page = (DOCS / "run_directory.md").read_text()
+    section = page[page.index("## Events") : page.index("## result.json")]
+    told = {name: set(re.findall(r"\w+", details)) for name, details in re.findall(r"`(\w+)`\s*\(([^)]*)\)", section)}
+    events = written_events()
+    assert told.keys() == events.keys()
+    assert {name: details - told[name] for name, details in events.items()} == {name: set() for name in events}
+
+
+def test_the_docs_name_every_reason_for_which_a_group_is_dropped() -> None:
+    page = (DOCS / "environments.md").read_text()
+    section = page[page.index("## Which groups are trained on") : page.index("## A policy that learns")]
+    told = set(re.findall(r"`(\w+)`", section))
+    same, without = [scored(1.0), scored(1.0)], [scored(None), scored(None)]
+    dropped = [each(group) for each in FILTERS.values() for group in (same, without, [scored(0.0), scored(0.0)])]
+    own = compose_filters(lambda group: False)(same)
+    outcomes = [outcome for outcome in (*dropped, own) if isinstance(outcome, FilterDecision)]
+    assert {outcome.reason for outcome in outcomes if not outcome.keep} - told == set()
+
+
+def scored(reward: float | None) -> Sample:
+    prompt = (Message(role="user", content="?"),)
+    return Sample(prompt=prompt, response="7", tokens=[1, 2], loss_mask=[0.0, 0.0], reward=reward)

@@ -53,7 +53,8 @@ class RolloutConfig(Record):
     n_samples_per_prompt: int = Field(8, ge=1)
     """Completions per prompt: the group that shares a baseline."""
     over_sampling_factor: Annotated[Finite, Field(ge=1)] = 1.0
-    """Prompts asked for at a time, as a multiple of the batch size, when a filter drops groups."""
+    """Prompts asked for at a time, as a multiple of the batch size: when a step begins, and when so many groups were
+    dropped that too few are left. A step trains on the groups that finish first."""
     max_refills: int = Field(10, ge=1, json_schema_extra=PLACEMENT)
     """How often a step may ask for further prompts before it ends with an error."""
     max_prompt_tokens: int = Field(1024, ge=1)
