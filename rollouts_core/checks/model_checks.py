@@ -19,6 +19,7 @@ from rollouts_core.embedded.architecture import load_architecture
 from rollouts_core.errors import CheckpointError, ConfigError, DataError
 from rollouts_core.findings import Caution
 from rollouts_core.model.loading import check_packable, find_positions, find_settings, refuse_pickled_weights
+from rollouts_core.model.model_size import INDEX, WHOLE
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -82,6 +83,7 @@ def _check_weights(folder: Path, config: Config) -> None:
             safe_open(path, framework="pt")
         except (OSError, SafetensorError) as error:
             raise CheckpointError(_say_damaged(path, error)) from error
+    _check_shards(folder)
     if paths:
         return
     if not config.model.allow_pickle:
@@ -92,6 +94,24 @@ def _check_weights(folder: Path, config: Config) -> None:
         raise CheckpointError(
             f"model.path: the weights at {folder} are pickled, which the embedded engine does not read: convert them "
             "to safetensors"
+        )
+
+
+def _check_shards(folder: Path) -> None:
+    """Raise CheckpointError where a file is missing that the index names, as where a download was interrupted."""
+    index = folder / INDEX
+    if (folder / WHOLE).is_file() or not index.is_file():  # loaders read the one file where there are both
+        return
+    try:
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{index} cannot be read ({first_line(error)}): copy it again") from error
+    missing = [name for name in names if not (folder / name).is_file()]
+    if missing:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise CheckpointError(
+            f"model.path: {folder} lacks {missing[0]}{more} of the {len(names)} files of weights that {INDEX} names: "
+            "download or copy the model again"
         )
 
 

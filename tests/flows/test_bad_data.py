@@ -185,6 +185,20 @@ def clone_without_lfs(model: Path) -> None:
     (model / "model.safetensors").write_text(pointer)
 
 
+def lose_a_shard(model: Path) -> None:
+    """What an interrupted download leaves of a model in several files: its index, and some of them."""
+    tensors = load_file(model / "model.safetensors")
+    (model / "model.safetensors").rename(model / "model-00002-of-00002.safetensors")
+    names = dict.fromkeys(tensors, "model-00002-of-00002.safetensors")
+    names[next(iter(names))] = "model-00001-of-00002.safetensors"
+    (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+
+
+def break_the_index(model: Path) -> None:
+    lose_a_shard(model)
+    (model / "model.safetensors.index.json").write_text("{")
+
+
 def leave_adapters(model: Path) -> None:
     """What PEFT saves of a model: its adapters and the tokenizer."""
     (model / "config.json").rename(model / "adapter_config.json")
@@ -200,6 +214,8 @@ def leave_adapters(model: Path) -> None:
         (delete("model.safetensors"), "base_model has no weights (*.safetensors)"),
         (cut_weights, "model.safetensors was cut or is damaged"),
         (clone_without_lfs, "model.safetensors is a pointer of Git LFS in place of the weights: fetch them"),
+        (lose_a_shard, "base_model lacks model-00001-of-00002.safetensors of the 2 files of weights that model.safe"),
+        (break_the_index, "model.safetensors.index.json cannot be read ("),
         (pickle_weights, "are pickled (pytorch_model.bin)"),
         (leave_adapters, "base_model holds adapters of PEFT without their model"),
         (delete("chat_template*"), "the tokenizer has no chat template: add one"),
