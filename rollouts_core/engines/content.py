@@ -72,7 +72,13 @@ def read_config(directory: Path) -> dict[str, Any]:  # Any: JSON
 
 def vocabulary_size(directory: Path) -> int:
     """How many token ids a model directory's model knows."""
-    return int(read_config(directory)["vocab_size"])
+    return int(_of_language_model(read_config(directory))["vocab_size"])
+
+
+def _of_language_model(config: Mapping[str, Any]) -> dict[str, Any]:  # Any: JSON
+    """The settings of a model, of its language model where it has others; what kind it is, is said of the whole."""
+    text = config.get("text_config") or {}
+    return {**config, **{name: text[name] for name in text if name != "model_type"}}
 
 
 def is_tied(directory: Path) -> bool:
@@ -86,10 +92,10 @@ def check_same_model(name: str, served_dir: Path, published_dir: Path) -> None:
     A served directory that cannot be read here, on another machine for instance, is not compared.
     """
     try:
-        served = read_config(served_dir)
+        served = _of_language_model(read_config(served_dir))
     except CheckpointError:
         return
-    published = read_config(published_dir)
+    published = _of_language_model(read_config(published_dir))
     for key in (*SHAPE_KEYS, "vocab_size"):
         if key in served and key in published and served[key] != published[key]:
             raise WeightSyncError(
