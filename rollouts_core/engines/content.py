@@ -21,6 +21,7 @@ from torch import Tensor
 
 from rollouts_core.embedded.weights import read_tensors, tensor_digest
 from rollouts_core.errors import CheckpointError, WeightSyncError
+from rollouts_core.model.model_size import read_folder
 
 FUSED = {
     "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
@@ -84,6 +85,12 @@ def _of_language_model(config: Mapping[str, Any]) -> dict[str, Any]:  # Any: JSO
 def is_tied(directory: Path) -> bool:
     """Whether the model's output head is its token embedding."""
     return bool(read_config(directory).get("tie_word_embeddings", False))
+
+
+def can_be_untied(directory: Path) -> bool:
+    """Whether a head of its own can be written for a model; False where its embedding has another name."""
+    names = read_folder(directory).tensors
+    return not names or HEAD in names or EMBEDDING in names  # who reads files without any names says what is wrong
 
 
 def check_same_model(name: str, served_dir: Path, published_dir: Path) -> None:
@@ -197,8 +204,13 @@ def write_untied(directory: Path, target: Path) -> None:
     """Make `target` a copy by links of a model directory, with an output head of its own; only the head is written.
 
     Raises:
-        CheckpointError: the directory's weights cannot be read.
+        CheckpointError: the directory's weights cannot be read, or have no embedding of the name that is known here.
     """
+    if not can_be_untied(directory):
+        raise CheckpointError(
+            f"{directory} has no {EMBEDDING}, so no head of its own can be made for vLLM, which cannot be given new "
+            'weights without: choose rollout.engine.kind "sglang"'
+        )
     target.mkdir(parents=True, exist_ok=True)
     tensors = read_tensors(directory)
     written = {"config.json", SINGLE_FILE, INDEX}
