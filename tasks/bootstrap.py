@@ -147,8 +147,9 @@ def warn_of_memory(
     """Say which GPUs hold the weights, and may have too little memory for what comes on top of them."""
     is_on_gpus = needs.trainer_gb > 0 and not needs.trainers_share_cpu
     trainer_ranks = needs.trainer_gpu_ranks or (0,) if is_on_gpus else ()
-    trainers = {rank: report.gpus[rank] for rank in trainer_ranks if rank < len(report.gpus)}
-    engines = [report.gpus[rank].total_gb for rank in needs.engine_gpu_ranks if rank < len(report.gpus)]
+    working = {rank: gpu for rank, gpu in enumerate(report.gpus) if not gpu.problem}
+    trainers = {rank: working[rank] for rank in trainer_ranks if rank in working}
+    engines = [working[rank].total_gb for rank in needs.engine_gpu_ranks if rank in working]
     warnings = [
         stage.warning(f"GPU {rank}, {gpu.name},", gpu.total_gb * 1e9)
         for stage in (training_needs(config, size, num_machines=num_machines) if trainers else ())
