@@ -57,7 +57,7 @@ from tasks.caching import run_cached
 from tasks.candidate import register_candidate
 from tasks.engine import kept_alive, launch_engine, stop_engine
 from tasks.evaluate import evaluate_models
-from tasks.finished import RunStage, StageTask, placeholder_if_finished
+from tasks.finished import RunStage, StageTask, placeholder_if_finished, trainings_begun
 from tasks.inputs import named_urls
 from tasks.places import note_named
 from tasks.plan import (
@@ -248,7 +248,8 @@ def machine_of_the_run(
         return
     released = released_at_the_end(settings, scope)
     with released as machine, ended_when_expired(machine), stopped_in_time(machine, scope):
-        yield bootstrap(machine, config, settings, trains=trains)
+        begun = trainings_begun(scope, machine, stages) if trains else ()
+        yield bootstrap(machine, config, settings, trains=trains, begun=begun)
 
 
 @contextmanager

@@ -225,12 +225,16 @@ def check_own_gpus(config: Config, node: NodeSettings) -> None:
 
 
 def check_own_disk(config: Config, settings: NodeSettings, node: Node, *, trains: bool = True) -> None:
-    """Raise ConfigError when this machine, where the stages run, has less room on its disk than they need."""
+    """Raise ConfigError when this machine, where the stages run, has less room on its disk than they need.
+
+    Checkpoints in the store may be those of this run, which is gone on with: what others it needs is seen by bootstrap.
+    """
     if not isinstance(settings, LocalNode):
         return
     is_here = trains and Path(config.model.path).is_dir()  # the size of a model of a hub is asked for when a run begins
     size = find_model_size(config.model) if is_here else ModelSize()
-    needed_gb = max(settings.min_free_gb, checkpoint_disk_bytes(config, size) / 1e9)
+    has_trained = any(Path(node.root).glob("stages/*/checkpoints/*"))
+    needed_gb = max(settings.min_free_gb, 0 if has_trained else checkpoint_disk_bytes(config, size) / 1e9)
     try:
         check_disk(node.root, shutil.disk_usage(node.root).free / 1e9, needed_gb)
     except PermanentInfraError as error:

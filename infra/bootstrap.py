@@ -22,11 +22,13 @@ PROBE_TIMEOUT_S = 180.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuReport:
-    """A CUDA device that has proved that it can compute."""
+    """A CUDA device, which has proved that it can compute unless it says why it cannot."""
 
     name: str
     total_gb: float
     free_gb: float
+    problem: str = ""
+    """Why it cannot compute; then nothing else of it is known. Others beside it may."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +46,7 @@ class NodeReport:
     """For what torch is built, for example `CUDA 12.8` or `the CPU`; empty without torch."""
     gpus: tuple[GpuReport, ...]
     gpu_problem: str
-    """Why a device that the machine has cannot compute; else empty."""
+    """Why the first device that cannot compute cannot; else empty."""
     driver: str
     """Version of NVIDIA's driver; empty where its nvidia-smi does not say."""
     num_driver_gpus: int
@@ -60,10 +62,8 @@ class NodeReport:
     @property
     def device_summary(self) -> str:
         """The devices in words, for example `2 x NVIDIA H200` or `CPU with 8 cores`."""
-        if not self.gpus:
-            return f"CPU with {self.num_cpus} cores"
-        names = sorted({gpu.name for gpu in self.gpus})
-        return f"{len(self.gpus)} x {' and '.join(names)}"
+        names = [gpu.name for gpu in self.gpus if not gpu.problem]
+        return f"{len(names)} x {' and '.join(sorted(set(names)))}" if names else f"CPU with {self.num_cpus} cores"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,12 +193,20 @@ def check_gpus(report: NodeReport, needs: NodeNeeds) -> None:
     Raises:
         PermanentInfraError: it has too few, or would train on its CPU at the price of a GPU.
     """
-    if len(report.gpus) < needs.num_gpus:
+    num_working = sum(not gpu.problem for gpu in report.gpus)
+    if num_working < needs.num_gpus:
         reason = f" ({report.gpu_problem})" if report.gpu_problem else ""
         raise PermanentInfraError(
-            f"{needs.num_gpus} working GPUs are needed, the node has {len(report.gpus)}{reason}: "
+            f"{needs.num_gpus} working GPUs are needed, the node has {num_working}{reason}: "
             "use fewer ranks or another node"
         )
+    first = () if needs.trainer_gpu_ranks or not needs.trains_on_gpu else (0,)
+    for rank in (*needs.trainer_gpu_ranks, *needs.engine_gpu_ranks, *first):
+        if rank < len(report.gpus) and (problem := report.gpus[rank].problem):
+            raise PermanentInfraError(
+                f"GPU {rank} of the node cannot compute ({problem}): name others (deployment.trainer_gpu_ranks, "
+                "deployment.engine_gpu_ranks), or use another node"
+            )
     if 0 < report.num_driver_gpus <= needs.last_gpu:
         raise PermanentInfraError(
             f"deployment names GPU {needs.last_gpu}, the node has GPUs 0 to {report.num_driver_gpus - 1}: name others, "
@@ -253,14 +261,14 @@ def check_memory(report: NodeReport, needs: NodeNeeds) -> None:
         )
     for rank in () if is_on_cpu else needs.trainer_gpu_ranks or (0,):
         gpu = report.gpus[rank] if rank < len(report.gpus) else None
-        if gpu is not None and gpu.total_gb < needs.trainer_gb:
+        if gpu is not None and not gpu.problem and gpu.total_gb < needs.trainer_gb:
             raise PermanentInfraError(
                 f"training takes at least {_size(needs.trainer_gb)} on each GPU{parts}, GPU {rank} of the node, "
                 f"{gpu.name}, has {_size(gpu.total_gb)}: {remedy}"
             )
     for rank in needs.engine_gpu_ranks:
         gpu = report.gpus[rank] if rank < len(report.gpus) else None
-        if gpu is not None and gpu.total_gb < needs.engine_gb:
+        if gpu is not None and not gpu.problem and gpu.total_gb < needs.engine_gb:
             raise PermanentInfraError(
                 f"the weights of an engine take {_size(needs.engine_gb)} on each GPU, GPU {rank} of the node, "
                 f"{gpu.name}, has {_size(gpu.total_gb)}: give each engine more GPUs (deployment.engine_gpu_ranks), or "

@@ -6,7 +6,7 @@
                                                   CODE_DIR by a job that has values of these variables
 
 Standard library only, and old syntax, so that an interpreter that is too old can say so. Each CUDA device has to add
-two numbers: a device that the driver lists and that cannot compute is not there.
+two numbers: one that the driver lists and that cannot keeps its place among the others, with the reason.
 
 Importing torch takes seconds, and says the same as long as nothing changed: what went well is kept in ROOT/.probes,
 with the identity of the interpreter, its packages, the driver and the boot of the machine. How much memory is free, on
@@ -129,12 +129,18 @@ def _ask_torch(document: "dict[str, Any]", rows: "list[list[str]]") -> "list[dic
     found = []
     try:
         for index in range(torch.cuda.device_count()):
-            assert int(torch.ones(2, device="cuda:" + str(index)).sum()) == 2
-            free_bytes, total_bytes = torch.cuda.mem_get_info(index)
-            gpu = {"name": torch.cuda.get_device_name(index), "total_gb": total_bytes / 1e9}
-            document["gpus"].append(dict(gpu, free_gb=free_bytes / 1e9))
-            uuid = getattr(torch.cuda.get_device_properties(index), "uuid", None)
-            found.append(dict(gpu, uuid="GPU-" + str(uuid)))
+            try:
+                found.append(_try_gpu(torch, index))
+            except (AssertionError, RuntimeError) as error:  # somebody else may have all of its memory
+                problem = str(error) or type(error).__name__
+                document["gpu_problem"] = document["gpu_problem"] or problem
+                document["gpus"].append({"name": "", "total_gb": 0.0, "free_gb": 0.0, "problem": problem})
+            else:
+                document["gpus"].append({name: found[-1][name] for name in ("name", "total_gb", "free_gb")})
+        if document["gpu_problem"]:
+            if not found:
+                document["gpus"] = []
+            return None
         if not found and has_gpus(rows) and os.environ.get("CUDA_VISIBLE_DEVICES", "0") not in ("", "-1"):
             torch.cuda.init()  # says why it sees none: a driver that is too old, or a build without CUDA
             raise RuntimeError("torch sees none of them, and does not say why")
@@ -142,6 +148,15 @@ def _ask_torch(document: "dict[str, Any]", rows: "list[list[str]]") -> "list[dic
         document["gpu_problem"] = str(error)
         return None
     return found if refresh_gpus(found, rows) is not None else None
+
+
+def _try_gpu(torch: "Any", index: int) -> "dict[str, Any]":
+    """A device that has added two numbers; RuntimeError where it cannot."""
+    assert int(torch.ones(2, device="cuda:" + str(index)).sum()) == 2
+    free_bytes, total_bytes = torch.cuda.mem_get_info(index)
+    uuid = getattr(torch.cuda.get_device_properties(index), "uuid", None)
+    name = torch.cuda.get_device_name(index)
+    return {"name": name, "total_gb": total_bytes / 1e9, "free_gb": free_bytes / 1e9, "uuid": "GPU-" + str(uuid)}
 
 
 def _build_of(torch: "Any") -> str:

@@ -64,7 +64,7 @@ SIGNS = (
         "it found no GPU that it can use: check the driver and deployment.engine_gpu_ranks",
     ),
     (
-        r"max_position_embeddings|maximum context length.*greater|longer than the maximum model length",
+        r"greater than the derived|maximum context length.*greater|longer than the maximum model length",
         "the context is longer than the model allows: lower rollout.max_prompt_tokens or sampling.max_new_tokens",
     ),
     (r"No space left on device", "its disk is full: free some space"),

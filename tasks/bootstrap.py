@@ -5,7 +5,7 @@ All that it must have is seen here, before the first stage: an engine that is mi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -30,14 +30,19 @@ from rollouts_core.checks.resource_needs import (
 from rollouts_core.config import Config
 from rollouts_core.keys import key_variables
 from rollouts_core.model.model_size import ModelSize, find_model_size
+from rollouts_core.run_directory import RunDirectory
 from tasks.installed_engines import check_installed, check_router, leads_engines
 from tasks.optional_packages import check_packages
 from tasks.placement import place_code
 from tasks.progress import StageProgress, stage_console
 
+DISK_USE_TIMEOUT_S = 120.0
+
 
 @task(name="bootstrap", cache_policy=NO_CACHE)
-def bootstrap(node: Node, config: Config, settings: NodeSettings, *, trains: bool = True) -> Node:
+def bootstrap(
+    node: Node, config: Config, settings: NodeSettings, *, trains: bool = True, begun: Sequence[str] = ()
+) -> Node:
     """The node when it is good enough for the pipeline, with the interpreter that its stages run by.
 
     So are the others of its unit, each of which it reaches, and is reached from; those that train together all reach
@@ -45,6 +50,8 @@ def bootstrap(node: Node, config: Config, settings: NodeSettings, *, trains: boo
 
     Args:
         trains: whether something is trained there, which takes memory and disk.
+        begun: the directories, here, of the run's trainings that may have been begun: what checkpoints take that lie
+            there is taken already.
     """
     placement = config.deployment
     size = find_model_size(config.model) if trains else ModelSize()
@@ -53,7 +60,6 @@ def bootstrap(node: Node, config: Config, settings: NodeSettings, *, trains: boo
     least = max(stages, key=lambda stage: stage.least_bytes, default=None)
     own_gpus = {*placement.trainer_gpu_ranks, *(() if node.engine_nodes else placement.engine_gpu_ranks)}
     needs = NodeNeeds(
-        disk_gb=max(settings.min_free_gb, checkpoint_disk_bytes(config, size) / 1e9),
         num_gpus=len(own_gpus),
         last_gpu=max(own_gpus, default=-1),
         trains_on_gpu=trains and wants_gpu(config),
@@ -69,6 +75,8 @@ def bootstrap(node: Node, config: Config, settings: NodeSettings, *, trains: boo
         if size.problem:
             progress.say(size.describe_problem(config.model.path))
         session = stack.enter_context(open_session(node))
+        left_bytes = checkpoint_disk_bytes(config, size) - checkpoint_bytes_on(session, node, begun)
+        needs = replace(needs, disk_gb=max(settings.min_free_gb, left_bytes / 1e9))
         modules = modules_called(config, trains=trains)
         ready, report = prepare_machine(session, node, settings, needs, config, progress, modules)
         warn_of_memory(report, needs, config, size, num_machines=num_machines, say=progress.say)
@@ -112,6 +120,21 @@ def bootstrap(node: Node, config: Config, settings: NodeSettings, *, trains: boo
     return replace(ready, trainer_nodes=tuple(trainer_nodes), engine_nodes=tuple(engine_nodes))
 
 
+def checkpoint_bytes_on(session: Session, node: Node, run_dirs: Sequence[str]) -> int:
+    """What the checkpoints of trainings take of the node's disk.
+
+    Args:
+        run_dirs: directories of the trainings here; nothing need be there, or on the node.
+    """
+    if not run_dirs:
+        return 0
+    folders = [str(RunDirectory(Path(node.path_on_node(each))).checkpoints) for each in run_dirs]
+    # In one call, which counts a file with several names once; a folder that is not there is left out.
+    listed = session.run(["du", "-sk", *folders], timeout_s=DISK_USE_TIMEOUT_S, check=False, may_repeat=True)
+    sizes = [line.split()[0] for line in listed.stdout.decode(errors="replace").splitlines() if line.strip()]
+    return sum(1024 * int(each) for each in sizes if each.isdecimal())
+
+
 def warn_of_memory(
     report: NodeReport,
     needs: NodeNeeds,
@@ -124,8 +147,9 @@ def warn_of_memory(
     """Say which GPUs hold the weights, and may have too little memory for what comes on top of them."""
     is_on_gpus = needs.trainer_gb > 0 and not needs.trainers_share_cpu
     trainer_ranks = needs.trainer_gpu_ranks or (0,) if is_on_gpus else ()
-    trainers = {rank: report.gpus[rank] for rank in trainer_ranks if rank < len(report.gpus)}
-    engines = [report.gpus[rank].total_gb for rank in needs.engine_gpu_ranks if rank < len(report.gpus)]
+    working = {rank: gpu for rank, gpu in enumerate(report.gpus) if not gpu.problem}
+    trainers = {rank: working[rank] for rank in trainer_ranks if rank in working}
+    engines = [working[rank].total_gb for rank in needs.engine_gpu_ranks if rank in working]
     warnings = [
         stage.warning(f"GPU {rank}, {gpu.name},", gpu.total_gb * 1e9)
         for stage in (training_needs(config, size, num_machines=num_machines) if trainers else ())

@@ -1,4 +1,4 @@
-"""Find out, before a machine is rented, whether a run has anything left to do on one.
+"""Find out, before a machine is rented, whether a run has anything left to do on one, and how far it has come.
 
 A run with the settings and data of an earlier one, an evaluation of models that were scored before: their stages are
 finished, and a machine would cost money for nothing.
@@ -9,6 +9,7 @@ Not here: taking what is finished (caching.py), which stages there are (flows/pi
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from prefect import Task
@@ -49,6 +50,26 @@ def placeholder_if_finished(
     with StageProgress("provision", num_steps=0, console=stage_console()) as progress:
         progress.say("every stage is finished: nothing is rented")
     return nowhere
+
+
+def trainings_begun(scope: RunScope, machine: Node, run_stages: Callable[[Node, RunStage], object]) -> tuple[str, ...]:
+    """The directories, here, of the run's trainings up to the first stage that is left to do, that one included.
+
+    Args:
+        run_stages: goes through the stages of the run, each by the function that it is given.
+    """
+    if not any(Path(scope.store).glob("stages/*")):  # to say which they would be takes a look at all of the data
+        return ()
+    found: list[str] = []
+
+    def note(_: StageTask, stage: Stage) -> StageRecord:
+        if stage.kind in ("sft", "rl"):
+            found.append(stage.run_dir)
+        return take_finished(stage, scope)
+
+    with suppress(_UnfinishedError):
+        run_stages(machine, note)
+    return tuple(found)
 
 
 def take_finished(stage: Stage, scope: RunScope) -> StageRecord:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from rollouts_core.embedded.weights import read_tensors, tensor_digest
 from rollouts_core.errors import CheckpointError, WeightSyncError
+from rollouts_core.model.model_size import read_folder
 
 FUSED = {
     "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
@@ -72,12 +73,24 @@ def read_config(directory: Path) -> dict[str, Any]:  # Any: JSON
 
 def vocabulary_size(directory: Path) -> int:
     """How many token ids a model directory's model knows."""
-    return int(read_config(directory)["vocab_size"])
+    return int(_of_language_model(read_config(directory))["vocab_size"])
+
+
+def _of_language_model(config: Mapping[str, Any]) -> dict[str, Any]:  # Any: JSON
+    """The settings of a model, of its language model where it has others; what kind it is, is said of the whole."""
+    text = config.get("text_config") or {}
+    return {**config, **{name: text[name] for name in text if name != "model_type"}}
 
 
 def is_tied(directory: Path) -> bool:
     """Whether the model's output head is its token embedding."""
     return bool(read_config(directory).get("tie_word_embeddings", False))
+
+
+def can_be_untied(directory: Path) -> bool:
+    """Whether a head of its own can be written for a model; False where its embedding has another name."""
+    names = read_folder(directory).tensors
+    return not names or HEAD in names or EMBEDDING in names  # who reads files without any names says what is wrong
 
 
 def check_same_model(name: str, served_dir: Path, published_dir: Path) -> None:
@@ -86,10 +99,10 @@ def check_same_model(name: str, served_dir: Path, published_dir: Path) -> None:
     A served directory that cannot be read here, on another machine for instance, is not compared.
     """
     try:
-        served = read_config(served_dir)
+        served = _of_language_model(read_config(served_dir))
     except CheckpointError:
         return
-    published = read_config(published_dir)
+    published = _of_language_model(read_config(published_dir))
     for key in (*SHAPE_KEYS, "vocab_size"):
         if key in served and key in published and served[key] != published[key]:
             raise WeightSyncError(
@@ -191,8 +204,13 @@ def write_untied(directory: Path, target: Path) -> None:
     """Make `target` a copy by links of a model directory, with an output head of its own; only the head is written.
 
     Raises:
-        CheckpointError: the directory's weights cannot be read.
+        CheckpointError: the directory's weights cannot be read, or have no embedding of the name that is known here.
     """
+    if not can_be_untied(directory):
+        raise CheckpointError(
+            f"{directory} has no {EMBEDDING}, so no head of its own can be made for vLLM, which cannot be given new "
+            'weights without: choose rollout.engine.kind "sglang"'
+        )
     target.mkdir(parents=True, exist_ok=True)
     tensors = read_tensors(directory)
     written = {"config.json", SINGLE_FILE, INDEX}

@@ -22,7 +22,7 @@ import torch
 from rollouts_core.config import EngineKind
 from rollouts_core.embedded.server import API_KEY_VARIABLE, is_loopback
 from rollouts_core.engines import in_vllm, sweep
-from rollouts_core.engines.content import is_tied, read_config, write_untied
+from rollouts_core.engines.content import can_be_untied, is_tied, read_config, write_untied
 from rollouts_core.engines.sending_to_vllm import RECEIVER
 from rollouts_core.engines.vllm import LOGPROBS_MODE
 from rollouts_core.errors import ConfigError
@@ -60,7 +60,8 @@ def exec_engine(job: ServeJob, run_dir: Path, *, api_key: str = "") -> NoReturn:
     """
     check_host(job, api_key)
     model_dir = Path(job.model.model.path)
-    if job.engine.kind == "vllm" and is_tied(model_dir):
+    # Others are served as they are: they can be asked for completions, and new weights are refused with a sentence.
+    if job.engine.kind == "vllm" and is_tied(model_dir) and can_be_untied(model_dir):
         write_untied(model_dir, run_dir / "served_model")
         model_dir = run_dir / "served_model"
     command = render_launch(job, model_dir, on_gpu=torch.cuda.is_available())

@@ -299,6 +299,32 @@ def test_unlike_gpus_are_counted_as_jobs_count_them(tmp_path: Path) -> None:
     check_node(report, NodeNeeds(num_gpus=1, last_gpu=1, trainer_gpu_ranks=(1,), trainer_gb=20.0))
 
 
+ALL_TAKEN = """
+def ones(size, device):
+    if device == "cuda:0":
+        raise RuntimeError("CUDA error: out of memory")
+    return Sum()
+"""
+
+
+@pytest.mark.skipif(Path("/proc/driver/nvidia/version").exists(), reason="this machine has devices of its own")
+def test_a_gpu_that_others_use_up_does_not_hide_those_after_it(tmp_path: Path) -> None:
+    fake = FakePackages(tmp_path)
+    fake.use_devices("a b")
+    with (fake.packages / "torch" / "__init__.py").open("a") as torch:
+        torch.write(ALL_TAKEN)
+    for _ in range(2):
+        report = fake.probe()
+        assert report.gpus[1] == GpuReport(name="H200", total_gb=80.0, free_gb=1.0)
+        assert report.device_summary == "1 x H200"
+    check_node(report, NodeNeeds(num_gpus=1, last_gpu=1, trains_on_gpu=True, trainer_gpu_ranks=(1,), trainer_gb=60.0))
+    for needs in (NodeNeeds(num_gpus=1, trainer_gpu_ranks=(0,)), NodeNeeds(trains_on_gpu=True)):
+        with pytest.raises(PermanentInfraError, match=r"GPU 0 of the node cannot compute \(CUDA error: out of"):
+            check_node(report, needs)
+    with pytest.raises(PermanentInfraError, match="2 working GPUs are needed, the node has 1"):
+        check_node(report, NodeNeeds(num_gpus=2, trainer_gpu_ranks=(0, 1)))
+
+
 def test_gpus_that_were_hidden_on_purpose_are_not_missed(tmp_path: Path) -> None:
     fake = FakePackages(tmp_path)
     fake.use_devices("a b", of_torch="")

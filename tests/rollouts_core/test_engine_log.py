@@ -19,6 +19,12 @@ from rollouts_core.engine_log import explain_engine_log
             "(max_position_embeddings=2048)",
             "longer than the model allows",
         ),
+        (
+            "Warning: User-specified context_length (9000) is greater than the derived context_length (2048)."
+            " This may lead to incorrect model outputs or CUDA errors. Note that the derived context_length may differ "
+            "from max_position_embeddings in the model's config.",
+            "longer than the model allows",
+        ),
         ("OSError: [Errno 98] Address already in use", "port is in use"),
         ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB", "ran out of memory"),
         ("OSError: [Errno 28] No space left on device", "disk is full"),
@@ -87,3 +93,14 @@ from rollouts_core.engine_log import explain_engine_log
 def test_known_signs_in_a_log_become_a_sentence(line: str, sentence: str) -> None:
     assert sentence in explain_engine_log(f"loading\n{line}\n")
     assert explain_engine_log("all is well") == ""
+
+
+def test_what_transformers_says_of_a_stretched_context_is_no_reason() -> None:
+    """It says so of Qwen3 with YaRN as its model card sets that, whatever the engine ends by."""
+    said = (
+        "[transformers] The explicitly set RoPE scaling factor (config.rope_parameters['factor'] = 4.0) does not match "
+        "the ratio implicitly set by other parameters (implicit factor = post-yarn context length / pre-yarn context "
+        "length = config.max_position_embeddings / config.rope_parameters['original_max_position_embeddings'] = 1.25)."
+    )
+    assert explain_engine_log(said) == ""
+    assert "by NCCL" in explain_engine_log(f"{said}\nncclSystemError: System call (e.g. socket, malloc) failed\n")

@@ -6,11 +6,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
+from flows.preflight import check_own_disk
 from infra.bootstrap import NodeNeeds
+from infra.errors import PermanentInfraError
+from infra.node import LocalNode
+from infra.providers import provision_node
+from rollouts_core.errors import ConfigError
 from rollouts_core.model.model_size import ModelSize
-from tasks.bootstrap import modules_called, wants_gpu, warn_of_memory
+from tasks.bootstrap import bootstrap, modules_called, wants_gpu, warn_of_memory
 from tests.infra.test_bootstrap import GOOD
+from tests.mounts import mounted_tmpfs
 from tests.tasks.test_plan import config_at
 
 
@@ -44,6 +52,31 @@ def test_modules_of_the_users_are_tried_where_a_stage_imports_them(
 ) -> None:
     own = {"reward_fn": "graders:score", "filter_fn": "filters:keep"}
     assert modules_called(config_at(tmp_path, rollout=own, **settings), trains=trains) == called
+
+
+@pytest.mark.slow
+def test_a_run_that_is_gone_on_with_needs_no_second_room_for_the_checkpoints_that_it_has(tmp_path: Path) -> None:
+    kept = {"num_steps": 4, "checkpoint_every": 1, "keep_checkpoints": 4, "keep_best": 0}
+    sections: dict[str, Any] = {
+        "mode": "sft",
+        "training": {"sft": kept},
+        "deployment": {"trainer_processes": 1},
+    }
+    config = config_at(tmp_path, **sections)
+    save_file({"weight": torch.zeros(1_000_000)}, tmp_path / "model" / "model.safetensors")
+    settings = LocalNode(min_free_gb=0.0)
+    with mounted_tmpfs(tmp_path / "store", "size=64m") as disk:
+        node = provision_node(settings, disk)
+        checkpoints = disk / "stages" / "sft-0123" / "checkpoints"
+        (disk / "filler").write_bytes(bytes(30_000_000))
+        with pytest.raises(ConfigError, match="48 MB of free disk are needed"):
+            check_own_disk(config, settings, node)
+        (checkpoints / "step_000002").mkdir(parents=True)
+        (disk / "filler").rename(checkpoints / "step_000002" / "model.safetensors")
+        check_own_disk(config, settings, node)
+        with pytest.raises(PermanentInfraError, match="48 MB of free disk are needed"):
+            bootstrap.fn(node, config, settings, begun=[str(disk / "stages" / "rl-0123")])
+        assert bootstrap.fn(node, config, settings, begun=[str(checkpoints.parent), str(disk / "gone")]) == node
 
 
 def test_a_gpu_that_holds_the_weights_and_little_more_is_warned_of(tmp_path: Path) -> None:

@@ -14,13 +14,14 @@ import pytest
 
 from infra.errors import PermanentInfraError
 from infra.ledger import Ledger
-from infra.node import LocalNode, Node, NodeSettings, RentedNode, SSHNode
+from infra.node import LocalNode, Node, NodeSettings, RentedNode, SSHNode, no_machine
 from infra.providers import open_session
 from infra.renting.rentals import Rental, RentalState, add_rental
 from rollouts_core.checkpoint import load_manifest, new_checkpoint
 from rollouts_core.run_directory import RunDirectory
-from tasks.finished import RunStage, placeholder_if_finished
+from tasks.finished import RunStage, placeholder_if_finished, trainings_begun
 from tasks.records import RunScope, Stage, StageRecord
+from tasks.rl import train_rl
 from tasks.select import select_checkpoint
 from tasks.sft import train_sft
 
@@ -49,6 +50,24 @@ def stages(scope: RunScope) -> dict[str, Stage]:
         )
         for name, each in directories.items()
     }
+
+
+def test_the_trainings_that_were_begun_are_those_up_to_what_is_left_to_do(
+    stages: dict[str, Stage], scope: RunScope
+) -> None:
+    select = stages["select-sft"].model_copy(update={"job": {"kind": "eval"}})
+    unfinished = {"name": "rl", "run_dir": f"{scope.store}/stages/rl-4567", "job": {"kind": "rl"}}
+    rl = stages["sft"].model_copy(update=unfinished)
+
+    def run_stages(_: Node, run: RunStage) -> None:
+        for task, stage in ((train_sft, stages["sft"]), (select_checkpoint, select), (train_rl, rl)):
+            run(task, stage)
+
+    here = no_machine(scope.store)
+    assert trainings_begun(scope, here, run_stages) == (stages["sft"].run_dir, rl.run_dir)
+    RunDirectory(Path(stages["sft"].run_dir)).result.unlink()
+    assert trainings_begun(scope, here, run_stages) == (stages["sft"].run_dir,)
+    assert trainings_begun(scope.model_copy(update={"store": f"{scope.store}/new"}), here, run_stages) == ()
 
 
 def spared(stages: dict[str, Stage], scope: RunScope, settings: NodeSettings = RENTED) -> Node | None:

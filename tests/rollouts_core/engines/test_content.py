@@ -22,8 +22,10 @@ from rollouts_core.engines.content import (
     find_left_behind,
     find_unproven,
     sample_content,
+    vocabulary_size,
     write_untied,
 )
+from rollouts_core.engines.endpoint import Endpoint, create_engine
 from rollouts_core.errors import CheckpointError, WeightSyncError
 from tests.rollouts_core.embedded.tiny_models import make_model
 
@@ -171,6 +173,17 @@ def test_a_shard_that_the_index_names_and_that_is_not_there_is_named(model: PreT
     first.unlink()
     with pytest.raises(CheckpointError, match=f"index.json names {first.name}, which is not there"):
         write_untied(tmp_path / "sharded", tmp_path / "copy")
+
+
+def test_a_model_that_sees_images_has_the_vocabulary_and_the_shape_of_its_language_model(tmp_path: Path) -> None:
+    for name, hidden_size in (("published", 16), ("served", 32)):
+        config = {"model_type": "gemma3", "text_config": {"hidden_size": hidden_size, "vocab_size": 64}}
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+    assert vocabulary_size(tmp_path / "published") == 64
+    create_engine(Endpoint(provider="sglang", url="http://127.0.0.1:9", model=str(tmp_path / "published")))
+    with pytest.raises(WeightSyncError, match="serves a model with hidden_size 32, published was one with 16"):
+        check_same_model("engine", tmp_path / "served", tmp_path / "published")
 
 
 def test_models_of_other_shapes_are_told_apart_and_unreadable_ones_are_left(tied_dir: Path, tmp_path: Path) -> None:

@@ -17,13 +17,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from pydantic import ValidationError
+from safetensors.torch import save_file
 
 from rollouts_core.config import Config, DeploymentConfig, EngineConfig, EngineKind, ModelConfig
 from rollouts_core.config.engine import TRANSFERS
+from rollouts_core.engines.content import write_untied
 from rollouts_core.engines.launch import MAX_SOCKET_PATH, check_host, exec_engine, render_key, render_launch
-from rollouts_core.errors import ConfigError
+from rollouts_core.errors import CheckpointError, ConfigError
 from rollouts_core.job import InputModel, ServeJob
 from tests.waiting import wait_until
 
@@ -181,6 +184,19 @@ def test_an_interpreter_that_cannot_be_run_is_named_with_the_setting(quickstart_
     model = job.model.model_copy(update={"model": ModelConfig(path=str(quickstart_dir / "base_model"))})
     with pytest.raises(ConfigError, match=r"rollout\.engine\.python: /nowhere/python cannot be run"):
         exec_engine(job.model_copy(update={"model": model}), tmp_path)
+
+
+def test_vllm_serves_a_tied_model_whose_embedding_has_another_name_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "gpt2").mkdir()
+    (tmp_path / "gpt2" / "config.json").write_text('{"model_type": "gpt2", "tie_word_embeddings": true}')
+    save_file({"transformer.wte.weight": torch.zeros(4, 2)}, tmp_path / "gpt2" / "model.safetensors")
+    job = job_of({"kind": "vllm", "python": "/nowhere/python"})
+    model = job.model.model_copy(update={"model": ModelConfig(path=str(tmp_path / "gpt2"))})
+    with pytest.raises(ConfigError, match="/nowhere/python cannot be run"):  # the command was made
+        exec_engine(job.model_copy(update={"model": model}), tmp_path)
+    assert not (tmp_path / "served_model").exists()
+    with pytest.raises(CheckpointError, match=r"has no model\.embed_tokens\.weight, so no head of its own"):
+        write_untied(tmp_path / "gpt2", tmp_path / "copy")
 
 
 FAKE_ENGINE = """#!/bin/sh
