@@ -12,6 +12,7 @@ import functools
 import gc
 import json
 import os
+import shlex
 import shutil
 import sys
 import time
@@ -208,7 +209,7 @@ def quickstart(
     folder = quickstart_folder(store, seed=seed)
     write_quickstart(folder, seed=seed)
     pipeline = load_pipeline(folder / CONFIG_NAME)
-    console.print(f"made {folder}: data, tokenizer, untrained model and quickstart.toml")
+    console.print(f"made {folder}: data, tokenizer, untrained model and quickstart.toml", markup=False)
     options = pipeline.run.model_copy(update={"store": str(store)})
     run_pipeline(Pipeline(config=pipeline.config, node=pipeline.node, run=options), port=port)
 
@@ -333,17 +334,18 @@ def render_curl(url: str, model_dir: Path, *, has_key: bool) -> str:
 def run_pipeline(pipeline: Pipeline, *, port: int) -> None:
     """Check the pipeline, run it against the store's Prefect server, and say where everything is."""
     result = run_checked(pipeline, check_pipeline, run_flow, port=port)
-    console.print(f"\nReport:      {result.report}\nCheckpoint:  {result.checkpoint}")
+    console.print(f"\nReport:      {result.report}\nCheckpoint:  {result.checkpoint}", markup=False)
     if result.published:
         console.print(f"Published:   {result.published}  (rollouts pull fetches it)", markup=False)
-    console.print(f"UI again:    {own_command()} ui --store {Path(pipeline.run.store).resolve()}")
+    store = shlex.quote(str(Path(pipeline.run.store).resolve()))
+    console.print(f"UI again:    {own_command()} ui --store {store}", markup=False)
 
 
 def run_evaluation(pipeline: Pipeline, *, port: int) -> None:
     """Check the evaluation, run it against the store's Prefect server, and print what it found."""
     result = run_checked(pipeline, check_evaluation, run_evaluation_flow, port=port)
     typer.echo(f"\n{result.summary}")
-    console.print(f"Record:      {result.record}")
+    console.print(f"Record:      {result.record}", markup=False)
 
 
 def run_checked(

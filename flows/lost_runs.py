@@ -6,6 +6,7 @@ the one that served it: a run that stays Running can neither be retried nor canc
     Running    and no process  ->  Crashed
     Pending    for minutes        ->  AwaitingRetry: who took it up to start it is gone
     Cancelling and no process  ->  its jobs end, Cancelled
+    Cancelled  while it waited to be started again  ->  its jobs end
     Crashed    by a signal     ->  AwaitingRetry, `run.restarts` times; it attaches to its jobs
     Crashed    by the server   ->  the same (silent_runs.py)
 """
@@ -27,11 +28,13 @@ from prefect.client.schemas.filters import (
     FlowRunFilter,
     FlowRunFilterDeploymentId,
     FlowRunFilterEndTime,
+    FlowRunFilterId,
     FlowRunFilterState,
     FlowRunFilterStateType,
 )
 from prefect.client.schemas.objects import FlowRun, State, StateType
 from prefect.exceptions import PrefectException
+from prefect.logging.loggers import flow_run_logger
 from prefect.states import Cancelled, Crashed, Scheduled
 
 from flows.cancellation import release_for
@@ -39,6 +42,7 @@ from flows.form import RunOptions
 from flows.silent_runs import SILENT
 from infra.errors import TransientInfraError
 from infra.ledger import Ledger
+from infra.renting.rentals import open_rentals
 
 logger = logging.getLogger(__name__)
 
@@ -81,6 +85,8 @@ class LostRuns:
         """By runs and their states, when they were first found so, by this process's clock."""
         self._ledger_path = store / "ledger.db"
         self._suspects: set[tuple[UUID, UUID]] = set()
+        self._given_back: set[UUID | None] = set()
+        """States of cancelled runs for which that was tried; what could not be ended then is for a person."""
         self._began = datetime.now(UTC)
 
     async def look(self) -> None:
@@ -96,6 +102,9 @@ class LostRuns:
                 for run in await client.read_flow_runs(flow_run_filter=crashed_since(self._began - AWAY), limit=200):
                     if self._is_new(run) and self._is_lost(run):  # of this store, and its process is gone by now
                         await _tried(_start_again, client, run)
+                for run in await self._cancelled_and_holding(client):
+                    self._given_back.add(run.state_id)
+                    await _tried(_give_back, client, run)
         except (httpx.HTTPError, PrefectException, TransientInfraError) as error:
             logger.warning("lost runs could not be looked for: %s", error)
             return
@@ -115,6 +124,23 @@ class LostRuns:
             key: self._pending_since.get(key, now) for key in ((run.id, run.state_id) for run in runs)
         }
         return [run for run in runs if now - self._pending_since[run.id, run.state_id] >= PENDING_S]
+
+    async def _cancelled_and_holding(self, client: PrefectClient) -> list[FlowRun]:
+        """Runs that were cancelled while no process of theirs was there, and hold jobs or machines.
+
+        Where a run that is to be started again is cancelled, Prefect makes it Cancelled at once, and tells nobody.
+        """
+        with Ledger(self._ledger_path) as ledger:
+            holders = {lease.run_id for lease in ledger.leases()} | {each.run_id for each in open_rentals(ledger)}
+            left = {UUID(run_id) for run_id in holders if ledger.has_died(run_id)}
+        if not left:
+            return []
+        cancelled = FlowRunFilter(
+            id=FlowRunFilterId(any_=list(left)),
+            state=FlowRunFilterState(type=FlowRunFilterStateType(any_=[StateType.CANCELLED])),
+        )
+        runs = await client.read_flow_runs(flow_run_filter=cancelled, limit=200)
+        return [run for run in runs if run.state_id not in self._given_back]
 
     def _is_new(self, run: FlowRun) -> bool:
         """Whether it crashed while this process looked, or while no machine of it was there to look."""
@@ -145,6 +171,12 @@ async def _mark(client: PrefectClient, run: FlowRun) -> None:
         state = mark_of_gone(run)
     await client.set_flow_run_state(run.id, state, force=True)
     logger.warning("run %s (%s) was marked %s: %s", run.name, run.id, state.name, state.message)
+
+
+async def _give_back(_: PrefectClient, run: FlowRun) -> None:
+    said = await asyncio.to_thread(release_for, run)
+    flow_run_logger(run).info("cancelled while its process was gone: %s", said)
+    logger.warning("run %s (%s) was cancelled while its process was gone: %s", run.name, run.id, said)
 
 
 def mark_of_gone(run: FlowRun) -> State:

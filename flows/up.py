@@ -115,7 +115,7 @@ def down(store: Store = DEFAULT_STORE) -> None:
     home = store.resolve() / "prefect"
     serving = find_serving(store)
     if serving is None:
-        console.print(f"nothing serves the deployments of {store}")
+        console.print(f"nothing serves the deployments of {store}", markup=False)
     else:
         os.kill(serving.pid, signal.SIGTERM)
         if not _wait_until_free(home, DOWN_TIMEOUT_S):

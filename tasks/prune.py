@@ -28,6 +28,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from infra.ledger import Ledger
 from infra.registry import Model, models, select_models
@@ -174,8 +175,20 @@ def _named_by_deployments(store: Path) -> dict[str, str]:
     """What configurations of deployments name, each with the reason to keep it."""
     reasons: dict[str, str] = {}
     for path in sorted((store / "prefect/deployments").glob("*.json")):
-        reasons |= dict.fromkeys(_places_in_file(path), f"named by the deployment {path.stem}")
+        deployment = _read_json(path)
+        places = places_in(deployment) | _scored_by(deployment)
+        reasons |= dict.fromkeys(places, f"named by the deployment {path.stem}")
     return reasons
+
+
+def _scored_by(deployment: Any) -> set[str]:  # Any: JSON
+    """The runs and stages whose models a deployment scores: `evaluate` names them without the folder above."""
+    try:
+        evaluate = deployment["parameters"]["evaluate"]
+        firsts = {str(evaluate.get(key, "")).partition("/")[0] for key in ("model", "against")}
+    except (AttributeError, KeyError, TypeError):
+        return set()  # it scores what somebody names who runs it
+    return {f"{kind}/{name}" for kind in (RUNS, STAGES) for name in firsts if is_place(kind, name)}
 
 
 def _with_what_they_name(store: Path, reasons: Mapping[str, str]) -> dict[str, str]:
@@ -192,10 +205,15 @@ def _with_what_they_name(store: Path, reasons: Mapping[str, str]) -> dict[str, s
 
 def _places_in_file(path: Path) -> set[str]:
     """What a JSON file names by path."""
+    return places_in(_read_json(path))
+
+
+def _read_json(path: Path) -> Any:  # Any: JSON
+    """The content of a file; None where there is none, or it is not whole."""
     try:
-        return places_in(json.loads(path.read_text(encoding="utf-8")))
+        return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return set()
+        return None
 
 
 def _last_uses(store: Path, ledger: Ledger, places: Sequence[str]) -> dict[str, float]:

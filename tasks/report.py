@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -129,8 +130,10 @@ def build_report_input(
         },
         checkpoint_path=checkpoint_path,
         settings_toml=settings_toml,
-        reproduce_command=f"rollouts run {scope.output_dir / 'config.toml'} --store {scope.store}",
-        use_command=f"rollouts serve {checkpoint_path}",
+        reproduce_command=shlex.join(
+            ["rollouts", "run", str(scope.output_dir / "config.toml"), "--store", scope.store]
+        ),
+        use_command=shlex.join(["rollouts", "serve", checkpoint_path]),
         verdict=verdict.sentence if verdict else "",
         is_improvement=verdict.is_improvement if verdict else None,
     )

@@ -25,7 +25,7 @@ REFRESH_S = 3.0
 MAX_EVENTS = 8
 MAX_SAMPLES = 3
 MAX_SAMPLE_BYTES = 2_000_000
-"""So much of a file of samples is looked at."""
+"""So much of a file of samples is looked at, and the rest of the line there: 64,000 tokens are a longer one."""
 PACE_STEPS = 20
 """The time left is told from as many steps as these."""
 NUMBERS = ("loss", "reward", "response_tokens", "entropy", "tokens_per_s", "score")
@@ -165,7 +165,7 @@ def newest_samples(directory: Path) -> tuple[str, tuple[ShownSample, ...]]:
     paths = sorted(directory.glob("*.jsonl"))
     for path in reversed(paths[-2:]):  # the newest may have no whole line yet
         with path.open("rb") as file:
-            lines = [line for line in file.read(MAX_SAMPLE_BYTES).splitlines(keepends=True) if line.endswith(b"\n")]
+            lines = [line for line in file.readlines(MAX_SAMPLE_BYTES) if line.endswith(b"\n")]
         samples = [_without_tokens(json.loads(line)) for line in lines]
         if samples:
             graded = sorted((sample for sample in samples if sample.reward is not None), key=lambda s: s.reward or 0.0)

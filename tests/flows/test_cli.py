@@ -10,6 +10,7 @@ import errno
 import json
 import os
 import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -26,8 +27,9 @@ from typer.core import TyperGroup
 from typer.main import get_command
 from typer.testing import CliRunner
 
-from flows.cli import app, render_curl
+from flows.cli import app, render_curl, run_pipeline
 from flows.form import Pipeline, load_pipeline
+from flows.pipeline import PipelineResult
 from infra.ledger import LEDGER_FILE, Ledger
 from tests.flows.conftest import clean_environment, processes_of
 from tests.small_pipeline import small_settings, write_small_pipeline
@@ -359,3 +361,19 @@ def test_a_limit_without_end_and_a_seed_beyond_its_bits_end_in_no_traceback(tmp_
     seeded = CliRunner().invoke(app, ["quickstart", "--seed", str(2**70), "--store", str(tmp_path / "other")])
     assert seeded.exit_code == 2, seeded.output
     assert isinstance(seeded.exception, SystemExit)
+
+
+def test_what_a_run_prints_at_its_end_can_be_copied_whatever_the_store_is_called(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Brackets are markup to rich: names would be left out, and what begins with [/ is an error in place of a path."""
+    store = tmp_path / "my [bold] runs[" / "x]"
+    config = write_small_pipeline(tmp_path, run={"store": str(store)})
+    report = f"{store}/runs/small-01234567/report.html"
+    result = PipelineResult(report=report, checkpoint=f"{store}/checkpoint", verdict="")
+    monkeypatch.setattr("flows.cli.run_checked", lambda *_, **__: result)
+    monkeypatch.setattr("flows.cli.console.file", sys.stderr)
+    run_pipeline(load_pipeline(config), port=0)
+    said = capsys.readouterr().err.splitlines()
+    assert f"Report:      {report}" in said
+    assert shlex.split(said[-1])[-2:] == ["--store", str(store)]

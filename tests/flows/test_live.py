@@ -16,7 +16,14 @@ import pytest
 from flows.live import MAX_RUNS, find_live_pages, served_live_pages
 from flows.password import own_password
 from infra.ledger import LEDGER_FILE, Ledger
-from rollouts_core.report.live import MAX_EVENTS, LiveStage, describe_stage, seconds_left
+from rollouts_core.report.live import (
+    MAX_EVENTS,
+    MAX_SAMPLE_BYTES,
+    LiveStage,
+    describe_stage,
+    newest_samples,
+    seconds_left,
+)
 from rollouts_core.system.gpu_use import sampled_gpu_use
 from tests.flows.conftest import Rollouts
 from tests.nvidia_smi import install_nvidia_smi
@@ -177,6 +184,21 @@ def test_a_stage_says_how_far_it_is_and_what_happened_last(tmp_path: Path) -> No
     (run_dir / "result.json").write_text("{}")
     finished = describe_stage(stage, now=NOW)
     assert finished.state == "finished" and finished.done == 0.0
+
+
+def test_a_completion_of_very_many_tokens_is_shown_too(tmp_path: Path) -> None:
+    """Its line has each token with its log-prob: with 80,000 of them it is longer than what is looked at of a file."""
+    long = {
+        **sample(0, reward=1.0, response="so it goes " * 10_000),
+        "tokens": [151_643] * 80_000,
+        "loss_mask": [1] * 80_000,
+        "rollout_log_probs": [-0.12345678901234567] * 80_000,
+    }
+    lines = [json.dumps(each) for each in (long, sample(1, reward=0.0, response="short"))]
+    assert len(lines[0]) > MAX_SAMPLE_BYTES
+    (tmp_path / "step_000001.jsonl").write_text("\n".join(lines) + "\n")
+    name, shown = newest_samples(tmp_path)
+    assert name == "step 1" and shown[0].text.start.startswith("so it goes") and shown[0].reward == 1.0
 
 
 def test_a_stage_that_has_written_nothing_is_under_way(tmp_path: Path) -> None:

@@ -154,3 +154,57 @@ def test_a_run_that_nobody_is_left_to_start_is_started(rollouts: Rollouts) -> No
         "Pending",
         "AwaitingRetry started again, because who was about to start it was gone",
     ], done.stderr
+
+
+CANCELLED_WHILE_QUEUED = """
+import asyncio, sys
+from pathlib import Path
+from prefect import flow
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.objects import State, StateType
+from flows import lost_runs
+from infra.ledger import Ledger
+
+@flow
+def nothing(): ...
+
+released = []
+
+def release(run):
+    released.append(run.name)
+    return "ended the job"
+
+async def main(store):
+    async with get_client() as client:
+        deployment_id = await client.create_deployment(await client.create_flow(nothing), "one")
+        for name, is_cancelled in (("cancelled", True), ("waits", False), ("lives", True)):
+            again = State(type=StateType.SCHEDULED, name="AwaitingRetry")
+            run = await client.create_flow_run_from_deployment(deployment_id, state=again, name=name)
+            with Ledger(store / "ledger.db") as ledger:
+                ledger.add_lease(f"/stages/sft-{name}", str(run.id), "local")
+            if name != "lives":
+                (store / "ledger.runs" / str(run.id)).touch()  # as of a process that is gone
+            if is_cancelled:
+                await client.set_flow_run_state(run.id, State(type=StateType.CANCELLING))
+            print(name, (await client.read_flow_run(run.id)).state.name)
+        lost = lost_runs.LostRuns(store)
+        for _ in range(3):
+            await lost.look()
+        print("released", *released)
+
+lost_runs.release_for = release
+store = Path(sys.argv[1])
+(store / "ledger.runs").mkdir(exist_ok=True)
+asyncio.run(main(store))
+"""
+
+
+@pytest.mark.slow
+def test_a_killed_run_that_is_cancelled_while_it_is_queued_again_gives_back_what_it_holds(rollouts: Rollouts) -> None:
+    """All slots are taken, so it waits to be started again, while its job trains on: Prefect tells nobody of Cancel."""
+    with local_server(rollouts.store) as address:
+        environment = {**os.environ, **prefect_environment(rollouts.store, address)}
+        command = [sys.executable, "-c", CANCELLED_WHILE_QUEUED, str(rollouts.store)]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    said = ["cancelled Cancelled", "waits AwaitingRetry", "lives Cancelled", "released cancelled"]
+    assert done.stdout.splitlines() == said, done.stderr

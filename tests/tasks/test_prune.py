@@ -188,6 +188,26 @@ def test_what_a_served_configuration_names_stays(store: Path, ledger: Ledger) ->
     assert OTHER not in removed(store, ledger, days=0, max_bytes=0)
 
 
+@pytest.mark.parametrize("key", ["model", "against"])
+def test_the_models_that_a_served_configuration_scores_stay(key: str, store: Path, ledger: Ledger) -> None:
+    """They are named as people call them, not by a path: my-run-5793d50a, sft-<fingerprint>/checkpoints/step_000100."""
+    add_run(store, days=50)
+    deployments = store / "prefect/deployments"
+    deployments.mkdir(parents=True)
+    for name, given in (
+        ("run", Path(RUN).name),
+        ("stage", f"{OTHER}/checkpoints/step_000100"),
+        ("alias", "production"),
+    ):
+        evaluate = {"model": "base", "against": "", key: given}
+        (deployments / f"{name}.json").write_text(json.dumps({"parameters": {"evaluate": evaluate}}))
+    (deployments / "asked.json").write_text(json.dumps({"parameters": {"config": {}}}))
+    (deployments / "torn.json").write_text("{")
+    gone = removed(store, ledger, days=0, max_bytes=0)
+    assert OTHER not in gone and Path(RUN).name not in gone and RUN not in gone
+    assert (store / RUN / "checkpoint").is_dir()
+
+
 def test_what_is_no_stage_is_not_touched(store: Path, ledger: Ledger) -> None:
     (store / "stages/notes").mkdir()
     plan = plan_prune(store, ledger, unused_days=0, max_bytes=0, now=NOW)
