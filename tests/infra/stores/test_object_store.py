@@ -6,6 +6,7 @@ Without it a run trains for a day and finds out then that its results may not be
 from __future__ import annotations
 
 import os
+import socket
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 from botocore.exceptions import ClientError
 
 from infra.errors import ObjectMissingError, StoreRefusedError, StoreUnavailableError
+from infra.stores import object_store
 from infra.stores.object_errors import sort_failure
 from infra.stores.object_store import PART_BYTES, ObjectStore, check_url
 from infra.stores.publication import PROBE, check_writable_store
@@ -126,6 +128,25 @@ def test_a_server_that_does_not_answer_may_answer_later(bucket: str, monkeypatch
     use(monkeypatch, environment_of(1))
     with pytest.raises(StoreUnavailableError, match=r"does not answer .*AWS_ENDPOINT_URL"):
         check_writable_store(ObjectStore(f"s3://{bucket}/runs"))
+
+
+@pytest.mark.parametrize("num_bytes", [5, 3 * PART_BYTES])
+def test_a_server_that_takes_a_connection_and_nothing_else_is_waited_for_with_an_end(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, num_bytes: int
+) -> None:
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(bytes(num_bytes))
+    monkeypatch.setattr(object_store, "ANSWER_S", 1.0)
+    monkeypatch.setattr(object_store, "MIN_BYTES_PER_S", 1 << 30)
+    with socket.create_server(("127.0.0.1", 0)) as server:  # as one whose disk hangs: the system there takes the rest
+        use(monkeypatch, environment_of(server.getsockname()[1]))
+        store = ObjectStore("s3://bucket/runs")
+        for send in (
+            lambda: store.write("publication.json", b"{}"),
+            lambda: store.upload("model.safetensors", path, store.digest(path)),
+        ):
+            with pytest.raises(StoreUnavailableError, match=r"does not answer \(it took nothing for 1 s\)"):
+                send()
 
 
 def test_a_wrong_clock_is_not_taken_for_wrong_credentials() -> None:
