@@ -9,6 +9,7 @@ variables and the files of the providers' own tools; nothing here sees one.
 
 import asyncio
 import base64
+import errno
 import hashlib
 import logging
 import math
@@ -146,7 +147,12 @@ class ObjectStore:
         """One object; None where there is none."""
         try:
             with sorted_failures(self._url_of(name)):
-                info = self._fs.info(self._key(name))
+                try:
+                    info = self._fs.info(self._key(name))
+                except OSError as error:
+                    if self.protocol == "s3" and error.errno == errno.EINVAL:
+                        self._fs.cat_file(self._key(name), start=0, end=1)  # says why, which an answer to HEAD cannot
+                    raise
         except ObjectMissingError:
             return None
         return None if info["type"] == "directory" else _describe(info)
