@@ -17,7 +17,7 @@ import json
 import os
 import shutil
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -54,6 +54,8 @@ class WantedFile:
     size: int
     sha256: str = ""
     """Its digest by a manifest; empty where none lists it."""
+    md5: str = ""
+    """Its digest by the store, hex; empty where a manifest lists it, or the store has none of the whole file."""
     identity: str = ""
     """What the store calls its content; empty where a manifest lists it. It need not be a digest, and is not compared
     with what was fetched, only with what the store says afterwards."""
@@ -94,7 +96,8 @@ def find_wanted(store: ObjectStore) -> list[WantedFile]:
             size, sha256 = listed[key]
             wanted.append(WantedFile(name=name, key=key, size=size, sha256=sha256))
         elif not listed or key == MANIFEST:  # what a manifest does not list is no part of its folder
-            wanted.append(WantedFile(name=name, key=key, size=there.size, identity=there.identity))
+            md5 = "" if "-" in there.md5 else there.md5
+            wanted.append(WantedFile(name=name, key=key, size=there.size, identity=there.identity, md5=md5))
     return wanted
 
 
@@ -151,30 +154,44 @@ def _fill(store: ObjectStore, wanted: Sequence[WantedFile], incoming: Path) -> N
     needed = sum(each.size for each in missing) - sum(path.stat().st_size for path in (incoming / _PARTS).iterdir())
     if shutil.disk_usage(incoming).free < needed:
         raise DiskFullError(str(incoming.parent), needed)
-    damaged = _fetch(store, missing, incoming)
-    damaged = _fetch(store, damaged, incoming)  # what an earlier try left may have been the damage
-    if damaged:
-        url = f"{store.url}/{damaged[0].key}".rstrip("/")
-        raise ObjectDamagedError(f"{url} is not the file that was published there: publish it again")
-    for each in wanted:
+    damaged = _fetch(store, missing, incoming, {})
+    damaged = _fetch(store, list(damaged), incoming, damaged)  # what an earlier try left may have been the damage
+    for each in list(damaged) or wanted:
         if each.identity and _identity_of(store, each) != each.identity:
             raise StoreUnavailableError(f"{store.url}/{each.key} changed while it was fetched: try again")
+    if damaged:
+        url = f"{store.url}/{next(iter(damaged)).key}".rstrip("/")
+        raise ObjectDamagedError(f"{url} is not the file that was published there: publish it again")
     shutil.rmtree(incoming / _PARTS)
     for directory in {(incoming / each.name).parent for each in wanted}:
         receiver.flush_directory(directory)
 
 
-def _fetch(store: ObjectStore, files: Sequence[WantedFile], incoming: Path) -> list[WantedFile]:
-    """Fetch files, some pieces at a time; returns those that are not what they should be."""
-    damaged = []
+def _fetch(
+    store: ObjectStore, files: Sequence[WantedFile], incoming: Path, before: Mapping[WantedFile, str]
+) -> dict[WantedFile, str]:
+    """Fetch files, some pieces at a time; returns those that are not what they should be, and the digests of what came.
+
+    Args:
+        before: the same of the try before.
+    """
+    damaged = {}
     pieces = [piece for file in files for piece in _pieces_of(file, _part_of(file, incoming))]
     with _in_order(store, pieces) as contents:
         for piece, content in zip(pieces, contents, strict=True):
             part = _part_of(piece.file, incoming)
             with part.open("ab") as output:
                 output.write(content)
-            if piece.end == piece.file.size and not _move_if_right(piece.file, part, incoming / piece.file.name):
-                damaged.append(piece.file)
+            if piece.end < piece.file.size:
+                continue
+            digest = _hash_durable(part, piece.file)
+            if _is_right(piece.file, digest, before.get(piece.file)):
+                path = incoming / piece.file.name
+                path.parent.mkdir(parents=True, exist_ok=True)
+                part.rename(path)
+            else:
+                damaged[piece.file] = digest
+                part.unlink()
     return damaged
 
 
@@ -214,19 +231,23 @@ def _part_of(file: WantedFile, incoming: Path) -> Path:
     return incoming / _PARTS / hashlib.sha256(file.name.encode()).hexdigest()
 
 
-def _move_if_right(file: WantedFile, part: Path, path: Path) -> bool:
-    """Put a whole file in its place; false, and nothing left of it, when it is not what it should be."""
-    sha256 = hashlib.sha256()
+def _is_right(file: WantedFile, digest: str, before: str | None) -> bool:
+    """Whether what has come of a file, and the time before, is what it should be by its digest."""
+    if file.sha256:
+        return digest == file.sha256
+    # What only looks like an MD5 (object_store.py) is none when the same comes twice.
+    return file.md5 in ("", digest) or digest == before
+
+
+def _hash_durable(part: Path, file: WantedFile) -> str:
+    """The digest of what has come of a file, of the kind that is known of it, once it survives a power cut."""
+    digest = hashlib.sha256() if file.sha256 else hashlib.md5(usedforsecurity=False)
+    is_known = file.sha256 or file.md5
     with part.open("rb") as content:
-        while file.sha256 and (chunk := content.read(_HASH_BYTES)):
-            sha256.update(chunk)
+        while is_known and (chunk := content.read(_HASH_BYTES)):
+            digest.update(chunk)
         os.fsync(content.fileno())
-    if file.sha256 and sha256.hexdigest() != file.sha256:
-        part.unlink()
-        return False
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part.rename(path)
-    return True
+    return digest.hexdigest()
 
 
 def _identity_of(store: ObjectStore, file: WantedFile) -> str:

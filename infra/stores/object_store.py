@@ -7,13 +7,17 @@ Only this file knows fsspec, whose drivers are optional packages. They find cred
 variables and the files of the providers' own tools; nothing here sees one.
 """
 
+import asyncio
 import base64
+import errno
 import hashlib
 import logging
 import math
 import re
 import secrets
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Coroutine, Iterator, Mapping
+from concurrent.futures import wait
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import fsspec
+import fsspec.callbacks
 import fsspec.core
 
 from infra.errors import ObjectMissingError, StoreRefusedError, StoreUnavailableError
@@ -28,11 +33,16 @@ from infra.stores.object_errors import missing_bucket, sorted_failures
 
 PART_BYTES = 16 << 20
 """What is larger than two of these goes to S3 in parts, several at a time; so many of them are in memory then."""
+PARTS_AT_ONCE = 10
 MAX_PARTS = 10_000
 """S3 takes no more."""
 MAX_OBJECTS = 10_000
 """A folder of more is taken for a mistake in its URL."""
 MAX_SMALL_BYTES = 16 << 20
+ANSWER_S = 120.0
+"""A store that takes nothing of what is sent for so long, and the time that MIN_BYTES_PER_S needs, does not answer. The
+drivers wait without end for a server that is there and does not read; what they do try again takes 80 s."""
+MIN_BYTES_PER_S = 100_000
 EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
 """Extras of this project that install a driver, by protocol."""
 
@@ -84,6 +94,17 @@ class FileDigest:
     """As a store with entity tags of MD5 would give it; see StoredObject."""
 
 
+class _Progress(fsspec.callbacks.Callback):  # type: ignore[misc]  # fsspec has no types
+    """When a store has last taken something."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.at = time.monotonic()
+
+    def relative_update(self, inc: int = 1) -> None:
+        self.at = time.monotonic()
+
+
 class ObjectStore:
     """A folder in an object store, or one object; may be used by several threads."""
 
@@ -126,7 +147,12 @@ class ObjectStore:
         """One object; None where there is none."""
         try:
             with sorted_failures(self._url_of(name)):
-                info = self._fs.info(self._key(name))
+                try:
+                    info = self._fs.info(self._key(name))
+                except OSError as error:
+                    if self.protocol == "s3" and error.errno == errno.EINVAL:
+                        self._fs.cat_file(self._key(name), start=0, end=1)  # says why, which an answer to HEAD cannot
+                    raise
         except ObjectMissingError:
             return None
         return None if info["type"] == "directory" else _describe(info)
@@ -158,6 +184,9 @@ class ObjectStore:
         """Write or replace a small object in one step."""
         key = self._key(name)
         with self._failures_to_write(name):
+            if self._fs.async_impl:
+                self._send(self._fs._pipe_file(key, content), len(content), _Progress())
+                return
             if self.protocol != "file":
                 self._fs.pipe_file(key, content)
                 return
@@ -171,10 +200,16 @@ class ObjectStore:
         Raises:
             StoreUnavailableError: it did not arrive whole, or the file changed meanwhile, or is gone.
         """
-        options = {"chunksize": part_bytes(digest.size)} if self.protocol == "s3" else {}
+        part_size, key = part_bytes(digest.size), self._key(name)
+        options = {"chunksize": part_size, "max_concurrency": PARTS_AT_ONCE} if self.protocol == "s3" else {}
         with self._failures_to_write(name):
             try:
-                self._fs.put_file(str(path), self._key(name), **options)
+                if self._fs.async_impl:
+                    progress = _Progress()
+                    sending = self._fs._put_file(str(path), key, callback=progress, **options)
+                    self._send(sending, min(digest.size, PARTS_AT_ONCE * part_size), progress)
+                else:
+                    self._fs.put_file(str(path), key)
             except FileNotFoundError as error:  # of the file, or of the bucket
                 if path.exists():
                     raise
@@ -220,6 +255,22 @@ class ObjectStore:
     def _signing_fs(self) -> Any:  # Any: fsspec has no types
         """A driver of its own: the usual one signs URLs in the old way, which most servers do not take any more."""
         return _open_driver(self.url, self.protocol, config_kwargs={"signature_version": "s3v4"})[0]
+
+    def _send(self, sending: Coroutine[Any, Any, None], num_bytes_at_once: int, progress: "_Progress") -> None:
+        """Wait for a driver that sends something, as long as it gets on.
+
+        Raises:
+            TimeoutError: the store takes nothing.
+        """
+        limit_s = ANSWER_S + num_bytes_at_once / MIN_BYTES_PER_S
+        future = asyncio.run_coroutine_threadsafe(sending, self._fs.loop)
+        try:
+            while wait([future], timeout=1.0).not_done:
+                if time.monotonic() > progress.at + limit_s:
+                    raise TimeoutError(f"it took nothing for {limit_s:.0f} s")
+            future.result()
+        finally:
+            future.cancel()
 
     @contextmanager
     def _failures_to_write(self, name: str) -> Iterator[None]:

@@ -65,9 +65,9 @@ def pull_run(session: Session, source: str, target: Path) -> int:
             wanted = [name for name in _in_order(there) if _is_new(target / name, *there[name])]
             _check_room(target, {name: there[name][0] for name in wanted})
             held: dict[str, Path] = {}
-            damaged = _fetch(session, source, target, wanted, held)
+            damaged = _fetch(session, source, target, {name: there[name] for name in wanted}, held)
             # What was there before may have been of another file.
-            damaged = _fetch(session, source, target, damaged, held)
+            damaged = _fetch(session, source, target, {name: there[name] for name in damaged}, held)
             if not damaged:
                 shutil.rmtree(target / INCOMING, ignore_errors=True)
     except OSError as error:
@@ -171,10 +171,13 @@ def _remove_deleted_checkpoints(there: Mapping[str, object], target: Path) -> No
             shutil.rmtree(path, ignore_errors=True)
 
 
-def _fetch(session: Session, source: str, target: Path, names: Sequence[str], held: dict[str, Path]) -> list[str]:
+def _fetch(
+    session: Session, source: str, target: Path, names: Mapping[str, Sequence[int]], held: dict[str, Path]
+) -> list[str]:
     """Fetch the files with one call; returns those that arrived damaged.
 
     Args:
+        names: with their sizes and times of change as they were listed.
         held: whole files, and where they lie, of checkpoints of which another version is here, which stays whole until
             all of the new one has come.
     """
@@ -195,6 +198,8 @@ def _fetch(session: Session, source: str, target: Path, names: Sequence[str], he
             if name == RESULT or PurePosixPath(name).name == MANIFEST:
                 _flush(changed)
             may_appear = not any(_is_vouched_for(each, by=name) for each in damaged)
+            if _manifest_of(name) == name:  # of another one: the files before it, or left out, may be of the one listed
+                may_appear &= [head["size"], head.get("modified_ns")] == list(names[name])
             if head["size"] is not None:
                 if not _receive(stream, head, part, may_appear=may_appear):
                     damaged.append(name)

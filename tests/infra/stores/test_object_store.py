@@ -6,14 +6,19 @@ Without it a run trains for a day and finds out then that its results may not be
 from __future__ import annotations
 
 import os
+import socket
 import sys
+import threading
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 from botocore.exceptions import ClientError
 
 from infra.errors import ObjectMissingError, StoreRefusedError, StoreUnavailableError
+from infra.stores import object_store
+from infra.stores.download import find_wanted
 from infra.stores.object_errors import sort_failure
 from infra.stores.object_store import PART_BYTES, ObjectStore, check_url
 from infra.stores.publication import PROBE, check_writable_store
@@ -126,6 +131,48 @@ def test_a_server_that_does_not_answer_may_answer_later(bucket: str, monkeypatch
     use(monkeypatch, environment_of(1))
     with pytest.raises(StoreUnavailableError, match=r"does not answer .*AWS_ENDPOINT_URL"):
         check_writable_store(ObjectStore(f"s3://{bucket}/runs"))
+
+
+@pytest.mark.parametrize("num_bytes", [5, 3 * PART_BYTES])
+def test_a_server_that_takes_a_connection_and_nothing_else_is_waited_for_with_an_end(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, num_bytes: int
+) -> None:
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(bytes(num_bytes))
+    monkeypatch.setattr(object_store, "ANSWER_S", 1.0)
+    monkeypatch.setattr(object_store, "MIN_BYTES_PER_S", 1 << 30)
+    with socket.create_server(("127.0.0.1", 0)) as server:  # as one whose disk hangs: the system there takes the rest
+        use(monkeypatch, environment_of(server.getsockname()[1]))
+        store = ObjectStore("s3://bucket/runs")
+        for send in (
+            lambda: store.write("publication.json", b"{}"),
+            lambda: store.upload("model.safetensors", path, store.digest(path)),
+        ):
+            with pytest.raises(StoreUnavailableError, match=r"does not answer \(it took nothing for 1 s\)"):
+                send()
+
+
+class Expired(BaseHTTPRequestHandler):
+    """Answers as Amazon does where the session token is an old one: without a reason to HEAD, which has no body."""
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def do_GET(self) -> None:
+        said = b"<Error><Code>ExpiredToken</Code><Message>The provided token has expired.</Message></Error>"
+        self.send_response(400)
+        self.send_header("Content-Length", str(0 if self.command == "HEAD" else len(said)))
+        self.end_headers()
+        self.wfile.write(b"" if self.command == "HEAD" else said)
+
+
+def test_credentials_that_have_expired_are_said_to_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Expired) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        use(monkeypatch, environment_of(server.server_port))
+        with pytest.raises(StoreRefusedError, match=r"is refused \(ExpiredToken\): check AWS_ACCESS_KEY_ID"):
+            find_wanted(ObjectStore("s3://bucket/model"))
+        server.shutdown()
 
 
 def test_a_wrong_clock_is_not_taken_for_wrong_credentials() -> None:

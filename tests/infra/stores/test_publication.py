@@ -5,8 +5,10 @@ Without it somebody serves half a checkpoint, or the results of a week are overw
 
 from __future__ import annotations
 
+import hashlib
 import os
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -181,6 +183,31 @@ def test_a_folder_of_somebody_else_and_a_single_object_come_as_they_are(
     assert (tmp_path / "sft.jsonl").read_bytes() == rows
     with pytest.raises(ObjectMissingError, match="there is nothing at"):
         pull(f"s3://{bucket}/other", tmp_path / "other")
+
+
+@pytest.mark.parametrize("state", ["as it was", "changed", "without an MD5"])
+def test_what_an_earlier_try_left_is_compared_by_the_digest_that_the_store_keeps(
+    bucket: str, s3_server: S3Server, tmp_path: Path, state: str
+) -> None:
+    content = os.urandom(downloads.PIECE_BYTES + 5)
+    s3_server.client().put_object(Bucket=bucket, Key="rows.jsonl", Body=content)
+    store, target = ObjectStore(f"s3://{bucket}/rows.jsonl"), tmp_path / "rows.jsonl"
+    [wanted] = find_wanted(store)
+    assert not wanted.sha256
+    if state == "without an MD5":  # what S3 says of what it encrypts with a key of KMS only looks like one
+        wanted = replace(wanted, md5="0" * 32)
+    else:
+        parts = tmp_path / f".{target.name}.incoming-{downloads.digest_of([wanted])[:16]}" / ".parts"
+        parts.mkdir(parents=True)
+        (parts / hashlib.sha256(wanted.name.encode()).hexdigest()).write_bytes(bytes(downloads.PIECE_BYTES))
+    if state == "changed":
+        s3_server.client().put_object(Bucket=bucket, Key="rows.jsonl", Body=content[::-1])
+        with pytest.raises(StoreUnavailableError, match="changed while it was fetched"):
+            download(store, [wanted], target)
+        assert not target.exists()
+        return
+    download(store, [wanted], target)
+    assert target.read_bytes() == content
 
 
 def test_names_that_could_leave_their_folder_are_refused(bucket: str, s3_server: S3Server, tmp_path: Path) -> None:

@@ -215,6 +215,26 @@ def test_a_checkpoint_that_was_trained_again_replaces_ours_as_a_whole(there: Pat
     assert content_of(here) == public(content_of(there))
 
 
+def test_a_checkpoint_that_is_written_anew_while_it_is_fetched_is_no_mixture(there: Path, here: Path) -> None:
+    name = "checkpoints/step_000001"
+
+    def write_anew(chunk: bytes) -> bytes:
+        if not (there / name / "added").exists():
+            shutil.rmtree(there / name)
+            write_checkpoint(there, "step_000001")
+            (there / name / "manifest.json").write_text('{"name": "another"}')
+            (there / name / "added").touch()
+        return chunk
+
+    session = ChangingSession(write_anew)
+    (there / name / "model.safetensors").write_bytes(bytes(2 << 20))
+    with pytest.raises(TransientInfraError, match=r"manifest\.json"):
+        pull_run(session, str(there), here)
+    assert "manifest.json" not in content_of(here / name)
+    pull_run(session, str(there), here)
+    assert content_of(here) == public(content_of(there))
+
+
 def flip(chunk: bytes) -> bytes:
     """A piece of a file of which one bit is another one."""
     middle = len(chunk) // 2  # lines about files may be at its ends
