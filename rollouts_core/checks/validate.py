@@ -215,6 +215,9 @@ def check_demonstrations(
         share = dataset.repeat * counts.num_rows / counts.num_checked
         kept = counts.num_checked - counts.num_dropped
         num_epoch_rows += share * (counts.num_tokens / sft.max_length if sft.packing else kept)
+    if not num_epoch_rows:  # streamed data of which later rows may be shorter
+        sentence = f"training.sft.max_length {sft.max_length} leaves out every demonstration that was looked at"
+        return [*findings, Caution(f"{sentence}: raise it, or nothing may be left to train on")]
     num_rows = math.ceil(num_epoch_rows)  # no row holds demonstrations of two epochs
     if num_rows < sft.batch_size:
         findings.append(

@@ -218,6 +218,17 @@ def test_of_streamed_data_only_the_first_rows_are_checked(
         check_demonstrations(make_config(path), tokenizer)
 
 
+@pytest.mark.parametrize("packing", [True, False])
+def test_streamed_data_of_which_the_first_rows_are_all_left_out_are_warned_of(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch, packing: bool
+) -> None:
+    monkeypatch.setattr(validate, "NUM_STREAMED_ROWS_CHECKED", 2)
+    path = write_rows(tmp_path / "a.jsonl", [{**SUM, "completion": "2" * 50}] * 2 + [SUM])
+    config = make_config(path, streaming=True, packing=packing, on_overlong="drop")
+    first, second = check_demonstrations(config, tokenizer)
+    assert first.startswith(f"{path}: 0 demonstrations in the first 2 of 3 rows") and isinstance(second, Caution)
+
+
 MODELS: dict[str, PreTrainedConfig] = {
     "gpt2": GPT2Config(n_positions=16),
     "gptj": GPTJConfig(n_positions=16),
