@@ -22,12 +22,13 @@ from transformers import (
     OPTConfig,
     PreTrainedConfig,
     PreTrainedTokenizerBase,
+    SeedOssConfig,
 )
 
 from rollouts_core.checkpoint import new_checkpoint
 from rollouts_core.checks import validate
 from rollouts_core.checks.function_checks import check_functions
-from rollouts_core.checks.model_checks import check_packing, check_positions, count_positions
+from rollouts_core.checks.model_checks import check_packing, check_positions, count_positions, warn_of_dropout
 from rollouts_core.checks.validate import (
     check_answers,
     check_demonstrations,
@@ -281,6 +282,27 @@ def test_a_model_that_counts_distances_along_the_row_is_refused_where_completion
     words = r"gpt_neo models would see a prompt .* further away .*: set training\.rl\.packing = false"
     with pytest.raises(ConfigError, match=words) if is_refused else nullcontext():
         check_packing(Config.model_validate(settings))
+
+
+@pytest.mark.parametrize(
+    ("settings", "mode", "named"),
+    [
+        (SeedOssConfig(), "rl", "(attention_dropout 0.1, residual_dropout 0.1 in its config.json)"),
+        (GPT2Config(embd_pdrop=0.0), "sft+rl", "(resid_pdrop 0.1, attn_pdrop 0.1 in its config.json)"),
+        (GPT2Config(), "sft", ""),
+        (GPT2Config(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0), "rl", ""),  # classifiers of it still would
+        (GPTNeoConfig(), "rl", ""),
+        (LlamaConfig(), "rl", ""),
+    ],
+)
+def test_dropout_is_warned_of_where_the_loss_compares_with_an_engine(
+    tmp_path: Path, settings: PreTrainedConfig, mode: str, named: str
+) -> None:
+    """Of a small GPT-2 with 0.1, 28 to 37 % of all tokens were clipped before the first update."""
+    settings.save_pretrained(tmp_path)
+    data = dict.fromkeys(("sft", "prompts", "selection", "heldout"), "rows.jsonl")
+    config = Config.model_validate({"mode": mode, "model": {"path": str(tmp_path)}, "data": data})
+    assert [named in sentence for sentence in warn_of_dropout(config)] == [True] * bool(named)
 
 
 @pytest.mark.parametrize(
