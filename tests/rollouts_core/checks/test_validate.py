@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from transformers import (
     BloomConfig,
+    FalconConfig,
     GPT2Config,
     GPTJConfig,
     GPTNeoConfig,
@@ -237,6 +238,7 @@ MODELS: dict[str, PreTrainedConfig] = {
     "llama": LlamaConfig(max_position_embeddings=16),
     "jamba": JambaConfig(max_position_embeddings=16),
     "bloom": BloomConfig(),
+    "falcon": FalconConfig(alibi=True),
 }
 """Tables of learned, and of computed, positions; positions that go on; and none at all."""
 
@@ -250,14 +252,18 @@ MODELS: dict[str, PreTrainedConfig] = {
         ("sft", {"sft": {"packing": False}}, ""),
     ],
 )
-@pytest.mark.parametrize("family", ["jamba", "bloom"])
+@pytest.mark.parametrize("family", ["jamba", "bloom", "falcon"])
 def test_a_model_that_heeds_no_mask_is_refused_where_rows_are_packed(
     tmp_path: Path, family: str, mode: str, packing: dict[str, Any], named: str
 ) -> None:
     MODELS[family].save_pretrained(tmp_path)
     data = dict.fromkeys(("sft", "prompts", "selection", "heldout"), "rows.jsonl")
     settings = {"mode": mode, "model": {"path": str(tmp_path)}, "data": data, "training": packing}
-    place = {"jamba": "the linear_attention layers of jamba", "bloom": "bloom models"}[family]
+    place = {
+        "jamba": "the linear_attention layers of jamba",
+        "bloom": "bloom models",
+        "falcon": "falcon with ALiBi models",
+    }[family]
     words = f"see each other in {place}: set {named}"
     with pytest.raises(ConfigError, match=words) if named else nullcontext():
         check_packing(Config.model_validate(settings))
