@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,6 +30,8 @@ MODEL_FILES = {
     "tokenizer": ["tokenizer.json", "tokenizer.model", "vocab.*", "*.tiktoken"],
 }
 """What a model's folder must hold besides its weights, and the names under which it may."""
+DROPOUT = re.compile(r"(?<!classifier_)(?<!summary_first_)(?<!summary_last_)(dropout|_pdrop)")
+"""In names of a model's settings: what it drops; what a classifier in its place would is another matter."""
 LFS_POINTER = b"version https://git-lfs"
 """How a file begins that a clone without Git LFS has in place of the weights."""
 
@@ -180,6 +183,25 @@ def check_positions(
             f"{prompts} with completions of {max_new_tokens} (rollout.sampling.max_new_tokens) need {needed} "
             f"positions, the model at {config.model.path} has {num_positions}: lower one of them"
         )
+
+
+def warn_of_dropout(config: Config) -> list[Caution]:
+    """A warning where RL would take what a model drops while it is trained for a change of its weights."""
+    settings = find_settings(config.model) if config.mode != "sft" else None
+    if settings is None:
+        return []
+    values = settings.get_text_config().to_dict()
+    shares = {name: value for name, value in values.items() if DROPOUT.search(name) and isinstance(value, float)}
+    named = ", ".join(f"{name} {value:g}" for name, value in shares.items() if value > 0)
+    if not named:
+        return []
+    return [
+        Caution(
+            f"training.rl: the model at {config.model.path} drops activations while it is trained ({named} in its "
+            "config.json), and engines do not: the ratios of the loss take the difference for a change of the weights, "
+            "and clip it: set these to 0 there"
+        )
+    ]
 
 
 def check_longest(source: str, num_tokens: int, model: ModelConfig) -> list[Caution]:

@@ -32,7 +32,7 @@ def find_settings_without_effect(config: Config) -> list[Caution]:
     if config.mode != "sft":
         found += _of_stage("training.rl", rl.optim, rl.policy, num_updates=rl.num_optim_steps)
         found += _of_intervals("training.rl", rl)
-        found += _of_loss(rl)
+        found += [*_of_loss(rl), *_of_absent_parts(rl)]
     if config.evaluation.metric == "accuracy":
         found += _of_rollout(config.rollout)
     return [Caution(sentence) for sentence in found]
@@ -67,6 +67,11 @@ def _of_stage(stage: str, optim: OptimConfig, policy: PolicyConfig, *, num_updat
     found: list[str] = []
     if optim.lr == 0:
         found.append(f"{stage}.optim.lr is 0: nothing is learned")
+    if optim.schedule == "constant" and optim.min_lr_ratio != OptimConfig().min_lr_ratio:
+        found.append(
+            f'{stage}.optim.min_lr_ratio {optim.min_lr_ratio:g} does nothing with schedule "constant": set it to '
+            '"cosine" or "linear"'
+        )
     if optim.num_warmup_steps >= num_updates:
         found.append(
             f"{stage}.optim.num_warmup_steps {optim.num_warmup_steps} are as many as all updates ({num_updates}), or "
@@ -99,6 +104,32 @@ def _of_loss(rl: RLTrainingConfig) -> list[str]:
         for name, value in given.items()
         if value
     ]
+
+
+def _of_absent_parts(rl: RLTrainingConfig) -> list[str]:
+    """Numbers of a part of the algorithm that the other settings leave out."""
+    loss, has_values, has_penalty = rl.loss, rl.with_values, bool(rl.reward_shaping.overlong_buffer_tokens)
+    is_clipped, is_capped = loss.objective != "reinforce", loss.objective in ("ppo", "gspo")
+    is_constant, is_averaged = rl.advantage.estimator == "constant", loss.aggregation == "constant_length"
+    parts = [
+        ("advantage", "baseline", is_constant, 'without advantage.estimator = "constant"'),
+        ("advantage", "gamma", has_values, 'without advantage.estimator = "gae"'),
+        ("advantage", "gae_lambda", has_values, 'without advantage.estimator = "gae"'),
+        ("reward_shaping", "max_response_tokens", has_penalty, "without overlong_buffer_tokens"),
+        ("reward_shaping", "overlong_penalty", has_penalty, "without overlong_buffer_tokens"),
+        ("loss", "value_coef", has_values, 'without advantage.estimator = "gae"'),
+        ("loss", "value_clip", has_values, 'without advantage.estimator = "gae"'),
+        ("loss", "clip_low", is_clipped, f'with the objective "{loss.objective}"'),
+        ("loss", "clip_high", is_clipped, f'with the objective "{loss.objective}"'),
+        ("loss", "dual_clip", is_capped, f'with the objective "{loss.objective}"'),
+        ("loss", "constant_length", is_averaged, f'with the aggregation "{loss.aggregation}"'),
+    ]
+    found: list[str] = []
+    for section, name, is_there, reason in parts:
+        given, usual = (getattr(getattr(each, section), name) for each in (rl, RLTrainingConfig()))
+        if not is_there and given != usual:
+            found.append(f"training.rl.{section}.{name} {given:g} does nothing {reason}")
+    return found
 
 
 def _of_rollout(rollout: RolloutConfig) -> list[str]:

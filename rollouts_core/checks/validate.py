@@ -30,6 +30,7 @@ from rollouts_core.checks.model_checks import (
     check_positions,
     count_positions,
     num_embedded_tokens,
+    warn_of_dropout,
 )
 from rollouts_core.checks.no_effect import find_settings_without_effect
 from rollouts_core.comparison import LEAST_P_VALUE, least_p_value, least_wins
@@ -93,7 +94,7 @@ def validate_config(config: Config) -> list[str]:
     tokenizer = load_tokenizer(config.model)
     check_model_vocabulary(config.model, tokenizer)
     findings = [f"model {config.model.path}: tokenizer with {len(tokenizer)} tokens"]
-    findings += [*find_settings_without_effect(config), *check_learning_rates(config)]
+    findings += [*find_settings_without_effect(config), *check_learning_rates(config), *warn_of_dropout(config)]
     findings += check_adapters(config)
     held_out = _read_held_out(config)
     if config.mode != "rl":
@@ -216,6 +217,9 @@ def check_demonstrations(
         share = dataset.repeat * counts.num_rows / counts.num_checked
         kept = counts.num_checked - counts.num_dropped
         num_epoch_rows += share * (counts.num_tokens / sft.max_length if sft.packing else kept)
+    if not num_epoch_rows:  # streamed data of which later rows may be shorter
+        sentence = f"training.sft.max_length {sft.max_length} leaves out every demonstration that was looked at"
+        return [*findings, Caution(f"{sentence}: raise it, or nothing may be left to train on")]
     num_rows = math.ceil(num_epoch_rows)  # no row holds demonstrations of two epochs
     if num_rows < sft.batch_size:
         findings.append(

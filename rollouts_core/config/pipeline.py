@@ -113,6 +113,12 @@ class Config(Record):
                 f"training.rl.num_minibatches {rl.num_minibatches} are more than the {rollout.batch_size} groups of a "
                 "step (rollout.batch_size), and an update needs a whole one: lower the one or raise the other"
             )
+        for name in (rollout.filter_fn, *(each.name for each in rollout.filters)):
+            if rollout.n_samples_per_prompt == 1 and name in ("reward_nonzero_std", "quality_and_diversity"):
+                raise ValueError(
+                    f'the filter "{name}" keeps prompts whose completions have different rewards, and '
+                    "rollout.n_samples_per_prompt 1 gives one of each: leave it out, or sample 2 or more"
+                )
         shaping, max_new_tokens = rl.reward_shaping, rollout.sampling.max_new_tokens
         penalty_start = shaping.max_response_tokens - shaping.overlong_buffer_tokens
         if shaping.overlong_buffer_tokens and penalty_start >= max_new_tokens:

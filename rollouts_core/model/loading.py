@@ -197,9 +197,11 @@ def check_packable(settings: PreTrainedConfig, *, setting: str = "packing", shar
         setting: what to switch off.
         shares_prompts: whether samples of a row read one prompt, which lies next to the first of them only.
     """
-    kind = find_unmasked_layers(settings)
-    if kind or settings.model_type in UNMASKED_MODELS:
-        place = f"the {kind} layers of {settings.model_type}" if kind else f"{settings.model_type} models"
+    kind, model = find_unmasked_layers(settings), settings.model_type
+    if has_alibi := model == "falcon" and settings.alibi:  # it makes ALiBi's slopes of a mask of padding alone
+        model = "falcon with ALiBi"
+    if kind or has_alibi or model in UNMASKED_MODELS:
+        place = f"the {kind} layers of {model}" if kind else f"{model} models"
         raise ConfigError(f"packed rows would let samples see each other in {place}: set {setting} = false")
     if shares_prompts and settings.model_type in MODELS_OF_ROW_DISTANCES:
         raise ConfigError(

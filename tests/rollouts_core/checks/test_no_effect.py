@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from rollouts_core.algorithms.presets import ALGORITHMS
 from rollouts_core.checks.no_effect import find_settings_without_effect
 from rollouts_core.config import Config
 from rollouts_core.environments import Conversation, Reply
@@ -116,6 +117,53 @@ def test_a_term_of_a_ratio_that_is_always_1_is_told(
     loss = {"ratio_base": ratio_base, name: 0.1}
     found = find(training={"rl": {"num_minibatches": num_minibatches, "loss": loss}})
     assert [f"training.rl.loss.{name} does nothing" in sentence for sentence in found] == [True] * is_told
+
+
+@pytest.mark.parametrize(
+    ("settings", "with_its_part"),
+    [
+        ({"advantage": {"baseline": 0.5}}, {"advantage": {"estimator": "constant", "baseline": 0.5}}),
+        ({"advantage": {"gamma": 0.9}}, {"advantage": {"estimator": "gae", "gamma": 0.9}}),
+        ({"advantage": {"gae_lambda": 0.9}}, {"advantage": {"estimator": "gae", "gae_lambda": 0.9}}),
+        ({"loss": {"value_coef": 0.5}}, {"loss": {"value_coef": 0.5}, "advantage": {"estimator": "gae"}}),
+        ({"loss": {"value_clip": 0.5}}, {"loss": {"value_clip": 0.5}, "advantage": {"estimator": "gae"}}),
+        ({"loss": {"objective": "reinforce", "clip_low": 0.1}}, {"loss": {"objective": "dppo", "clip_low": 0.1}}),
+        ({"loss": {"objective": "reinforce", "clip_high": 0.1}}, {"loss": {"objective": "ppo", "clip_high": 0.1}}),
+        ({"loss": {"objective": "cispo", "dual_clip": 3.0}}, {"loss": {"objective": "gspo", "dual_clip": 3.0}}),
+        (
+            {"loss": {"constant_length": 512}},
+            {"loss": {"constant_length": 512, "aggregation": "constant_length"}},
+        ),
+        (
+            {"reward_shaping": {"max_response_tokens": 512}},
+            {"reward_shaping": {"max_response_tokens": 512, "overlong_buffer_tokens": 64}},
+        ),
+        (
+            {"reward_shaping": {"overlong_penalty": 0.5}},
+            {
+                "reward_shaping": {
+                    "overlong_penalty": 0.5, "max_response_tokens": 512, "overlong_buffer_tokens": 64,
+                }
+            },
+        ),
+        ({"optim": {"min_lr_ratio": 0.0}}, {"optim": {"min_lr_ratio": 0.0, "schedule": "linear"}}),
+    ],
+)  # fmt: skip
+def test_a_number_of_a_part_that_the_algorithm_lacks_is_told(
+    settings: dict[str, Any], with_its_part: dict[str, Any]
+) -> None:
+    [told] = find(training={"rl": settings})
+    [(section, values)] = settings.items()
+    name = list(values)[-1]
+    assert told.startswith(f"training.rl.{section}.{name} {values[name]:g} does nothing with")
+    assert find(training={"rl": with_its_part}) == []
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_every_setting_of_a_named_algorithm_does_something(name: str) -> None:
+    rl = {"algorithm": name}
+    shape = {"batch_size": 16, "sampling": {"max_new_tokens": 20480}}
+    assert find(training={"rl": rl}, rollout=shape) == []
 
 
 @pytest.mark.parametrize(("eval_every", "sft_eval", "is_told"), [(50, "", True), (50, "e", False), (100, "", False)])

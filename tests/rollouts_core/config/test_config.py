@@ -194,6 +194,18 @@ def test_completions_without_another_to_compare_with_are_refused() -> None:
     parse({**settings, "training": {"rl": {"advantage": {"estimator": "constant", "baseline": 0.5}}}})
 
 
+@pytest.mark.parametrize(
+    "filters", [{"filter_fn": "reward_nonzero_std"}, {"filters": [{"name": "quality_and_diversity"}]}]
+)
+def test_a_filter_that_keeps_no_completion_without_another_is_refused(filters: dict[str, Any]) -> None:
+    """Every prompt would be dropped, until `max_refills` ends the run."""
+    alone = {"training": {"rl": {"advantage": {"estimator": "gae"}}}, "rollout": {"n_samples_per_prompt": 1}}
+    parse({**MINIMAL, **alone, "rollout": {"n_samples_per_prompt": 1, "filter_fn": "min_reward"}})
+    parse({**MINIMAL, **alone, "rollout": {"n_samples_per_prompt": 2, **filters}})
+    with pytest.raises(ConfigError, match="keeps prompts whose completions have different rewards"):
+        parse({**MINIMAL, **alone, "rollout": {"n_samples_per_prompt": 1, **filters}})
+
+
 def test_a_baseline_alone_is_the_estimator_that_subtracts_it() -> None:
     config = RLTrainingConfig(baseline=0.5, sync_every=2)  # type: ignore[call-arg]
     assert config == RLTrainingConfig(advantage=AdvantageConfig(estimator="constant", baseline=0.5), sync_every=2)
