@@ -66,7 +66,7 @@ def run_stage(stage: Stage, scope: RunScope, node: Node) -> StageRecord:
             damage = f"done again, because what an earlier run left is damaged: {damage}"
         unlike = "" if Path(stage.run_dir).exists() or stage.name in scope.fresh else describe_difference(stage)
         begun, taken = begin_with_earlier(stage), take_earlier_scores(stage, scope)
-        for sentence in filter(None, (damage, unlike, begun, taken)):
+        for sentence in filter(None, (damage, "" if taken else unlike, begun, taken)):
             progress.say(sentence)
         with tracked(stage, scope, progress.say):
             how: How = "reused" if is_finished(stage) else run_on_node(stage, scope, node, progress)

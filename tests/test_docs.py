@@ -16,9 +16,14 @@ from typing import Any, get_args
 
 import pytest
 import torch
+from pydantic import BaseModel
 from transformers import PreTrainedTokenizerBase
 
 import rollouts_core
+from flows.evaluate_settings import EvaluateConfig
+from flows.retrain_settings import RetrainConfig, ScheduleConfig
+from infra.node import FurtherNode, InstanceNode, RentedNode, SSHNode
+from infra.offers import GPUQuery
 from rollouts_core.algorithms.presets import AlgorithmName
 from rollouts_core.config import RolloutConfig, algorithm_preset
 from rollouts_core.environments.protocol import Conversation
@@ -215,3 +220,20 @@ def test_the_docs_name_every_reason_for_which_a_group_is_dropped() -> None:
 def scored(reward: float | None) -> Sample:
     prompt = (Message(role="user", content="?"),)
     return Sample(prompt=prompt, response="7", tokens=[1, 2], loss_mask=[0.0, 0.0], reward=reward)
+
+
+@pytest.mark.parametrize(
+    ("page", "settings"),
+    [
+        ("clusters.md", FurtherNode),
+        ("evaluation.md", EvaluateConfig),
+        ("machines.md", GPUQuery),
+        ("machines.md", InstanceNode),
+        ("machines.md", RentedNode),
+        ("retraining.md", RetrainConfig),
+        ("retraining.md", ScheduleConfig),
+        ("ssh_nodes.md", SSHNode),
+    ],
+)
+def test_a_page_about_settings_has_all_of_them(page: str, settings: type[BaseModel]) -> None:
+    assert set(settings.model_fields) - set(re.findall(r"\w+", (DOCS / page).read_text())) == set()

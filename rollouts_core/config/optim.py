@@ -26,9 +26,10 @@ class OptimConfig(Record):
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     """Shape of the learning rate after warmup."""
     num_warmup_steps: int = Field(0, ge=0)
-    """Steps over which the learning rate rises from 0 to its peak."""
+    """Updates over which the learning rate rises from 0 to its peak. A step of SFT is one; one of RL has up to
+    `num_minibatches` x `num_epochs` of them."""
     min_lr_ratio: Annotated[Finite, Field(ge=0, le=1)] = 0.1
-    """The learning rate at the last step, as a share of the peak."""
+    """The learning rate at the last update, as a share of the peak."""
     max_grad_norm: Annotated[Finite, Field(gt=0)] = 1.0
     """Gradients are scaled down to this norm."""
 

@@ -81,14 +81,12 @@ RL_CURVES = (
         min_high=0.001,
     ),
     Curve("entropy", "Entropy", "Mean over the trained tokens, in nats."),
-    Curve("staleness_mean", "Staleness", "Mean age of the sampled tokens, in versions of the weights.", min_high=1.0),
-    Curve("clip_share", "Clip share", "Share of tokens whose probability ratio was clipped.", min_high=0.01),
+    Curve("staleness_mean", "Staleness", "Mean age of the sampled tokens, in publications of weights.", min_high=1.0),
+    Curve("clip_share", "Clip share", "Share of tokens whose gradient the objective limited.", min_high=0.01),
     Curve("num_turns", "Turns", "Mean number of the policy's turns per conversation."),
     Curve("tool_error_share", "Tool errors", "Share of turns that asked a tool for what it cannot do.", min_high=0.1),
     Curve("parse_failure_share", "Parse failures", "Share of turns that the environment cannot read.", min_high=0.1),
-    Curve(
-        "reward_error_share", "Ungraded", "Share of samples that could not be graded, and were dropped.", min_high=0.1
-    ),
+    Curve("reward_error_share", "Ungraded", "Share of samples that could not be graded.", min_high=0.1),
     Curve("signal_share", "Signal share", "Share of groups whose rewards differ; others teach nothing.", min_high=1.0),
 )
 CURVES = {"sft": SFT_CURVES, "rl": RL_CURVES}

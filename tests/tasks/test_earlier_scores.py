@@ -89,6 +89,17 @@ def test_what_the_run_scored_is_taken_under_other_names_and_order(
     assert run_stage(stage, scope, here(Path(scope.store))).why == record.why
 
 
+def test_what_need_not_be_done_is_not_told_in_what_it_differs(
+    config: Config, models: dict[str, InputModel], capsys: pytest.CaptureFixture[str]
+) -> None:
+    finish(planned(models, config, "trained")[0], SCORES)
+    stage, scope = planned({"model": models["sft"]}, config, "by-hand")
+    run_stage(stage, scope, here(Path(scope.store)))
+    said = capsys.readouterr().err
+    assert "reused from run trained-trained-, which scored the same" in " ".join(said.split())
+    assert "unlike" not in said
+
+
 def test_it_says_which_run_scored_it(config: Config, models: dict[str, InputModel]) -> None:
     finish(planned(models, config, "trained")[0], SCORES)
     stage, scope = planned({"model": models["sft"]}, config, "by-hand")

@@ -424,6 +424,15 @@ def test_a_grader_whose_machinery_fails_drops_the_group(tokenizer: PreTrainedTok
         generate_batch(NoGrader(), tokenizer, max_outage_minutes=0.0)
 
 
+def test_an_os_error_of_a_grader_is_a_mistake(tokenizer: PreTrainedTokenizerBase) -> None:
+    class Broken(EchoEnvironment):
+        def grade(self, sample: Sample) -> float:
+            raise FileNotFoundError("no answers.db")
+
+    with pytest.raises(RewardError, match=r"Broken.grade on prompt 'p\d+' raised FileNotFoundError: no answers.db"):
+        generate_batch(Broken(), tokenizer)
+
+
 def test_the_turns_of_a_branching_conversation_share_one_reward(tokenizer: PreTrainedTokenizerBase) -> None:
     grades: list[str] = []
 

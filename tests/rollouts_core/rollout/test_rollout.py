@@ -87,6 +87,12 @@ def test_a_batch_is_ordered_by_group_whoever_finishes_first() -> None:
     assert batch.response_lengths == [2] * 6
 
 
+def test_the_id_of_a_prompt_goes_before_a_field_of_the_row_with_its_name() -> None:
+    prompt = replace(make_prompts(1)[0], id="prompts-1", metadata={"prompt_id": "mine", "level": 3})
+    [sample] = build_pending_group(prompt, group_index=0, size=1)
+    assert sample.metadata == {"prompt_id": "prompts-1", "level": 3, "answer": prompt.answer}
+
+
 def test_dropped_groups_are_replaced_and_counted_by_reason() -> None:
     def drop_even(group: Sequence[Sample]) -> FilterDecision:
         return FilterDecision(group[0].group_index % 2 == 1, "even")
