@@ -82,7 +82,7 @@ def link_or_copy(source: Path, destination: Path) -> None:
     """The file at a second place, without a second copy where the file system allows that."""
     destination.parent.mkdir(parents=True, exist_ok=True)
     try:
-        destination.hardlink_to(source)
+        destination.hardlink_to(source.resolve())  # where it is a link itself: to a link the way would be another
     except OSError:  # another file system, or one without hard links
         shutil.copyfile(source, destination)
 

@@ -288,6 +288,18 @@ def test_an_adopted_checkpoint_is_the_runs_own(tmp_path: Path) -> None:
     assert verify_checkpoint(adopted).score == 0.5
 
 
+def test_a_checkpoint_of_links_is_adopted_with_the_files_that_they_lead_to(tmp_path: Path) -> None:
+    """In the cache of the Hugging Face hub every file is a link to a place beside the folder."""
+    written = write_checkpoint(tmp_path / "blobs", 7)
+    snapshot = tmp_path / "snapshots" / "3f1c"
+    for name in ("manifest.json", "model.safetensors", "trainer/state.json"):
+        (snapshot / name).parent.mkdir(parents=True, exist_ok=True)
+        (snapshot / name).symlink_to(os.path.relpath(written / name, (snapshot / name).parent))
+    adopted = adopt_checkpoint(snapshot, tmp_path / "run")
+    shutil.rmtree(tmp_path / "blobs")
+    assert verify_checkpoint(adopted).step == 7
+
+
 def test_a_damaged_checkpoint_is_not_adopted(tmp_path: Path) -> None:
     source = write_checkpoint(tmp_path / "first", 7)
     damage_checkpoint(source, "truncated")
