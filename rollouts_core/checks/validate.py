@@ -57,7 +57,7 @@ from rollouts_core.data.held_out import MAX_NAMED, HeldOutRows, key_of_prompt, r
 from rollouts_core.data.rows import load_rows, open_rows, resolve_revision
 from rollouts_core.environments import ENVIRONMENTS
 from rollouts_core.environments.protocol import describe_tools
-from rollouts_core.errors import ConfigError, DataError, DemonstrationError
+from rollouts_core.errors import ConfigError, DataError, DemonstrationError, RolloutsError
 from rollouts_core.findings import Caution
 from rollouts_core.model.adapter_targets import check_adapters
 from rollouts_core.model.loading import check_not_quantized, find_positions, load_tokenizer
@@ -67,6 +67,7 @@ from rollouts_core.rollout.offline_rollouts import OfflineRollouts, check_rollou
 from rollouts_core.rollout.resolve import check_graded, resolve_environment
 from rollouts_core.saving import check_same_settings, check_step, describe_settings
 from rollouts_core.types import Prompt, Status
+from rollouts_core.user_code.failures import describe_raised
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -349,6 +350,13 @@ def check_answers(prompts: Sequence[Prompt], config: Config, *, source: str) -> 
                 check({**prompt.metadata, "answer": prompt.answer})
         except ValueError as error:
             raise DataError(f"{where} cannot be graded: {first_line(error)}") from error
+        except RolloutsError:  # its own sentence
+            raise
+        except Exception as error:
+            raise ConfigError(
+                f"rollout.environment: check_row of {config.rollout.environment} {describe_raised(error)}; "
+                f"it was given {where}"
+            ) from error
 
 
 def _describe_json_answer(answer: str, grader: str) -> str:
