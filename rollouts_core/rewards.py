@@ -6,6 +6,7 @@ environments that hold a conversation (environments/).
 
 from __future__ import annotations
 
+import inspect
 import math
 import re
 from collections import defaultdict
@@ -96,12 +97,23 @@ async def grade_sample(sample: Sample, reward_fn: RewardFn, *, timeout_s: float 
     except OutOfTimeError as error:
         raise RewardError(f"{where}: {error}") from error
     except (Exception, SystemExit) as error:
-        raise RewardError(f"{where} {describe_raised(error)}") from error
+        raise RewardError(f"{where} {describe_raised(error)}{_say_what_it_takes(reward_fn)}") from error
     if reward is None:
         return replace(sample, reward=None)
     if not isinstance(reward, Real) or not math.isfinite(reward):
         raise RewardError(f"{where} returned {reward!r}: expected a finite number, or None for one without a score")
     return replace(sample, reward=float(reward))
+
+
+def _say_what_it_takes(reward_fn: RewardFn) -> str:
+    """The end of a sentence about a function that raised, where it does not take a sample by itself."""
+    try:
+        inspect.signature(reward_fn).bind(None)
+    except TypeError:
+        return ": a reward function takes one Sample, which has the completion in `response` and the row in `metadata`"
+    except ValueError:  # nobody knows what it takes
+        return ""
+    return ""
 
 
 async def grade_group(

@@ -54,11 +54,11 @@ from rollouts_core.data.dataset import (
     load_prompts_from_jsonl,
     sample_rules,
 )
-from rollouts_core.data.held_out import HeldOutRows, key_of_prompt, read_held_out, watch_rows
+from rollouts_core.data.held_out import MAX_NAMED, HeldOutRows, key_of_prompt, read_held_out, watch_rows
 from rollouts_core.data.rows import load_rows, open_rows, resolve_revision
 from rollouts_core.environments import ENVIRONMENTS
 from rollouts_core.environments.protocol import describe_tools
-from rollouts_core.errors import ConfigError, DataError, DemonstrationError
+from rollouts_core.errors import ConfigError, DataError, DemonstrationError, RolloutsError
 from rollouts_core.findings import Caution
 from rollouts_core.model.adapter_targets import check_adapters
 from rollouts_core.model.loading import check_not_quantized, find_positions, load_tokenizer
@@ -68,6 +68,7 @@ from rollouts_core.rollout.offline_rollouts import OfflineRollouts, check_rollou
 from rollouts_core.rollout.resolve import check_graded, resolve_environment
 from rollouts_core.saving import check_same_settings, check_step, describe_settings
 from rollouts_core.types import Prompt, Status
+from rollouts_core.user_code.failures import describe_raised
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -105,7 +106,7 @@ def validate_config(config: Config) -> list[str]:
         for path in (config.data.selection, config.data.heldout):
             findings += _check_compared_demonstrations(path, config, tokenizer)
         check_other_rows(config.data.selection, config.data.heldout)
-        return findings + check_held_out(held_out)
+        return findings + check_held_out(held_out) + warn_of_repeated_rows(config)
     prompts = {"selection": config.data.selection, "heldout": config.data.heldout}
     if config.mode != "sft" and config.data.rollouts:
         folder, vocab_size = Path(config.data.rollouts), num_embedded_tokens(config.model) or len(tokenizer)
@@ -122,6 +123,7 @@ def validate_config(config: Config) -> list[str]:
     loaded = {name: _load_checked_prompts(path, config, tokenizer) for name, path in prompts.items()}
     check_disjoint(loaded["selection"], loaded["heldout"], names=("data.selection", "data.heldout"))
     findings += check_held_out(held_out, loaded.get("prompts", ()), source=prompts.get("prompts", ""))
+    findings += warn_of_repeated_rows(config)
     for name, rows in loaded.items():
         check_answers(rows, config, source=prompts[name])
     findings += check_functions(config, one_of_each_shape(itertools.chain(*loaded.values())), tokenizer)
@@ -161,7 +163,7 @@ def validate_evaluation(config: Config, models: Sequence[ModelConfig]) -> list[s
         findings += check_functions(scored, one_of_each_shape(prompts), tokenizer)
         findings += [_count_prompts(prompts, heldout), *warn_of_endless_turns(tokenizer)]
         findings += warn_of_unseen_tools(tokenizer, describe_tools(resolve_environment(scored.rollout)))
-    return list(dict.fromkeys(findings))
+    return list(dict.fromkeys([*findings, *warn_of_repeated_rows(config)]))
 
 
 def warn_of_own_generation(config: Config) -> list[Caution]:
@@ -352,6 +354,13 @@ def check_answers(prompts: Sequence[Prompt], config: Config, *, source: str) -> 
                 check({**prompt.metadata, "answer": prompt.answer})
         except ValueError as error:
             raise DataError(f"{where} cannot be graded: {first_line(error)}") from error
+        except RolloutsError:  # its own sentence
+            raise
+        except Exception as error:
+            raise ConfigError(
+                f"rollout.environment: check_row of {config.rollout.environment} {describe_raised(error)}; "
+                f"it was given {where}"
+            ) from error
 
 
 def _describe_json_answer(answer: str, grader: str) -> str:
@@ -386,6 +395,29 @@ def check_held_out(
     for each, prompt in itertools.product(asked, prompts):
         each.look_for([key_of_prompt(prompt)], source, prompt.row)
     return [sentence for each in held_out for sentence in each.check()]
+
+
+def warn_of_repeated_rows(config: Config) -> list[Caution]:
+    """A warning where rows that models are compared on say what others of them do.
+
+    The p-value takes each row for another observation: the same rows four times over make of p = 0.34 one of 0.08.
+    """
+    number_of: dict[str, int] = {}
+    repeated: list[str] = []
+    for number, row in itertools.islice(load_rows(config.data.heldout), config.evaluation.max_prompts):
+        said = {name: value for name, value in row.items() if name != "id"}
+        first = number_of.setdefault(json.dumps(said, sort_keys=True, default=str), number)
+        if first != number:
+            repeated.append(f"row {number} is row {first}")
+    if not repeated:
+        return []
+    places = ", ".join(repeated[:MAX_NAMED]) + ", ..." * (len(repeated) > MAX_NAMED)
+    return [
+        Caution(
+            f"data.heldout: {len(repeated)} of {len(number_of) + len(repeated)} rows say the same as one before them "
+            f"({places}): each counts as a row of its own, so that a difference looks surer than it is; remove them"
+        )
+    ]
 
 
 @dataclass(frozen=True, slots=True)

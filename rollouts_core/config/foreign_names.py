@@ -84,11 +84,12 @@ FOREIGN_NAMES: Mapping[str, str] = {
     **_all("reward_funcs reward_weights", "rollout.rewards"),
     **_all("rm_type custom_rm_path reward_func", "rollout.reward_fn"),
     # sampling
-    **_all("num_generations num_return_sequences rollout.n", "rollout.n_samples_per_prompt"),
+    **_all("num_generations num_return_sequences rollout.n group_size", "rollout.n_samples_per_prompt"),
     **_all("rollout_batch_size num_prompts_per_step", "rollout.batch_size"),
     **_all("max_prompt_length prompt_max_len rollout_max_prompt_len", "rollout.max_prompt_tokens"),
     **_all("max_completion_length max_response_length response_length", "rollout.sampling.max_new_tokens"),
     **_all("rollout_max_response_len generate_max_len", "rollout.sampling.max_new_tokens"),
+    **_all("rollout.max_tokens sampling.max_tokens", "rollout.sampling.max_new_tokens"),
     **_all("rollout_temperature", "rollout.sampling.temperature"),
     **_all("use_vllm", 'rollout.engine.kind = "vllm"'),
     **_all(

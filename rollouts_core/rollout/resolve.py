@@ -7,19 +7,20 @@ environments/).
 from __future__ import annotations
 
 import inspect
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 from rollouts_core.config import FilterConfig, RewardConfig, RolloutConfig, name_of_function
 from rollouts_core.config.messages import first_line
 from rollouts_core.environments import ENVIRONMENTS
-from rollouts_core.environments.protocol import Environment
-from rollouts_core.errors import ConfigError
+from rollouts_core.environments.protocol import Environment, Tool
+from rollouts_core.errors import ConfigError, RolloutsError
 from rollouts_core.filters import FILTERS, BufferFilterFn, FilterFn, compose_filters
 from rollouts_core.reward_services import REWARD_SERVICES
 from rollouts_core.rewards import REWARDS, RewardFn, WeightedRewards
 from rollouts_core.types import Sample
+from rollouts_core.user_code.failures import describe_raised
 from rollouts_core.user_code.functions import resolve_function
 
 NO_GRADER = (
@@ -96,7 +97,7 @@ def resolve_environment(config: RolloutConfig) -> Environment:
     """The environment that `rollout.environment` names, made anew; `NoEnvironment` where it is empty.
 
     Raises:
-        ConfigError: no such name, or something else than an environment.
+        ConfigError: no such name, something else than an environment, or one that cannot be made.
     """
     if config.environment == "":
         return NoEnvironment()
@@ -105,13 +106,31 @@ def resolve_environment(config: RolloutConfig) -> Environment:
     try:
         environment = make()
         if hasattr(environment, "grade"):
+            _check_tools(environment, config.environment)
             return environment
     except TypeError as error:
         problem = first_line(error)
+    except RolloutsError:  # its own sentence
+        raise
+    except (Exception, SystemExit) as error:
+        raise ConfigError(
+            f"rollout.environment: {config.environment} cannot be made: it {describe_raised(error)}"
+        ) from error
     raise ConfigError(
         f"rollout.environment: {config.environment} is no environment ({problem}): "
         "expected a class that is made without arguments and has the method grade(sample)"
     )
+
+
+def _check_tools(environment: Environment, name: str) -> None:
+    tools = getattr(environment, "tools", ())
+    others = [tool for tool in tools if not isinstance(tool, Tool)] if isinstance(tools, Collection) else [tools]
+    if others:
+        raise ConfigError(
+            f"rollout.environment: {name} has among its tools something of the type {type(others[0]).__name__}: "
+            "expected `tools` to be a sequence of rollouts_core.Tool, which has name, description, parameters (the "
+            "JSON Schema) and function"
+        )
 
 
 def check_graded(config: RolloutConfig) -> None:

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from rollouts_core.config.messages import closest_name, first_line
 from rollouts_core.errors import ConfigError
-from rollouts_core.user_code.failures import describe_raised
+from rollouts_core.user_code.failures import describe_raised, find_user_place
 
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])  # Any: user functions of many shapes
 
@@ -67,8 +67,11 @@ def _import(module_name: str, *, setting: str) -> ModuleType:
     try:
         return importlib.import_module(module_name)
     except ImportError as error:
+        is_itself_missing = isinstance(error, ModuleNotFoundError) and f"{module_name}.".startswith(f"{error.name}.")
+        place = "" if is_itself_missing else find_user_place(error)
+        remedy = "; is its folder on PYTHONPATH?" if is_itself_missing else ": install what it imports, or mend that"
         raise ConfigError(
-            f"{setting}: {module_name!r} cannot be imported ({first_line(error)}); is its folder on PYTHONPATH?"
+            f"{setting}: {module_name!r} cannot be imported ({first_line(error)}){place}{remedy}"
         ) from error
     except (Exception, SystemExit) as error:
         raise ConfigError(f"{setting}: {module_name!r} cannot be imported: it {describe_raised(error)}") from error

@@ -189,6 +189,10 @@ def test_a_command_line_that_does_not_fit_is_explained_by_its_usage(arguments: l
     assert words in outcome.output
 
 
+GRADER = "class f:\n  def grade(self, sample): return 1.0\n"
+"""An environment, to which a mistake is added."""
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("setting", "source", "words"),
@@ -200,6 +204,7 @@ def test_a_command_line_that_does_not_fit_is_explained_by_its_usage(arguments: l
         ("reward_fn", "def f(sample): pass", "returned None: expected a finite number"),
         ("reward_fn", "def f(sample): return '1'", "returned '1': expected a finite number"),
         ("reward_fn", "def f(): return 1", "raised TypeError"),
+        ("reward_fn", "def f(prompts, completions): return 1", ": a reward function takes one Sample, which has the"),
         ("reward_fn", "f = 3", ":f' is not a function"),
         ("reward_fn", "def ff(sample): return 1", "has no 'f'; did you mean ff?"),
         ("reward_fn", "def f(", "it raised SyntaxError"),
@@ -212,6 +217,11 @@ def test_a_command_line_that_does_not_fit_is_explained_by_its_usage(arguments: l
         ("reward_fn", "def f(sample):\n  while True: pass", "did not return within 1 s; it was in f, own_"),
         ("filter_fn", "def f(group):\n  while True: pass", "did not return within 1 s; it was in f, own_"),
         ("environment", "class f: pass", "is no environment"),
+        ("environment", "class f:\n  def __init__(self): open('/none/x')", ":f cannot be made: it raised FileNot"),
+        ("environment", f"{GRADER}  tools = [{{'type': 'function'}}]", "something of the type dict: expected `tools`"),
+        ("environment", f"{GRADER}  tools = print", "something of the type builtin_function_or_method: expected"),
+        ("environment", f"{GRADER}  def check_row(self, row): row['x']", "it was given /"),
+        ("environment", f"{GRADER}  def check_row(self, row): row['x']", ":f raised KeyError: 'x' (own_"),
         ("generate_fn", "def g(group): return group", "has no 'f'"),
     ],
 )

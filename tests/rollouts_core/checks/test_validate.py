@@ -39,6 +39,7 @@ from rollouts_core.checks.validate import (
     check_resumed,
     validate_config,
     warn_of_own_generation,
+    warn_of_repeated_rows,
     warn_of_uncorrected_age,
 )
 from rollouts_core.comparison import compare_paired
@@ -662,6 +663,22 @@ def test_of_a_long_file_only_the_rows_that_are_compared_count(tmp_path: Path) ->
     few = config.model_copy(update={"evaluation": config.evaluation.model_copy(update={"max_prompts": 6})})
     with pytest.raises(ConfigError, match=r"data\.heldout gives 6 rows"):
         check_promotion(few, margin=0.0, max_p_value=0.01)
+
+
+def test_held_out_rows_that_are_there_twice_are_told(tmp_path: Path) -> None:
+    """Without it a file that was appended to itself makes noise look like an improvement."""
+    config = with_heldout_rows(tmp_path, 10)
+    assert warn_of_repeated_rows(config) == []
+    heldout = Path(config.data.heldout)
+    once = heldout.read_text()
+    heldout.write_text(once + '{"id": "another", "answer": "9", "prompt": "9"}\n{"prompt": "9", "answer": "10"}\n')
+    [warning] = warn_of_repeated_rows(config)
+    assert warning.startswith("data.heldout: 1 of 12 rows say the same as one before them (row 11 is row 10): each")
+    heldout.write_text(once * 2)
+    [warning] = warn_of_repeated_rows(config)
+    assert "10 of 20 rows" in warning and "(row 11 is row 1, row 12 is row 2, row 13 is row 3, ...)" in warning
+    compared = config.evaluation.model_copy(update={"max_prompts": 10})
+    assert warn_of_repeated_rows(config.model_copy(update={"evaluation": compared})) == [], "not compared on"
 
 
 def test_a_margin_that_rewards_cannot_differ_by_is_refused_only_where_that_is_known(tmp_path: Path) -> None:

@@ -46,6 +46,19 @@ def test_a_users_module_that_breaks_at_import_is_one_sentence(
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("statement", ["import no_such_package", "from json import no_such_name"])
+def test_a_users_module_that_imports_what_is_not_there_is_not_sought_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, statement: str
+) -> None:
+    """Without it somebody whose file was found looks for it, and not for the package that is not installed."""
+    (tmp_path / "importing_rewards_of_this_test.py").write_text(f"\n{statement}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError) as caught:
+        resolve("importing_rewards_of_this_test:length")
+    assert "(importing_rewards_of_this_test.py, line 2): install what it imports, or mend that" in str(caught.value)
+    assert "PYTHONPATH" not in str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("name", "sentence"),
     [
