@@ -197,6 +197,10 @@ def _rope(config: Mapping[str, Any]) -> Mapping[str, Any]:  # Any: JSON
 def _read_json(path: Path) -> dict[str, Any]:  # Any: JSON
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        within = path.parent / "checkpoint"  # of a run
+        meant = within if (within / path.name).is_file() else "the folder of a Hugging Face checkpoint"
+        raise CheckpointError(f"{path.parent} has no {path.name}: give {meant}") from error
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read as JSON ({error}): give a model directory") from error
     if not isinstance(content, dict):

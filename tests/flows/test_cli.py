@@ -288,7 +288,8 @@ def test_a_key_is_asked_for_on_every_request(folder: Path) -> None:
     ("arguments", "words"),
     [
         (["nowhere"], r"nowhere is not a folder: give the folder of a Hugging Face checkpoint"),
-        (["empty"], r"empty.config\.json cannot be read as JSON"),
+        (["empty"], r"empty has no config\.json: give the folder of a Hugging Face checkpoint"),
+        (["run"], r"run has no config\.json: give \S*run.checkpoint$"),
         (["gpt2"], r"does not support architecture GPT2LMHeadModel; it supports LlamaForCausalLM"),
         (["gpt2", "--port", "TAKEN"], r"port \d+ on 127\.0\.0\.1 is in use by another process"),
         (["gpt2", "--host", "0.0.0.0"], r"needs an API key: set ROLLOUTS_API_KEY, or listen on 127\.0\.0\.1"),
@@ -300,6 +301,8 @@ def test_what_cannot_be_served_is_refused_in_one_sentence(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("empty").mkdir()
+    Path("run/checkpoint").mkdir(parents=True)
+    Path("run/checkpoint/config.json").write_text("{}")
     Path("gpt2").mkdir()
     Path("gpt2/config.json").write_text('{"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"}')
     with socket.create_server(("127.0.0.1", 0)) as listener:

@@ -251,7 +251,7 @@ def test_a_context_longer_than_the_model_was_made_for_is_refused(model_dir: Path
 
 
 def test_a_directory_without_config_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"config.json cannot be read"):
+    with pytest.raises(CheckpointError, match=r"has no config\.json: give the folder"):
         Decoder(tmp_path, num_slots=1)
 
 
