@@ -101,7 +101,11 @@ async def grade_sample(sample: Sample, reward_fn: RewardFn, *, timeout_s: float 
     if reward is None:
         return replace(sample, reward=None)
     if not isinstance(reward, Real) or not math.isfinite(reward):
-        raise RewardError(f"{where} returned {reward!r}: expected a finite number, or None for one without a score")
+        is_array = hasattr(reward, "item") and not isinstance(reward, Real)
+        remedy = ", as float(...) makes it of this" if is_array else ""
+        raise RewardError(
+            f"{where} returned {reward!r}: expected a finite number{remedy}, or None for one without a score"
+        )
     return replace(sample, reward=float(reward))
 
 

@@ -33,6 +33,8 @@ def read_settings(path: Path) -> dict[str, Any]:  # Any: unchecked file content
     except OSError as error:
         raise ConfigError(f"{path} cannot be read ({error.strerror}): make it readable") from error
     except (ValueError, RecursionError) as error:
+        if path.suffix == ".jsonl":
+            raise ConfigError(f"{path} holds rows of data: give the configuration that names it in [data]") from error
         kind = "JSON" if path.suffix == ".json" else "TOML"
         raise ConfigError(f"{path} is not valid {kind}: {error}") from error
     if not isinstance(settings, dict):

@@ -65,7 +65,8 @@ def read_messages(messages: object, *, key: str = "messages") -> list[Message]:
         DataError: it is no such list; names the message.
     """
     if not isinstance(messages, list) or not messages:
-        raise DataError(f"`{key}` must be a list with at least one message")
+        found = ", found a text: if it is JSON, parse it when the file is written" if isinstance(messages, str) else ""
+        raise DataError(f"`{key}` must be a list with at least one message{found}")
     return [_message(message, i) for i, message in enumerate(messages)]
 
 

@@ -110,6 +110,7 @@ def test_a_mode_without_its_data_is_named(folder: Path, mode: str, missing: str)
         ("a.json", "{", "is not valid JSON"),
         ("a.json", "[" * 100_000, "is not valid JSON"),
         ("a.yaml", "mode: sft\n", "is not valid TOML"),
+        ("a.jsonl", '{"text": "row"}\n', "holds rows of data: give the configuration that names it"),
         ("a.py", "raise ValueError('no\\nway')\n", "raised ValueError: no (a.py, line 1)"),
         ("a.py", "def (\n", "raised SyntaxError: invalid syntax"),
         ("a.py", "raise SystemExit(0)\n", "raised SystemExit: 0"),

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from rollouts_core.config import RewardConfig, RolloutConfig
 from rollouts_core.environments import ArithmeticEnvironment
@@ -78,6 +79,12 @@ def test_any_finite_number_is_a_reward(outcome: Any) -> None:
     graded = grade_with(outcome)
     assert graded.reward == float(outcome)
     assert type(graded.reward) is float
+
+
+@pytest.mark.parametrize("outcome", [torch.tensor(0.5), np.bool_(True)])
+def test_what_float_makes_a_number_is_said_to_need_that(outcome: Any) -> None:
+    with pytest.raises(RewardError, match=r"expected a finite number, as float\(\.\.\.\) makes it of this"):
+        grade_with(outcome)
 
 
 @pytest.mark.parametrize("outcome", [math.nan, math.inf, -math.inf, "1", [1.0], {}, 1j, np.float32("nan")])

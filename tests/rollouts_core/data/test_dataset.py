@@ -145,7 +145,7 @@ def test_a_row_with_nothing_to_train_on_is_an_error(
         ({"prompt": "x", "completion": None}, r"expected `messages`.*; found prompt, completion \(null\)"),
         ({"prompt": 3, "completion": "x"}, "`prompt` must be text, found int"),
         ({"messages": []}, "at least one message"),
-        ({"messages": "hello"}, "must be a list"),
+        ({"messages": "hello"}, "must be a list .* found a text: if it is JSON, parse it"),
         ({"messages": [{"role": "user"}]}, "message 0 must have `role` and `content`"),
         ({"messages": [CONVERSATION[0], {"role": "assistant", "content": None}]}, "message 1 must have"),
         ({"messages": ["hello"]}, "message 0 must have"),
