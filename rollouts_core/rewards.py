@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import math
 import re
+import textwrap
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
@@ -100,13 +101,29 @@ async def grade_sample(sample: Sample, reward_fn: RewardFn, *, timeout_s: float 
         raise RewardError(f"{where} {describe_raised(error)}{_say_what_it_takes(reward_fn)}") from error
     if reward is None:
         return replace(sample, reward=None)
-    if not isinstance(reward, Real) or not math.isfinite(reward):
+    if not isinstance(reward, Real) or not _is_finite(reward):
         is_array = hasattr(reward, "item") and not isinstance(reward, Real)
         remedy = ", as float(...) makes it of this" if is_array else ""
         raise RewardError(
-            f"{where} returned {reward!r}: expected a finite number{remedy}, or None for one without a score"
+            f"{where} returned {_shortened(reward)}: expected a finite number{remedy}, or None for one without a score"
         )
     return replace(sample, reward=float(reward))
+
+
+def _is_finite(reward: Real) -> bool:
+    """Whether a float can hold it: whole numbers of Python have no limit."""
+    try:
+        return math.isfinite(reward)
+    except OverflowError:
+        return False
+
+
+def _shortened(reward: object) -> str:
+    """How it is written; Python refuses that of whole numbers beyond 4,300 digits."""
+    try:
+        return textwrap.shorten(repr(reward), 200)
+    except ValueError:
+        return "a number beyond all floats"
 
 
 def _say_what_it_takes(reward_fn: RewardFn) -> str:

@@ -87,7 +87,10 @@ def test_what_float_makes_a_number_is_said_to_need_that(outcome: Any) -> None:
         grade_with(outcome)
 
 
-@pytest.mark.parametrize("outcome", [math.nan, math.inf, -math.inf, "1", [1.0], {}, 1j, np.float32("nan")])
+@pytest.mark.parametrize(
+    "outcome",
+    [math.nan, math.inf, -math.inf, "1", [1.0], {}, 1j, np.float32("nan"), 10**400, pytest.param(10**5000, id="long")],
+)
 def test_anything_else_is_an_error_that_names_function_and_prompt(outcome: Any) -> None:
     with pytest.raises(RewardError, match=r"test_rewards:.* on prompt 'p7' returned .*: expected a finite number"):
         grade_with(outcome)
