@@ -14,7 +14,7 @@ import typer
 
 from flows.terminal import console
 from infra.stores.download import download, find_wanted
-from infra.stores.object_store import ObjectStore
+from infra.stores.object_store import ObjectStore, is_url
 from rollouts_core.errors import InputError
 
 
@@ -22,7 +22,8 @@ def pull(
     url: Annotated[
         str,
         typer.Argument(
-            metavar="URL", help="run.publish and the run's name, as s3://bucket/team/my-run; or any folder or object."
+            metavar="URL",
+            help="run.publish and the run's name, as s3://bucket/team/my-run; or the URL of any folder or object.",
         ),
     ],
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="Where it is to lie; must not exist yet.")],
@@ -31,6 +32,9 @@ def pull(
 
     What broke off goes on where it was when the same command is given again.
     """
+    if not is_url(url):
+        where = "lies on this machine already" if Path(url).exists() else "is no URL"
+        raise InputError(f"{url} {where}: pull fetches from an object store, as s3://bucket/folder")
     source = ObjectStore(url)
     target = directory.resolve()
     if target.exists():

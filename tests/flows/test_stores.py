@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 
 from flows.form import load_pipeline
+from flows.stores_cli import pull
 from rollouts_core.checkpoint import verify_checkpoint
+from rollouts_core.errors import InputError
 from tests.flows.conftest import Rollouts
 from tests.flows.refusals import assert_refused, refusal, write_config
 from tests.infra.stores.s3_server import S3Server, environment_of, use
@@ -66,6 +68,13 @@ def test_a_run_publishes_its_results_and_the_next_one_begins_with_them(
     published = s3_server.contents(bucket, newest)
     assert {f"{newest}{name}" for name in content_of(sft / "checkpoints/step_000040")} == set(published)
     assert json.loads((sft / "job.json").read_text())["model"]["digest"] == verify_checkpoint(run / "checkpoint").digest
+
+
+def test_what_is_no_url_is_told_from_what_one_could_fetch(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="lies on this machine already: pull fetches from an object store"):
+        pull(str(tmp_path), tmp_path / "pulled")
+    with pytest.raises(InputError, match="my-run is no URL"):
+        pull("my-run", tmp_path / "pulled")
 
 
 def rollouts_pull(rollouts: Rollouts, url: str, target: Path) -> tuple[int, str]:
