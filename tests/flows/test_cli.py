@@ -375,7 +375,6 @@ def test_what_a_run_prints_at_its_end_can_be_copied_whatever_the_store_is_called
     report = f"{store}/runs/small-01234567/report.html"
     result = PipelineResult(report=report, checkpoint=f"{store}/checkpoint", verdict="")
     monkeypatch.setattr("flows.cli.run_checked", lambda *_, **__: result)
-    monkeypatch.setattr("flows.cli.console.file", sys.stderr)
     run_pipeline(load_pipeline(config), port=0)
     said = capsys.readouterr().err.splitlines()
     assert f"Report:      {report}" in said
