@@ -157,7 +157,7 @@ def check_retrain(pipeline: Pipeline, config: Config, store: Path) -> list[str]:
         ConfigError: no model could be promoted.
         DataError: what is watched for new data is not there, or has the store in it.
     """
-    from rollouts_core.checks.validate import check_promotion  # torch and transformers load here
+    from rollouts_core.checks.compared_rows import check_promotion  # torch and transformers load here
 
     retrain = pipeline.retrain
     if retrain is None:

@@ -17,7 +17,7 @@ from rollouts_core.errors import ConfigError, RewardError
 from rollouts_core.findings import Caution
 from rollouts_core.rollout.resolve import resolve_reward_fn
 from rollouts_core.types import Sample
-from tests.rollouts_core.checks.test_validate import with_rollout
+from tests.rollouts_core.checks.configurations import with_rollout
 from tests.rollouts_core.make import make_prompts
 
 

@@ -1,0 +1,78 @@
+"""Find the rows of prompts that their graders cannot compare a completion with.
+
+Not here: what the graders say of completions (function_checks.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from rollouts_core.config import Config
+from rollouts_core.config.messages import first_line
+from rollouts_core.data.conversations import find_answer_elsewhere
+from rollouts_core.environments import ENVIRONMENTS
+from rollouts_core.errors import ConfigError, DataError, RolloutsError
+from rollouts_core.rewards import REWARDS, check_reward_row
+from rollouts_core.rollout.resolve import resolve_environment
+from rollouts_core.types import Prompt
+from rollouts_core.user_code.failures import describe_raised
+
+COMPARE_BY_LOSS = 'set evaluation.metric = "loss"'
+"""What helps where the rows that checkpoints are compared on are demonstrations; in the mode sft alone."""
+
+
+def check_answers(prompts: Sequence[Prompt], config: Config, *, source: str) -> None:
+    """Raise DataError for a prompt whose graders cannot compare completions with what it has, as far as is known."""
+    needed: dict[str, str] = {}
+    of_text: list[str] = []
+    checks: dict[str, Callable[[Mapping[str, Any]], None]] = {}  # Any: JSON
+    for grader in config.rollout.reward_names:
+        if grader == config.rollout.environment:
+            environment = resolve_environment(config.rollout)
+            row_fields = getattr(environment, "row_fields", ())
+            needed |= dict.fromkeys(row_fields, grader)
+            of_text += [grader] if grader in ENVIRONMENTS and "answer" in row_fields else []
+            if hasattr(environment, "check_row"):
+                checks[f"rollout.environment: check_row of {grader}"] = environment.check_row
+        elif grader in REWARDS:
+            needed["answer"] = grader
+            of_text.append(grader)
+            checks[grader] = partial(check_reward_row, grader)
+    for prompt in prompts:
+        where = f"{source}, row {prompt.row}: prompt {prompt.id!r}"
+        for name, grader in needed.items():
+            if not (prompt.answer if name == "answer" else name in prompt.metadata):
+                remedy = f": give it one, or {COMPARE_BY_LOSS}" if config.mode == "sft" else ""
+                elsewhere = find_answer_elsewhere(prompt.metadata) if name == "answer" else ""
+                remedy = elsewhere or remedy
+                raise DataError(f"{where} has no `{name}`, which {grader} compares completions with{remedy}")
+        try:
+            if prompt.has_json_answer and of_text:
+                raise ValueError(_describe_json_answer(prompt.answer, of_text[0]))
+            for name, check in checks.items():
+                _run_check(name, check, {**prompt.metadata, "answer": prompt.answer}, where)
+        except ValueError as error:
+            raise DataError(f"{where} cannot be graded: {first_line(error)}") from error
+
+
+def _run_check(
+    name: str, check: Callable[[Mapping[str, Any]], None], row: Mapping[str, Any], where: str
+) -> None:  # Any: JSON
+    """Raise what the check says of the row, and ConfigError where the check itself fails."""
+    try:
+        check(row)
+    except (ValueError, RolloutsError):
+        raise
+    except Exception as error:
+        raise ConfigError(f"{name} {describe_raised(error)}; it was given {where}") from error
+
+
+def _describe_json_answer(answer: str, grader: str) -> str:
+    """Why a grader that takes an answer for one text could never reward it, and what to do, for the end of an error."""
+    kind = "list" if answer.startswith("[") else "object"
+    return (
+        f"its `answer` is a JSON {kind}, and {grader} compares completions with one text: give it that text "
+        '("37", not ["37"]), or name a grader of your own that reads JSON'
+    )

@@ -1,0 +1,119 @@
+"""Find out whether the rows that models are compared on can show anything: enough of them, once each, not trained on.
+
+Not here: whether their answers can be graded (answers.py), the comparison (comparison.py).
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Sequence
+
+from rollouts_core.comparison import LEAST_P_VALUE, least_p_value, least_wins
+from rollouts_core.config import Config, RolloutConfig
+from rollouts_core.data.held_out import MAX_NAMED, HeldOutRows, key_of_prompt
+from rollouts_core.data.rows import load_rows
+from rollouts_core.environments import ENVIRONMENTS
+from rollouts_core.errors import ConfigError, DataError
+from rollouts_core.findings import Caution
+from rollouts_core.rewards import REWARDS
+from rollouts_core.types import Prompt
+
+
+def check_num_rows(num_rows: int, max_p_value: float, *, source: str, setting: str) -> None:
+    """Raise ConfigError when no difference could count: too few rows, or a p-value that no comparison has."""
+    if max_p_value < LEAST_P_VALUE:
+        raise ConfigError(
+            f"{setting} {max_p_value:g} lets nothing count: no comparison has a p-value below {LEAST_P_VALUE:.2g}: "
+            "raise it"
+        )
+    least = least_p_value(num_rows)
+    if least > max_p_value:
+        enough = next(more for more in itertools.count(num_rows) if least_p_value(more) <= max_p_value)
+        raise ConfigError(
+            f"{source} gives {num_rows} rows to compare models on: were all better, p would be {least:.2g}, and "
+            f"{setting} lets at most {max_p_value:g} count: give {enough} rows or more, or raise it"
+        )
+
+
+def check_promotion(config: Config, *, margin: float, max_p_value: float) -> list[str]:
+    """What it takes on `data.heldout` to show that a model is better by more than the margin, a sentence.
+
+    Raises:
+        ConfigError: nothing could show it.
+    """
+    if max_p_value >= 1:  # everything counts
+        return []
+    num_rows = sum(1 for _ in itertools.islice(load_rows(config.data.heldout), config.evaluation.max_prompts))
+    check_num_rows(num_rows, max_p_value, source="data.heldout", setting="retrain.max_p_value")
+    if config.evaluation.metric == "loss" or not grades_between_0_and_1(config.rollout):
+        return []
+    if margin >= 1:
+        raise ConfigError(
+            f"retrain.margin {margin:g} lets no model into production: rewards are between 0 and 1, so none is better "
+            "by more than 1: lower it"
+        )
+    num_wins = least_wins(num_rows, margin=margin, max_p_value=max_p_value)
+    if num_wins == 0:
+        return []
+    return [
+        f"retrain: to show a margin of {margin:g} with p <= {max_p_value:g}, a model must get at least {num_wins} of "
+        f"{num_rows} held-out prompts right that the other gets wrong, and more where it loses some"
+    ]
+
+
+def grades_between_0_and_1(rollout: RolloutConfig) -> bool:
+    """True where the rewards are those of a shipped function or environment alone that grades from 0 to 1."""
+    if rollout.rewards:
+        return False
+    if rollout.reward_fn != "":
+        return rollout.reward_fn in REWARDS
+    return rollout.environment in ENVIRONMENTS.keys() - {"verifiers"}  # whose tasksets reward as they like
+
+
+def check_other_rows(first: str, second: str) -> None:
+    """Raise DataError when a row is in both files."""
+    number_of = {json.dumps(row, sort_keys=True, default=str): number for number, row in load_rows(first)}
+    for number, row in load_rows(second):
+        if (other := number_of.get(json.dumps(row, sort_keys=True, default=str))) is not None:
+            raise DataError(
+                f"{second}, row {number} is also row {other} of {first}: "
+                "what chooses a checkpoint must not also grade it; remove it from one of them"
+            )
+
+
+def check_held_out(
+    held_out: Sequence[HeldOutRows], prompts: Sequence[Prompt] = (), *, source: str = ""
+) -> list[Caution]:
+    """Look for prompts of RL among the rows that are held out; a warning where a few of these are trained on.
+
+    Raises:
+        DataError: more than a few of them are, as demonstrations that were looked at before or as prompts.
+    """
+    asked = [each for each in held_out if each.metric == "accuracy"]
+    for each, prompt in itertools.product(asked, prompts):
+        each.look_for([key_of_prompt(prompt)], source, prompt.row)
+    return [sentence for each in held_out for sentence in each.check()]
+
+
+def warn_of_repeated_rows(config: Config) -> list[Caution]:
+    """A warning where rows that models are compared on say what others of them do.
+
+    The p-value takes each row for another observation: the same rows four times over make of p = 0.34 one of 0.08.
+    """
+    number_of: dict[str, int] = {}
+    repeated: list[str] = []
+    for number, row in itertools.islice(load_rows(config.data.heldout), config.evaluation.max_prompts):
+        said = {name: value for name, value in row.items() if name != "id"}
+        first = number_of.setdefault(json.dumps(said, sort_keys=True, default=str), number)
+        if first != number:
+            repeated.append(f"row {number} is row {first}")
+    if not repeated:
+        return []
+    places = ", ".join(repeated[:MAX_NAMED]) + ", ..." * (len(repeated) > MAX_NAMED)
+    return [
+        Caution(
+            f"data.heldout: {len(repeated)} of {len(number_of) + len(repeated)} rows say the same as one before them "
+            f"({places}): each counts as a row of its own, so that a difference looks surer than it is; remove them"
+        )
+    ]

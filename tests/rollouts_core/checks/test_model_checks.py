@@ -1,0 +1,176 @@
+"""Pins which models are refused or warned of before any training: by what they are, and by what they have to see.
+
+Without it a run would train on masks, places or lengths that its model does not heed.
+"""
+
+import json
+import shutil
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import (
+    BloomConfig,
+    FalconConfig,
+    GPT2Config,
+    GPTJConfig,
+    GPTNeoConfig,
+    JambaConfig,
+    LlamaConfig,
+    OPTConfig,
+    PreTrainedConfig,
+    PreTrainedTokenizerBase,
+    SeedOssConfig,
+)
+
+from rollouts_core.checks.demonstrations import check_demonstrations
+from rollouts_core.checks.model_checks import check_packing, warn_of_dropout
+from rollouts_core.checks.validate import (
+    validate_config,
+)
+from rollouts_core.config import Config, ModelConfig, PolicyConfig
+from rollouts_core.errors import ConfigError
+from rollouts_core.model.policy import create_policy
+from tests.rollouts_core.checks.configurations import SUM, make_config, with_rollout, write_rows
+
+COMPARED = ("sft_eval", "selection", "heldout")
+"""The demonstrations that are not trained on."""
+MODELS: dict[str, PreTrainedConfig] = {
+    "gpt2": GPT2Config(n_positions=16),
+    "gptj": GPTJConfig(n_positions=16),
+    "opt": OPTConfig(max_position_embeddings=16),
+    "llama": LlamaConfig(max_position_embeddings=16),
+    "jamba": JambaConfig(max_position_embeddings=16),
+    "bloom": BloomConfig(),
+    "falcon": FalconConfig(alibi=True),
+}
+"""Tables of learned, and of computed, positions; positions that go on; and none at all."""
+
+
+@pytest.mark.parametrize(
+    ("mode", "packing", "named"),
+    [
+        ("sft", {}, r"training\.sft\.packing = false"),
+        ("sft+rl", {}, r"training\.sft\.packing and training\.rl\.packing = false"),
+        ("sft+rl", {"sft": {"packing": False}}, r"training\.rl\.packing = false"),
+        ("sft", {"sft": {"packing": False}}, ""),
+    ],
+)
+@pytest.mark.parametrize("family", ["jamba", "bloom", "falcon"])
+def test_a_model_that_heeds_no_mask_is_refused_where_rows_are_packed(
+    tmp_path: Path, family: str, mode: str, packing: dict[str, Any], named: str
+) -> None:
+    MODELS[family].save_pretrained(tmp_path)
+    data = dict.fromkeys(("sft", "prompts", "selection", "heldout"), "rows.jsonl")
+    settings = {"mode": mode, "model": {"path": str(tmp_path)}, "data": data, "training": packing}
+    place = {
+        "jamba": "the linear_attention layers of jamba",
+        "bloom": "bloom models",
+        "falcon": "falcon with ALiBi models",
+    }[family]
+    words = f"see each other in {place}: set {named}"
+    with pytest.raises(ConfigError, match=words) if named else nullcontext():
+        check_packing(Config.model_validate(settings))
+
+
+@pytest.mark.parametrize(
+    ("mode", "rl", "is_refused"),
+    [
+        ("sft", {}, False),
+        ("rl", {}, True),
+        ("sft+rl", {}, True),
+        ("sft+rl", {"packing": False}, False),
+        ("rl", {"policy": {"attention": "flash_attention_2", "precision": "bfloat16"}}, False),
+    ],
+)
+def test_a_model_that_counts_distances_along_the_row_is_refused_where_completions_share_a_prompt(
+    tmp_path: Path, mode: str, rl: dict[str, Any], is_refused: bool
+) -> None:
+    GPTNeoConfig().save_pretrained(tmp_path)
+    data = dict.fromkeys(("sft", "prompts", "selection", "heldout"), "rows.jsonl")
+    settings = {"mode": mode, "model": {"path": str(tmp_path)}, "data": data, "training": {"rl": rl}}
+    words = r"gpt_neo models would see a prompt .* further away .*: set training\.rl\.packing = false"
+    with pytest.raises(ConfigError, match=words) if is_refused else nullcontext():
+        check_packing(Config.model_validate(settings))
+
+
+@pytest.mark.parametrize(
+    ("settings", "mode", "named"),
+    [
+        (SeedOssConfig(), "rl", "(attention_dropout 0.1, residual_dropout 0.1 in its config.json)"),
+        (GPT2Config(embd_pdrop=0.0), "sft+rl", "(resid_pdrop 0.1, attn_pdrop 0.1 in its config.json)"),
+        (GPT2Config(), "sft", ""),
+        (GPT2Config(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0), "rl", ""),  # classifiers of it still would
+        (GPTNeoConfig(), "rl", ""),
+        (LlamaConfig(), "rl", ""),
+    ],
+)
+def test_dropout_is_warned_of_where_the_loss_compares_with_an_engine(
+    tmp_path: Path, settings: PreTrainedConfig, mode: str, named: str
+) -> None:
+    """Of a small GPT-2 with 0.1, 28 to 37 % of all tokens were clipped before the first update."""
+    settings.save_pretrained(tmp_path)
+    data = dict.fromkeys(("sft", "prompts", "selection", "heldout"), "rows.jsonl")
+    config = Config.model_validate({"mode": mode, "model": {"path": str(tmp_path)}, "data": data})
+    assert [named in sentence for sentence in warn_of_dropout(config)] == [True] * bool(named)
+
+
+@pytest.mark.parametrize(
+    ("quantization", "method"),
+    [
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "bitsandbytes"),
+        ({"load_in_8bit": True}, "bitsandbytes"),
+        ({"quant_method": "gptq", "bits": 4}, "gptq"),
+        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "fp8"),
+        ({"quant_method": "mxfp4"}, "mxfp4"),
+    ],
+)
+@pytest.mark.parametrize("is_loaded", [False, True])
+def test_a_quantized_model_is_refused_before_a_training_and_by_it(
+    quickstart_dir: Path, tmp_path: Path, quantization: dict[str, Any], method: str, is_loaded: bool
+) -> None:
+    """Where bitsandbytes is installed nothing but norms and embeddings would be trained, without a word."""
+    folder = tmp_path / "quantized"
+    shutil.copytree(quickstart_dir / "base_model", folder)
+    settings = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(settings | {"quantization_config": quantization}))
+    config = with_rollout(environment="arithmetic").model_copy(update={"model": ModelConfig(path=str(folder))})
+    with pytest.raises(ConfigError, match=rf"{folder} are quantized \({method}, .*give the model that they were made"):
+        create_policy(config.model, PolicyConfig()) if is_loaded else validate_config(config)
+
+
+@pytest.mark.parametrize("family", MODELS)
+@pytest.mark.parametrize("max_length", [17, 18, 60])
+def test_demonstrations_that_are_longer_than_what_the_model_sees_are_refused_or_told(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, family: str, max_length: int
+) -> None:
+    MODELS[family].save_pretrained(tmp_path)
+    path = write_rows(tmp_path / "a.jsonl", [SUM, {"text": "1" * 40}, SUM])
+    config = make_config(path, max_length=max_length)
+    config = config.model_copy(update={"model": ModelConfig(path=str(tmp_path))})
+    num_needed = min(max_length, 41) - 1
+    found = f"a demonstration of {num_needed + 1} tokens needs {num_needed} positions, the model at {tmp_path}"
+    if max_length > 17 and family in ("gpt2", "gptj", "opt"):
+        with pytest.raises(ConfigError, match=f"{found} has 16: set training.sft.max_length to 17 or less"):
+            check_demonstrations(config, tokenizer)
+        return
+    told = [sentence for sentence in check_demonstrations(config, tokenizer) if "positions" in sentence]
+    assert [sentence.partition(":")[2].strip() for sentence in told] == [
+        f"{found} was made for 16: what lies beyond teaches it little; set training.sft.max_length to 17 or less"
+    ] * (max_length > 17 and family in ("llama", "jamba"))
+
+
+@pytest.mark.parametrize("longest", ["sft_eval", "selection", "heldout"])
+def test_rows_whose_loss_is_compared_fit_the_model_too(tmp_path: Path, base_model: ModelConfig, longest: str) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(base_model.path, folder)
+    GPT2Config(n_positions=16).save_pretrained(folder)
+    rows = {name: [{**SUM, "prompt": f"{place}+1=?"}] for place, name in enumerate(("sft", *COMPARED))}
+    rows[longest].append({"text": "1" * 20})
+    data = {name: write_rows(tmp_path / f"{name}.jsonl", each) for name, each in rows.items()}
+    config = Config.model_validate(
+        {"mode": "sft", "model": {"path": str(folder)}, "data": data, "evaluation": {"metric": "loss"}}
+    )
+    with pytest.raises(ConfigError, match=rf"{longest}\.jsonl: a demonstration of 21 tokens needs 20 positions"):
+        validate_config(config)
