@@ -63,6 +63,16 @@ def test_a_run_that_is_gone_is_told_to_go_on_by_what_there_is_for_it() -> None:
     assert was_killed(mark_of_gone(served))
 
 
+def run_with_server(program: str, rollouts: Rollouts) -> list[str]:
+    """The lines that a program prints which is given the store and speaks to its server."""
+    with local_server(rollouts.store) as address:
+        environment = {**os.environ, **prefect_environment(rollouts.store, address)}
+        command = [sys.executable, "-c", program, str(rollouts.store)]
+        ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout.splitlines()
+
+
 DELETED_MEANWHILE = """
 import asyncio, sys
 from pathlib import Path
@@ -105,12 +115,7 @@ asyncio.run(main(store))
 
 @pytest.mark.slow
 def test_runs_that_are_deleted_while_their_jobs_end_hinder_no_other(rollouts: Rollouts) -> None:
-    with local_server(rollouts.store) as address:
-        environment = {**os.environ, **prefect_environment(rollouts.store, address)}
-        arguments = [sys.executable, "-c", DELETED_MEANWHILE, str(rollouts.store)]
-        ended = subprocess.run(arguments, env=environment, capture_output=True, text=True, check=False)
-    assert ended.returncode == 0, ended.stderr
-    assert ended.stdout.splitlines()[-1] == "2 deleted, the other one Crashed"
+    assert run_with_server(DELETED_MEANWHILE, rollouts)[-1] == "2 deleted, the other one Crashed"
 
 
 LEFT_PENDING = """
@@ -145,15 +150,11 @@ asyncio.run(main(Path(sys.argv[1])))
 @pytest.mark.slow
 def test_a_run_that_nobody_is_left_to_start_is_started(rollouts: Rollouts) -> None:
     """Its serving process died a moment before its own process began, and no other one takes up what is Pending."""
-    with local_server(rollouts.store) as address:
-        environment = {**os.environ, **prefect_environment(rollouts.store, address)}
-        command = [sys.executable, "-c", LEFT_PENDING, str(rollouts.store)]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
-    assert done.stdout.splitlines() == [
+    assert run_with_server(LEFT_PENDING, rollouts) == [
         "Pending",
         "Pending",
         "AwaitingRetry started again, because who was about to start it was gone",
-    ], done.stderr
+    ]
 
 
 CANCELLED_WHILE_QUEUED = """
@@ -202,9 +203,5 @@ asyncio.run(main(store))
 @pytest.mark.slow
 def test_a_killed_run_that_is_cancelled_while_it_is_queued_again_gives_back_what_it_holds(rollouts: Rollouts) -> None:
     """All slots are taken, so it waits to be started again, while its job trains on: Prefect tells nobody of Cancel."""
-    with local_server(rollouts.store) as address:
-        environment = {**os.environ, **prefect_environment(rollouts.store, address)}
-        command = [sys.executable, "-c", CANCELLED_WHILE_QUEUED, str(rollouts.store)]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     said = ["cancelled Cancelled", "waits AwaitingRetry", "lives Cancelled", "released cancelled"]
-    assert done.stdout.splitlines() == said, done.stderr
+    assert run_with_server(CANCELLED_WHILE_QUEUED, rollouts) == said

@@ -214,6 +214,11 @@ class FakePackages:
         self.listed.write_text(uuids)
         self.devices.write_text(uuids if of_torch is None else of_torch)
 
+    def change_torch(self, text: str) -> None:
+        """Let our torch go on with this."""
+        with (self.packages / "torch" / "__init__.py").open("a") as torch:
+            torch.write(text)
+
     def probe(self) -> NodeReport:
         with open_session(self.node) as session:
             return probe_node(session, self.node)
@@ -292,8 +297,7 @@ cuda.mem_get_info = lambda index: (1e9, {"small": 12e9, "large": 24e9}[devices[i
 def test_unlike_gpus_are_counted_as_jobs_count_them(tmp_path: Path) -> None:
     fake = FakePackages(tmp_path)
     fake.use_devices("small large")
-    with (fake.packages / "torch" / "__init__.py").open("a") as torch:
-        torch.write(FASTEST_FIRST)
+    fake.change_torch(FASTEST_FIRST)
     report = fake.probe()
     assert [gpu.total_gb for gpu in report.gpus] == [12.0, 24.0] == [gpu.total_gb for gpu in fake.probe().gpus]
     check_node(report, NodeNeeds(num_gpus=1, last_gpu=1, trainer_gpu_ranks=(1,), trainer_gb=20.0))
@@ -311,8 +315,7 @@ def ones(size, device):
 def test_a_gpu_that_others_use_up_does_not_hide_those_after_it(tmp_path: Path) -> None:
     fake = FakePackages(tmp_path)
     fake.use_devices("a b")
-    with (fake.packages / "torch" / "__init__.py").open("a") as torch:
-        torch.write(ALL_TAKEN)
+    fake.change_torch(ALL_TAKEN)
     for _ in range(2):
         report = fake.probe()
         assert report.gpus[1] == GpuReport(name="H200", total_gb=80.0, free_gb=1.0)
