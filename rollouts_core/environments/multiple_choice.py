@@ -8,7 +8,8 @@ from typing import Any
 
 from rollouts_core.types import Sample
 
-BOXED = re.compile(r"\\boxed\{\s*(?:\\(?:text|math)(?:bf|rm|it)?\{)?\(?([A-Ja-j])\)?\}?\s*\}")
+# The choice's own text may follow behind a mark: \boxed{B. Paris}.
+BOXED = re.compile(r"\\boxed\{\s*(?:\\(?:text|math)(?:bf|rm|it)?\{)?\(?([A-Ja-j])(?:\)|[).:]\}?\s[^{}\n]*+)?\}?\s*\}")
 REASON = r"because|since|as"
 # A word behind the letter makes it one of a sentence ("I think"), or one of several; a reason may follow.
 # Marks of Markdown, TeX and XML may stand between. None of them is given back (`+`): a policy may write thousands.

@@ -262,6 +262,11 @@ def test_a_transformation_by_hand(operation: str, text: str, result: str) -> Non
         (r"\boxed{\text{C}}", 1.0),
         (r"\boxed{\textbf{(C)}}", 1.0),
         (r"\boxed{\mathrm{C}}", 1.0),
+        (r"\boxed{C. Paris}", 1.0),
+        (r"\boxed{(C) Paris}", 1.0),
+        (r"\boxed{\text{C: Paris}}", 1.0),
+        (r"\boxed{\textbf{C.} Paris}", 1.0),
+        (r"\boxed{C Paris}", 0.0),
         ("The answer is A at first sight.\n\n**Answer:** C", 1.0),
         ("**Answer**: C", 1.0),
         ("The answer is $C$.", 1.0),
@@ -294,6 +299,8 @@ def test_a_policy_that_writes_thousands_of_marks_is_graded_at_once() -> None:
     began = perf_counter()
     for mark in ("\n", "*", " *", "$", "`", ">", "\\text{"):
         assert MultipleChoiceEnvironment().grade(Sample(response="answer" + mark * 20_000)) == 0.0
+    for mark in (" ", "C. ", "\\boxed{C. "):
+        assert MultipleChoiceEnvironment().grade(Sample(response="\\boxed{C. " + mark * 20_000)) == 0.0
     assert perf_counter() - began < 5.0, "each mark was tried in several places of the pattern"
 
 
