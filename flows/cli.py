@@ -12,17 +12,20 @@ import functools
 import gc
 import json
 import os
+import platform
 import shlex
 import shutil
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ParamSpec, TypeVar
 
 import typer
 
+from flows.cancel import cancel
 from flows.credentials_cli import credentials, with_credentials
 from flows.deployments import evaluation_options
 from flows.evaluate_settings import EvaluateConfig
@@ -88,6 +91,23 @@ app = typer.Typer(
 )
 
 
+def show_version(is_asked: bool) -> None:
+    """What `--version` prints."""
+    if is_asked:
+        stands_on = ", ".join(f"{name} {metadata.version(name)}" for name in ("prefect", "torch", "transformers"))
+        typer.echo(f"rollouts {metadata.version('rollouts')} on {stands_on}, Python {platform.python_version()}")
+        raise typer.Exit
+
+
+@app.callback()
+def rollouts(
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=show_version, help="Show the version and leave.")
+    ] = False,
+) -> None:
+    """What is said before any command."""
+
+
 def explained(function: Callable[P, None]) -> Callable[P, None]:
     """The function, its expected failures ending in one sentence and an exit code."""
 
@@ -114,12 +134,6 @@ def explained(function: Callable[P, None]) -> Callable[P, None]:
     return explaining
 
 
-def command(function: Callable[P, None]) -> Callable[P, None]:
-    """Register a command whose expected failures are explained."""
-    return app.command()(explained(function))
-
-
-@command
 def run(
     context: typer.Context,
     arguments: RunArguments = None,
@@ -154,7 +168,6 @@ def run(
     run_pipeline(Pipeline(config=pipeline.config, node=pipeline.node, run=options), port=port)
 
 
-@command
 def evaluate(
     config: ConfigFile,
     model: Annotated[
@@ -196,7 +209,6 @@ def evaluate(
     )
 
 
-@command
 def quickstart(
     store: Store = DEFAULT_STORE,
     seed: Annotated[
@@ -214,7 +226,6 @@ def quickstart(
     run_pipeline(Pipeline(config=pipeline.config, node=pipeline.node, run=options), port=port)
 
 
-@command
 def validate(config: ConfigFile, store: ConfiguredStore = None) -> None:
     """Check everything about CONFIG that can be checked without training.
 
@@ -226,7 +237,6 @@ def validate(config: ConfigFile, store: ConfiguredStore = None) -> None:
         show_findings(check_pipeline(pipeline, place), fact="ok    ", caution="warn  ")
 
 
-@command
 def ui(store: Store = DEFAULT_STORE, port: Port = 0) -> None:
     """Serve Prefect's UI over the store's database until Ctrl-C."""
     check_writable(store)
@@ -238,7 +248,6 @@ def ui(store: Store = DEFAULT_STORE, port: Port = 0) -> None:
             time.sleep(3600)
 
 
-@command
 def watch(
     store: Store = DEFAULT_STORE,
     silent_after: Annotated[
@@ -277,7 +286,6 @@ def watch(
             time.sleep(3600)
 
 
-@command
 def serve(
     model_dir: Annotated[Path, typer.Argument(metavar="MODEL_DIR", help="Folder of a Hugging Face checkpoint.")],
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
@@ -406,10 +414,17 @@ def announce_at(address: ServerAddress) -> Any:  # Any: a hook for flows of ever
     return announce
 
 
-for each in (up, down, status, finish, notify, credentials, prefect_yaml, pull, prune):
-    command(each)
-add_model_commands(app, explained)
-add_machine_commands(app, explained)
+PANELS: dict[str, tuple[Callable[..., None], ...]] = {
+    "Pipelines": (quickstart, validate, run, evaluate, status, finish, cancel),
+    "Prefect": (up, down, ui, watch, notify, credentials, prefect_yaml),
+    "Models and files": (serve, pull, prune),
+}
+"""The commands as the help shows them; `models` and `nodes` with what is below them are of the last two panels."""
+for panel, functions in PANELS.items():
+    for function in functions:
+        app.command(rich_help_panel=panel)(explained(function))
+add_model_commands(app, explained, panel="Models and files")
+add_machine_commands(app, explained, panel="Machines")
 
 
 def main() -> None:

@@ -40,15 +40,20 @@ Store = Annotated[Path, typer.Option(envvar="ROLLOUTS_STORE", help="Folder whose
 MachineName = Annotated[str, typer.Argument(metavar="NAME", help="Name of the machine, as `rollouts nodes` shows it.")]
 
 
-def add_machine_commands(app: typer.Typer, explained: Explained) -> None:
-    """Add the commands to the command line; `explained` makes sentences of their failures."""
+def add_machine_commands(app: typer.Typer, explained: Explained, *, panel: str) -> None:
+    """Add the commands to the command line; `explained` makes sentences of their failures.
+
+    Args:
+        panel: the part of the help that shows them.
+    """
     nodes = typer.Typer(help="What this store has rented, and what it costs.", no_args_is_help=False)
-    app.command()(explained(gpus))
-    app.add_typer(nodes, name="nodes", invoke_without_command=True, callback=list_unless_asked(explained))
+    app.command(rich_help_panel=panel)(explained(gpus))
+    listed = list_unless_asked(explained)
+    app.add_typer(nodes, name="nodes", invoke_without_command=True, callback=listed, rich_help_panel=panel)
     nodes.command()(explained(show))
     nodes.command(context_settings={"ignore_unknown_options": True})(explained(ssh))
     nodes.command()(explained(release))
-    app.command("reap")(explained(reap_now))
+    app.command("reap", rich_help_panel=panel)(explained(reap_now))
 
 
 UNKNOWN_MACHINE = "the ledger knows no machine {name}: `rollouts nodes --all` shows those that it knows"

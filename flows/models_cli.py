@@ -49,10 +49,15 @@ Reason = Annotated[str, typer.Option(help="Why; kept in the history.")]
 NO_MODELS = "there are no models: a retraining registers them, and a run with a name as run.register_as"
 
 
-def add_model_commands(app: typer.Typer, explained: Explained) -> None:
-    """Add the commands to the command line; `explained` makes sentences of their failures."""
+def add_model_commands(app: typer.Typer, explained: Explained, *, panel: str) -> None:
+    """Add the commands to the command line; `explained` makes sentences of their failures.
+
+    Args:
+        panel: the part of the help that shows them.
+    """
     group = typer.Typer(help="The models of this store: candidates, production, history.", no_args_is_help=False)
-    app.add_typer(group, name="models", invoke_without_command=True, callback=_list_unless_asked(explained))
+    listed = _list_unless_asked(explained)
+    app.add_typer(group, name="models", invoke_without_command=True, callback=listed, rich_help_panel=panel)
     group.command("history")(explained(show_history))
     group.command("promote")(explained(promote_by_hand))
     group.command("rollback")(explained(roll_back))

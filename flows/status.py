@@ -49,13 +49,16 @@ class GoingJob:
     """False for a job on a node that was not asked."""
     has_run: bool
     """False when every run that wanted it is gone."""
+    run: str
+    """The name of one that wants it, or wanted it last."""
     waits_for: str = ""
     """A sentence about the GPU that it waits for, and who has that; empty while it works."""
 
     def sentence(self) -> str:
         """For people."""
         state = "goes on" if self.is_known_to_run else "may go on"
-        owner = "" if self.has_run else ", without a run: the next one that needs it attaches to it"
+        ended_by = f", rollouts cancel {self.run} ends it" if self.run else ""
+        owner = "" if self.has_run else f", without a run: the next one that needs it attaches to it{ended_by}"
         waits = f", {self.waits_for}" if self.waits_for else ""
         return f"{self.run_dir} {state} on {self.node}{waits}{owner}"
 
@@ -164,12 +167,14 @@ def going_jobs(store: Path) -> list[GoingJob]:
         mirror = store / "stages" / PurePosixPath(run_dir).name
         with Ledger(store / LEDGER_FILE) as ledger:
             has_run = not all(ledger.has_died(lease.run_id) for lease in leases)
+            names = {use.run_id: use.run for use in ledger.stage_uses()}
         found.append(
             GoingJob(
                 run_dir=run_dir,
                 node=node,
                 is_known_to_run=is_here,
                 has_run=has_run,
+                run=names.get(leases[-1].run_id, ""),
                 waits_for=waits_for_gpus(RunDirectory(mirror)),
             )
         )

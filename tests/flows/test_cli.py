@@ -49,6 +49,7 @@ SURFACE = {
     "nodes": ["--store", "--all"],
     "reap": ["--store", "--spare", "--other-store"],
     "finish": ["RUN", "--store"],
+    "cancel": ["RUN", "--store"],
     "notify": ["[NAME]", "--url-variable", "--on", "--remove", "--store"],
     "credentials": ["[NAME]", "[VARIABLE]...", "--remove", "--store"],
     "prefect-yaml": ["CONFIG", "--pool", "--store", "--queue", "--job-variable"],

@@ -11,7 +11,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -20,7 +19,6 @@ from typing import Any
 
 import pytest
 
-from flows.server import local_server, prefect_environment
 from infra.ledger import Ledger
 from infra.offers import GPUQuery, MachineSpec
 from infra.providers.clouds import open_account
@@ -202,32 +200,16 @@ def test_of_a_killed_run_that_is_cancelled_the_last_checkpoint_is_fetched_with_t
     with Ledger(rollouts.store / "ledger.db") as ledger:
         [lease], [rental] = ledger.leases(), all_rentals(ledger)
     assert rental.credentials == "cancelled-team" and len(fake.alive()) == 1
-    said = cancel(rollouts, lease.run_id, {"run": run, "node": node})
+    code, said = rollouts.run("cancel", "small")
+    assert code == 0, said
     assert fake.alive() == [] and len(fake.machines) == 1 and rows(rollouts) == [RentalState.GONE]
     assert_last_checkpoint_is_here(rollouts, tmp_path / "machine", said=said)
-    said = cancel(rollouts, lease.run_id, {"run": run, "node": node})
-    assert said == "nothing was left to give back" and len(fake.machines) == 1, "nothing is rented for this"
+    code, said = rollouts.run("cancel", lease.run_id)
+    assert code == 2 and "is Cancelled and holds nothing" in said
+    assert len(fake.machines) == 1, "nothing is rented for this"
     for path in [*rollouts.store.rglob("*"), *tmp_path.glob("machine/**/*"), rollouts.output]:
         content = path.read_bytes() if path.is_file() else b""
         assert KEY.encode() not in content and key.splitlines()[3].encode() not in content, path
-
-
-def cancel(rollouts: Rollouts, run_id: str, parameters: dict[str, Any]) -> str:
-    """What the serving process says that it did for a cancelled run whose own process was killed."""
-    with local_server(rollouts.store) as address:
-        environment = {**os.environ, **prefect_environment(rollouts.store, address)}
-        arguments = [sys.executable, "-c", CANCEL, run_id, json.dumps(parameters)]
-        return subprocess.run(arguments, env=environment, capture_output=True, text=True, check=True).stdout
-
-
-CANCEL = """
-import json, sys, uuid
-from prefect.client.schemas.objects import FlowRun
-from flows.cancellation import release_for
-
-run = FlowRun(id=uuid.UUID(sys.argv[1]), flow_id=uuid.uuid4(), parameters=json.loads(sys.argv[2]))
-sys.stdout.write(release_for(run))
-"""
 
 
 def wait_for_checkpoint(machine: Path) -> None:
@@ -272,6 +254,19 @@ def test_a_run_that_fails_keeps_its_machine_until_a_reaper_ends_it_in_time(
         change_rental(ledger, rental, kept_until=time.time() - 1)
     code, output = rollouts.run("reap", "--spare")
     assert code == 0 and "1 ended, 0 kept" in output and fake.alive() == []
+
+
+@pytest.mark.matrix
+def test_the_machine_that_a_failed_run_keeps_is_given_back_by_cancel(
+    rollouts: Rollouts, server: SSHServer, fake: FakeRunPod, tmp_path: Path
+) -> None:
+    _, process = train_until_checkpoint(rollouts, server, tmp_path)
+    kill_the_job(tmp_path / "machine")
+    assert process.wait(120) == 1, rollouts.said()
+    assert len(fake.alive()) == 1
+    code, output = rollouts.run("cancel", "small")
+    assert code == 0, output
+    assert "gave back provision node" in output and fake.alive() == [] and rows(rollouts) == [RentalState.GONE]
 
 
 @pytest.mark.matrix

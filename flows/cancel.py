@@ -1,0 +1,160 @@
+"""`rollouts cancel`: give a run up, as Cancel on its page does, also one whose process is gone.
+
+Not here: what is given back (cancellation.py), a run that goes on with what it has (finish.py).
+
+    somebody follows the run   Prefect is asked, whoever follows it gives back what it holds; that is waited for
+    nobody does any more       it is given back here, and Prefect told that the run is cancelled
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from flows.finish import MIN_ID_CHARS
+from flows.models_cli import open_registry
+from flows.prefect_api import ask
+from flows.server import ServerAddress, local_server, named_url, prefect_environment, run_url
+from flows.status import FLOWS, NOT_ENDED, without_later_looks
+from flows.terminal import DEFAULT_STORE, Store, console
+from flows.up import find_serving
+from infra.ledger import Ledger
+from infra.renting.rentals import open_rentals
+from infra.run_ids import short_id
+from rollouts_core.errors import InputError, RolloutsError
+
+WAIT_S = 720.0
+"""Jobs end within half a minute; what a machine elsewhere has of them is fetched within ten."""
+POLL_S = 0.5
+FULL_ID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
+ENDED = ("COMPLETED", "FAILED", "CANCELLED")
+"""States in which nobody follows a run any more. One that is Crashed is started again where somebody serves it."""
+
+FlowRunJson = dict[str, Any]  # Any: JSON
+
+
+def cancel(
+    run: Annotated[
+        str, typer.Argument(metavar="RUN", help="The run: its name, my-run-5793d50a, or its id in Prefect.")
+    ],
+    store: Store = DEFAULT_STORE,
+) -> None:
+    """Cancel RUN: jobs that no other run wants save a checkpoint and end, its machine is given back.
+
+    Also of a run whose process was killed, or that failed and keeps its machine. A new run with the same settings goes
+    on from the checkpoint.
+    """
+    with open_registry(store) as ledger, local_server(store) as address:
+        found = find_flow_run(address, ledger, run)
+        console.print(f"cancelling     {_name(found)}: {run_url(address, found['id'])}", markup=False)
+        typer.echo(f"{_name(found)}: {cancel_run(address, ledger, store.resolve(), found)}")
+
+
+def cancel_run(address: ServerAddress, ledger: Ledger, store: Path, run: FlowRunJson) -> str:
+    """Give a run up; returns what was done, in a sentence.
+
+    Raises:
+        InputError: it has ended, and holds nothing.
+        RolloutsError: whoever follows it has not given it up in time.
+    """
+    if run["state_type"] in ENDED and not _holds(ledger, run["id"]):
+        raise InputError(f"{_name(run)} is {run['state_name']} and holds nothing: there is nothing to cancel")
+    if run["state_type"] in (*ENDED, "CRASHED") or is_left_alone(ledger, store, run):
+        return _give_back_here(address, store, run)
+    _set_state(address, run["id"], "CANCELLING")
+    deadline = time.monotonic() + WAIT_S
+    while time.monotonic() < deadline:
+        state = ask(address, "GET", f"/flow_runs/{run['id']}")
+        if state["state_type"] == "CANCELLED":
+            return "cancelled"
+        if state["state_type"] in ENDED:
+            return f"it came to its end meanwhile, {state['state_name']}"
+        if is_left_alone(ledger, store, run):
+            return _give_back_here(address, store, state)
+        time.sleep(POLL_S)
+    raise RolloutsError(
+        f"{_name(run)} was asked to give up and has not in {WAIT_S / 60:.0f} minutes: its page says more, "
+        f"{run_url(address, run['id'])}"
+    )
+
+
+def find_flow_run(address: ServerAddress, ledger: Ledger, given: str) -> FlowRunJson:
+    """The run that is meant: of several with a name the only one that has not ended, or that holds something.
+
+    Raises:
+        InputError: there is none, or there are several.
+    """
+    under_way = without_later_looks(
+        ask(address, "POST", "/flow_runs/filter", {**NOT_ENDED, "sort": "EXPECTED_START_TIME_ASC"})
+    )
+    holding = {lease.run_id for lease in ledger.leases()} | {rental.run_id for rental in open_rentals(ledger)}
+    by_id = [*sorted(holding), *([given] if FULL_ID.fullmatch(given) else [])]
+    asked = [*_filtered(address, id={"any_": by_id}), *_filtered(address, name={"any_": _names(given)})]
+    every = {run["id"]: run for run in [*under_way, *asked]}.values()
+    meant = [run for run in every if _is_meant(run, given)]
+    for those in (
+        [run for run in meant if run["state_type"] not in (*ENDED, "CRASHED")],
+        [run for run in meant if run["id"] in holding],
+        meant,
+    ):
+        if len(those) == 1:
+            return those[0]
+        if those:
+            names = " or ".join(f"{_name(run)} ({run['state_name']})" for run in those)
+            raise InputError(f"{given} may be {names}: name one of them")
+    going = ", ".join(_name(run) for run in every if run["id"] in holding or run in under_way) or "none"
+    raise InputError(f"there is no run {given}: those that can be cancelled are {going}")
+
+
+def is_left_alone(ledger: Ledger, store: Path, run: FlowRunJson) -> bool:
+    """Whether the run was one of this store, its process is gone, and nobody is there who would see to it."""
+    if not ledger.has_died(run["id"]):
+        return False
+    return run["deployment_id"] is None or (not named_url() and find_serving(store) is None)
+
+
+def _give_back_here(address: ServerAddress, store: Path, run: FlowRunJson) -> str:
+    if run["state_type"] not in ENDED:  # first of all: one that is Crashed would be started again meanwhile
+        _set_state(address, run["id"], "CANCELLED")
+    os.environ.update(prefect_environment(store, address))
+    from prefect.client.schemas.objects import FlowRun  # reads the environment that was just set
+
+    from flows.cancellation import release_for
+
+    settings = {
+        **run["parameters"].get("run", {}),
+        "store": str(store),
+    }  # it may have been given as seen from elsewhere
+    return release_for(FlowRun.model_validate({**run, "parameters": {**run["parameters"], "run": settings}}))
+
+
+def _set_state(address: ServerAddress, run_id: str, state: str) -> None:
+    question = {"state": {"type": state}, "force": state == "CANCELLED"}
+    ask(address, "POST", f"/flow_runs/{run_id}/set_state", question)
+
+
+def _filtered(address: ServerAddress, **condition: object) -> list[FlowRunJson]:
+    found: list[FlowRunJson] = ask(address, "POST", "/flow_runs/filter", {"flows": FLOWS, "flow_runs": condition})
+    return found
+
+
+def _holds(ledger: Ledger, run_id: str) -> bool:
+    return bool(ledger.leases_of(run_id)) or any(rental.run_id == run_id for rental in open_rentals(ledger))
+
+
+def _name(run: FlowRunJson) -> str:
+    return f"{run['name']}-{short_id(run['id'])}"
+
+
+def _names(given: str) -> list[str]:
+    return [given, given.rpartition("-")[0]]
+
+
+def _is_meant(run: FlowRunJson, given: str) -> bool:
+    is_start = len(given) >= MIN_ID_CHARS and run["id"].startswith(given)
+    return is_start or given in (run["id"], run["name"], _name(run))

@@ -1,0 +1,111 @@
+"""`rollouts cancel`, in whole runs: those that somebody follows, and those whose process is gone.
+
+Without these tests a job whose run was killed could be stopped by its process id alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import signal
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from flows.cli import app
+from flows.prefect_api import ask
+from flows.server import local_server
+from infra.ledger import LEDGER_FILE, Ledger
+from rollouts_core.checkpoint import list_checkpoints, verify_checkpoint
+from tests.flows.conftest import Rollouts
+from tests.flows.test_faults import (
+    LONG,
+    assert_goes_on,
+    assert_nothing_is_left,
+    end_flow,
+    events_of,
+    paused,
+    program_of,
+    run_until,
+)
+from tests.flows.test_up import (  # noqa: F401
+    kill_serving_and_flow,
+    served,
+    state_of,
+    trigger,
+    up,
+    wait_for_checkpoint,
+)
+from tests.small_pipeline import write_small_pipeline
+from tests.waiting import wait_until
+
+pytestmark = pytest.mark.slow
+
+
+def test_a_run_of_a_terminal_that_lives_is_cancelled_and_waited_for(rollouts: Rollouts, tmp_path: Path) -> None:
+    process, sft = run_until(rollouts, write_small_pipeline(tmp_path / "small", mode="sft", **LONG), "sft")
+    other = dataclasses.replace(rollouts, output=rollouts.output.with_name("other.txt"))
+    with paused(program_of(sft)):
+        asking = other.start("cancel", "small")
+        wait_until((sft / ".job/cancel-1").exists, what=f"the cancel request of {sft}")
+    assert asking.wait(60) == 0, other.said()
+    assert ": cancelled" in other.said()
+    assert process.wait(30) == 130, rollouts.said()
+    assert json.loads((sft / "exit-1.json").read_text())["cancelled"]
+    verify_checkpoint(list_checkpoints(sft / "checkpoints")[-1])
+    assert_nothing_is_left(rollouts)
+    code, output = rollouts.run("cancel", "small")
+    assert code == 2
+    assert "is Cancelled and holds nothing: there is nothing to cancel" in output
+    code, output = rollouts.run("cancel", "smaller")
+    assert code == 2
+    assert "there is no run smaller: those that can be cancelled are none" in output
+
+
+def test_the_job_of_a_run_whose_process_was_killed_is_ended(rollouts: Rollouts, tmp_path: Path) -> None:
+    process, sft = run_until(rollouts, write_small_pipeline(tmp_path / "small", mode="sft", **LONG), "sft")
+    end_flow(process, signal.SIGKILL)
+    with Ledger(rollouts.store / LEDGER_FILE) as ledger:
+        (lease,) = ledger.leases()
+    other = dataclasses.replace(rollouts, output=rollouts.output.with_name("other.txt"))
+    with paused(program_of(sft)):
+        output = other.run("status")[1]
+        name = f"small-{lease.run_id[:8]}"
+        assert f"without a run: the next one that needs it attaches to it, rollouts cancel {name} ends it" in output
+        asking = other.start("cancel", name)
+        wait_until((sft / ".job/cancel-1").exists, what=f"the cancel request of {sft}")
+    assert asking.wait(60) == 0, other.said()
+    assert f"{name}: ended the job in {sft}; gave back local node" in other.said()
+    assert json.loads((sft / "exit-1.json").read_text())["cancelled"]
+    with local_server(rollouts.store) as address:
+        assert ask(address, "GET", f"/flow_runs/{lease.run_id}")["state_type"] == "CANCELLED"
+    with Ledger(rollouts.store / LEDGER_FILE) as ledger:
+        assert ledger.leases() == []
+    last = verify_checkpoint(list_checkpoints(sft / "checkpoints")[-1])
+    assert last.step == events_of(sft, "checkpoint")[-1]["step"]
+
+
+@pytest.mark.matrix
+def test_a_served_run_that_nobody_serves_any_more_is_cancelled_and_not_started_again(
+    served: Rollouts,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    longer = LONG | {"training__sft__num_steps": 2_000}
+    up(served, str(write_small_pipeline(tmp_path / "small", mode="sft", **longer)))
+    run_id = trigger(served, "small")
+    sft = wait_for_checkpoint(served, "sft")
+    kill_serving_and_flow(served)
+    assert_goes_on(sft)
+    code, output = served.run("cancel", run_id)
+    assert code == 0, output
+    assert f"ended the job in {sft}" in output
+    up(served)
+    assert state_of(served, run_id) == "CANCELLED"
+
+
+def test_a_store_without_runs_stays_none(tmp_path: Path) -> None:
+    outcome = CliRunner().invoke(app, ["cancel", "small", "--store", str(tmp_path / "nothing")])
+    assert outcome.exit_code == 2
+    assert "nothing was trained in it" in outcome.stderr
+    assert not (tmp_path / "nothing").exists()
