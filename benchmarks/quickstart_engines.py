@@ -94,7 +94,7 @@ def read_options() -> argparse.Namespace:
 
 def settings_of(kind: str, seed: int, options: argparse.Namespace) -> dict[str, Any]:  # Any: settings of every type
     """The quickstart's own settings with another engine and seed."""
-    settings = tomllib.loads((REPOSITORY / "configs/quickstart.toml").read_text())
+    settings = tomllib.loads((REPOSITORY / "flows/presets/quickstart.toml").read_text())
     settings["run"] = {"name": f"{kind}-{seed}"}
     settings["training"]["sft"]["num_steps"] = SFT_STEPS
     settings["rollout"] |= {"seed": seed, "engine": {"kind": kind}}

@@ -38,6 +38,7 @@ from flows.notify import notify
 from flows.password import own_password
 from flows.prefect_yaml import prefect_yaml
 from flows.preflight import check_evaluation, check_pipeline, check_writable
+from flows.preset import preset
 from flows.prune_cli import prune
 from flows.quickstart_files import CONFIG_NAME, quickstart_folder, write_quickstart
 from flows.server import ServerAddress, ServerError, local_server, named_url, prefect_environment, run_url
@@ -415,7 +416,7 @@ def announce_at(address: ServerAddress) -> Any:  # Any: a hook for flows of ever
 
 
 PANELS: dict[str, tuple[Callable[..., None], ...]] = {
-    "Pipelines": (quickstart, validate, run, evaluate, status, finish, cancel),
+    "Pipelines": (quickstart, preset, validate, run, evaluate, status, finish, cancel),
     "Prefect": (up, down, ui, watch, notify, credentials, prefect_yaml),
     "Models and files": (serve, pull, prune),
 }

@@ -2,7 +2,7 @@
 
 Not here: the process that runs them (serving.py), what a configuration may say (form.py).
 
-    configs/*.toml, my.toml ──> <store>/prefect/deployments/<name>.json ──> a deployment, and the defaults of its form
+    presets/*.toml, my.toml ──> <store>/prefect/deployments/<name>.json ──> a deployment, and the defaults of its form
 
 This module does not import prefect: it runs before Prefect's environment is set.
 """
@@ -28,7 +28,7 @@ from tasks.watch import check_sources, watched_sources
 FLOW = "sft-rl"
 RETRAIN_FLOW = "retrain"
 EVALUATE_FLOW = "evaluate"
-PRESETS = Path(__file__).resolve().parent.parent / "configs"
+PRESETS = Path(__file__).resolve().parent / "presets"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,6 +1,6 @@
 """Make everything the quickstart trains on: demonstrations, prompts, a tokenizer and an untrained model.
 
-Not here: the task itself (environments/arithmetic.py), the settings (configs/quickstart.toml).
+Not here: the task itself (environments/arithmetic.py), the settings (flows/presets/quickstart.toml).
 
 The demonstrations show two styles: a share works the addition column by column and is right, the rest blurts a number
 and is mostly wrong. A model that imitates both ends middling, and RL has something to find: that working pays.

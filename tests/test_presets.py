@@ -1,4 +1,4 @@
-"""Pins: every preset of configs/ is valid, its recipe makes the files it reads, and it takes a training step.
+"""Pins: every preset of flows/presets/ is valid, its recipe makes the files it reads, and it takes a training step.
 
 Without it a preset would break with a renamed setting, and the first to notice would be a person with a rented GPU.
 
@@ -26,7 +26,10 @@ from transformers import (
     Qwen3Config,
     Qwen3ForCausalLM,
 )
+from typer.testing import CliRunner
 
+from flows.cli import app
+from flows.deployments import PRESETS
 from flows.form import load_pipeline, parse_pipeline
 from rollouts_core.algorithms.loss import Metrics, create_cross_entropy_loss, create_policy_loss
 from rollouts_core.backends.pytorch import create_pytorch_backend
@@ -49,9 +52,8 @@ from rollouts_core.sft import run_sft_training
 Settings = dict[str, Any]  # Any: settings of every type
 Rows = list[dict[str, Any]]  # Any: columns of every type
 
-CONFIGS = Path(__file__).resolve().parents[1] / "configs"
-PRESETS = sorted(path.stem for path in CONFIGS.glob("*.toml"))
-HUB_PRESETS = [name for name in PRESETS if name != "quickstart"]
+NAMES = sorted(path.stem for path in PRESETS.glob("*.toml"))
+HUB_PRESETS = [name for name in NAMES if name != "quickstart"]
 REDUCED: Settings = {
     "model": {"path": "./base_model"},
     "training": {
@@ -73,21 +75,35 @@ CHAT_TEMPLATE = (
 )
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_preset_is_valid_and_says_how_it_is_run(name: str) -> None:
-    path = CONFIGS / f"{name}.toml"
+    path = PRESETS / f"{name}.toml"
     assert load_pipeline(path).run.name == name
     assert path.read_text().startswith("# "), "what it trains"
     assert name == "quickstart" or f"rollouts run {name}.toml" in path.read_text()
 
 
 @pytest.mark.slow
+def test_a_preset_is_printed_as_it_is_and_without_a_name_all_are_listed() -> None:
+    listed = CliRunner().invoke(app, ["preset"])
+    assert listed.exit_code == 0
+    assert [line.split()[0] for line in listed.stdout.splitlines()] == NAMES
+    assert "Supervised fine-tuning of Qwen2.5-0.5B-Instruct on conversations\n" in listed.stdout
+    for name in NAMES:
+        printed = CliRunner().invoke(app, ["preset", name])
+        assert printed.exit_code == 0
+        assert printed.stdout == (PRESETS / f"{name}.toml").read_text()
+    refused = CliRunner().invoke(app, ["preset", "sft_quen"])
+    assert refused.exit_code == 2
+    assert "there is no preset sft_quen; did you mean sft_qwen?" in refused.stderr
+
+
 @pytest.mark.parametrize("name", HUB_PRESETS)
 def test_a_preset_takes_a_training_step(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(datasets, "load_dataset", load_made_up_dataset)
-    exec(compile(read_recipe(CONFIGS / f"{name}.toml"), f"{name}.toml", "exec"), {})
-    write_tiny_model(tmp_path / "base_model", family=load_pipeline(CONFIGS / f"{name}.toml").config.model.path)
+    exec(compile(read_recipe(PRESETS / f"{name}.toml"), f"{name}.toml", "exec"), {})
+    write_tiny_model(tmp_path / "base_model", family=load_pipeline(PRESETS / f"{name}.toml").config.model.path)
     metrics = take_a_step_of_each_stage(reduce_preset(name, tmp_path), tmp_path)
     for stage, numbers in metrics.items():
         assert numbers["grad_norm"] > 0, f"{stage} had nothing to learn from: {numbers}"
@@ -105,7 +121,7 @@ def test_the_quickstart_takes_a_training_step(tmp_path: Path) -> None:
 
 def reduce_preset(name: str, folder: Path) -> Config:
     """The preset at reduced width, as if it lay in `folder`."""
-    settings = merge_settings(read_settings(CONFIGS / f"{name}.toml"), REDUCED)
+    settings = merge_settings(read_settings(PRESETS / f"{name}.toml"), REDUCED)
     return parse_pipeline(settings, folder / f"{name}.toml").config
 
 

@@ -39,6 +39,7 @@ SURFACE = {
     "run": ["CONFIG", "--store", "--deployment", "--name", "--fresh", "--port"],
     "evaluate": ["CONFIG", "[MODEL]", "--against", "--data", "--store", "--name", "--fresh", "--port"],
     "quickstart": ["--store", "--seed", "--port"],
+    "preset": ["[NAME]"],
     "validate": ["CONFIG", "--store"],
     "ui": ["--store", "--port"],
     "serve": ["MODEL_DIR", "--host", "--port", "--threads", "--max-running-requests", "--api-key"],

@@ -43,7 +43,7 @@ def parse(node: dict[str, Any]) -> RentedNode:
 def test_the_examples_are_what_can_be_written() -> None:
     [example] = re.findall(r"```toml\n(.*?)```", (ROOT / "docs" / "machines.md").read_text(), re.DOTALL)
     assert parse(tomllib.loads(example)["node"]).query.gpu_types == ("H100", "A100")
-    preset = (ROOT / "configs" / "sft_qwen.toml").read_text()
+    preset = (ROOT / "flows/presets/sft_qwen.toml").read_text()
     block = preset[preset.index("#     [node]") : preset.index("\n[node]")]
     commented = "\n".join(line.removeprefix("#").strip() for line in block.splitlines())
     assert parse(tomllib.loads(commented)["node"]).query.max_usd_per_gpu_hour == 1.5
