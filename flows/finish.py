@@ -40,6 +40,8 @@ def finish_training(store: Path, given: str) -> str:
     with open_registry(store) as ledger:
         run_id, name = find_run(ledger, given)
         if not ledger.is_alive(run_id):
+            if (report := store / "runs" / name / "report.html").is_file():
+                raise InputError(f"{name} trains no more: its report is {report}")
             raise InputError(f"no process follows {name}: Retry it, or start it again, and ask then")
         claimed = [Path(lease.run_dir).name for lease in ledger.leases_of(run_id)]
         training = next((each for each in reversed(claimed) if each.rpartition("-")[0] in TRAININGS), "")

@@ -137,7 +137,8 @@ def status(store: Store = DEFAULT_STORE) -> None:
     """Show the server, the process that serves the deployments, the runs, jobs without a run, and rented machines."""
     address, serving = running_server(store), find_serving(store)
     if not store.is_dir():
-        typer.echo(f"store        {store} does not exist: nothing was run in it, or --store names another folder")
+        state = "is a file" if store.exists() else "does not exist"
+        typer.echo(f"store        {store} {state}: nothing was run in it, or --store names another folder")
     typer.echo(f"server       {address.ui_url if address else 'none: rollouts up starts one'}")
     if serving:
         since = datetime.fromtimestamp(serving.since).astimezone().strftime("%Y-%m-%d %H:%M:%S")

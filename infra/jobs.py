@@ -263,7 +263,7 @@ def require_finished(session: Session, status: JobStatus) -> JobStatus:
     if status.exit is None:
         raise JobFailedError(status.run_dir, status.attempt, -1, f"it is {status.state}, not FINISHED")
     lines = read_log_tail(session, status.run_dir).splitlines()[-_TAIL_LINES:]
-    message = "\n".join([describe_exit(status.exit), "The last lines of its log:", *lines])
+    message = "\n".join([describe_exit(status.exit), *(["The last lines of its log:", *lines] if lines else [])])
     raise JobFailedError(status.run_dir, status.attempt, status.exit.code, message)
 
 
@@ -272,7 +272,10 @@ def describe_exit(exit_record: JobExit) -> str:
     if exit_record.cancelled:
         return "it was cancelled."
     if exit_record.timeout:
-        return f"it was ended by its time limit after {exit_record.seconds:.0f} s."
+        return (
+            f"it was ended by its time limit after {exit_record.seconds:.0f} s: raise "
+            "deployment.stage_timeout_minutes, or start the run again, which goes on from what the stage has saved."
+        )
     if exit_record.lease_expired:
         return "it was ended because nobody renewed its lease."
     if exit_record.oom:

@@ -6,6 +6,7 @@ Not here: running stages (stage.py), the format of checkpoints (rollouts_core/ch
 from __future__ import annotations
 
 import logging
+from itertools import count
 from pathlib import Path
 
 from infra.locks import locked
@@ -45,7 +46,8 @@ def set_damage_aside(stage: Stage) -> str:
     with locked(directory.root / ".damage.lock"):
         if not (damage := find_damage(stage)):  # another run was faster
             return ""
-        aside = directory.root / f"damaged-{sum(1 for _ in directory.root.glob('damaged-*')) + 1}"
+        # Not by how many there are: somebody may have deleted the first ones, which take room.
+        aside = next(path for n in count(1) if not (path := directory.root / f"damaged-{n}").exists())
         aside.mkdir()
         try:
             digests = read_digests(directory)

@@ -131,7 +131,7 @@ def plan_engine(rl: Stage, port: int, node: Node, index: int = 0) -> Stage:
         run_dir=f"{node.local_root}/stages/{ENGINE}-{rl.fingerprint}-{index}",
         job=job.model_dump(mode="json"),
         num_steps=0,
-        timeout_s=rl.timeout_s,
+        timeout_s=0.0,  # it ends with its lease: a later attempt at the RL, with the same engine, has its whole time
     )
 
 

@@ -201,6 +201,10 @@ def test_what_cannot_be_finished_is_one_sentence(tmp_path: Path) -> None:
         with ledger.living_run("11111111-a"):
             assert "small-11111111 is not training at the moment" in refusal("small")
             assert "no process follows small-22222222" in refusal("22222222")
+            report = tmp_path / "runs/small-22222222/report.html"
+            report.parent.mkdir(parents=True)
+            report.touch()
+            assert f"small-22222222 trains no more: its report is {report}" in refusal("22222222")
             ledger.add_lease(str(tmp_path / "stages/sft-2"), "11111111-a", "local")
             outcome = CliRunner().invoke(app, ["finish", "small-11111111", "--store", str(tmp_path)])
     assert outcome.exit_code == 0, outcome.output

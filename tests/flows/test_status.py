@@ -62,3 +62,10 @@ def test_without_a_server_the_latest_reports_are_named(tmp_path: Path, capsys: p
     assert reports == [
         [f"{tmp_path}/runs/small-{i}/report.html", *(["RL improved"] if i == 5 else [])] for i in (6, 5, 4, 3, 2)
     ]
+
+
+def test_a_store_that_is_a_file_or_none_is_told_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").touch()
+    for name, said in (("file", "is a file"), ("none", "does not exist")):
+        status(tmp_path / name)
+        assert f"store        {tmp_path / name} {said}: nothing was run in it" in capsys.readouterr().out

@@ -345,8 +345,9 @@ def test_the_time_limit_ends_a_job(session: Session, run_dir: Path) -> None:
     start_or_attach(session, shell_spec(run_dir, "sleep 60", timeout_s=0.4, grace_s=1.0))
     status = wait_for_end(session, run_dir)
     assert status.exit is not None and status.exit.timeout and not status.exit.cancelled
-    with pytest.raises(JobFailedError, match="time limit"):
+    with pytest.raises(JobFailedError, match=r"time limit after .* raise deployment\.stage_timeout") as failure:
         require_finished(session, status)
+    assert "log" not in str(failure.value).partition("time limit")[2]  # it is empty
 
 
 @pytest.mark.slow

@@ -111,6 +111,15 @@ def test_a_second_damage_has_a_folder_of_its_own(stage: Stage) -> None:
     assert (directory.root / "damaged-2/result.json").is_file()
 
 
+def test_what_is_left_of_earlier_damage_is_in_nobodys_way(stage: Stage) -> None:
+    directory = RunDirectory(Path(stage.run_dir))
+    (directory.root / "damaged-2").mkdir()  # somebody has deleted damaged-1
+    change(directory.checkpoints / "step_000060")
+    assert "step_000060" in set_damage_aside(stage)
+    assert not is_finished(stage) and list(directory.root.glob("damaged-*/result.json"))
+    assert not any((directory.root / "damaged-2").iterdir())
+
+
 def test_of_many_runs_that_find_the_damage_one_sets_it_aside(stage: Stage) -> None:
     change(Path(stage.run_dir, "checkpoints/step_000020"))
     with ThreadPoolExecutor(8) as threads:

@@ -171,6 +171,14 @@ def test_the_engine_has_the_identity_of_its_rl_and_serves_its_start_model(
     assert engines[0].job["model"] == rl.job["model"]
 
 
+def test_an_engine_is_not_ended_before_the_time_of_the_rl_that_asks_it_is_up(
+    config: Config, scope: RunScope, node: Node
+) -> None:
+    rl = plan_rl(base_model(config), config, scope, node)
+    assert rl.timeout_s > 0
+    assert plan_engine(rl, 30000, node).timeout_s == 0  # another attempt at the RL may have begun with it just now
+
+
 def test_several_engines_of_an_rl_share_its_gpus_and_have_directories_of_their_own(
     tmp_path: Path, scope: RunScope, node: Node
 ) -> None:
