@@ -52,27 +52,34 @@ def cancel(
     with open_registry(store) as ledger, local_server(store) as address:
         found = find_flow_run(address, ledger, run)
         console.print(f"cancelling     {_name(found)}: {run_url(address, found['id'])}", markup=False)
-        typer.echo(f"{_name(found)}: {cancel_run(address, ledger, store.resolve(), found)}")
+        said = f"{_name(found)}: {cancel_run(address, ledger, store.resolve(), found)}"
+        if _holds(ledger, found["id"]):
+            raise RolloutsError(said)
+    typer.echo(said)
 
 
 def cancel_run(address: ServerAddress, ledger: Ledger, store: Path, run: FlowRunJson) -> str:
     """Give a run up; returns what was done, in a sentence.
 
     Raises:
-        InputError: it has ended, and holds nothing.
+        InputError: it has ended, and holds nothing, or gives it back itself.
         RolloutsError: whoever follows it has not given it up in time.
     """
     if run["state_type"] in ENDED and not _holds(ledger, run["id"]):
         raise InputError(f"{_name(run)} is {run['state_name']} and holds nothing: there is nothing to cancel")
-    if run["state_type"] in (*ENDED, "CRASHED") or is_left_alone(ledger, store, run):
+    is_alive = ledger.is_alive(run["id"])
+    if run["state_type"] in ENDED and is_alive:
+        raise InputError(f"{_name(run)} is {run['state_name']}, and its process gives back what it holds just now")
+    if (run["state_type"] in (*ENDED, "CRASHED") and not is_alive) or is_left_alone(ledger, store, run):
         return _give_back_here(address, store, run)
     _set_state(address, run["id"], "CANCELLING")
     deadline = time.monotonic() + WAIT_S
     while time.monotonic() < deadline:
         state = ask(address, "GET", f"/flow_runs/{run['id']}")
-        if state["state_type"] == "CANCELLED":
+        # Of a run that had to be killed the serving process gives back what it held when it is Cancelled already.
+        if state["state_type"] == "CANCELLED" and not _holds(ledger, run["id"]):
             return "cancelled"
-        if state["state_type"] in ENDED:
+        if state["state_type"] in ("COMPLETED", "FAILED"):
             return f"it came to its end meanwhile, {state['state_name']}"
         if is_left_alone(ledger, store, run):
             return _give_back_here(address, store, state)
@@ -126,10 +133,8 @@ def _give_back_here(address: ServerAddress, store: Path, run: FlowRunJson) -> st
 
     from flows.cancellation import release_for
 
-    settings = {
-        **run["parameters"].get("run", {}),
-        "store": str(store),
-    }  # it may have been given as seen from elsewhere
+    # The store may have been given as it is seen from another folder.
+    settings = {**run["parameters"].get("run", {}), "store": str(store)}
     return release_for(FlowRun.model_validate({**run, "parameters": {**run["parameters"], "run": settings}}))
 
 
