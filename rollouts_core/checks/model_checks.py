@@ -17,6 +17,7 @@ from rollouts_core.backends.jax_architecture import load_jax_architecture
 from rollouts_core.config import ENGINE_MARGINS, Config, EngineKind, ModelConfig
 from rollouts_core.config.messages import first_line
 from rollouts_core.embedded.architecture import load_architecture
+from rollouts_core.engines.content import check_can_be_untied, is_tied
 from rollouts_core.errors import CheckpointError, ConfigError, DataError
 from rollouts_core.findings import Caution
 from rollouts_core.model.loading import check_packable, find_positions, find_settings, refuse_pickled_weights
@@ -74,6 +75,17 @@ def check_generable(config: Config) -> None:
         longest, kind = config.rollout.max_prompt_tokens, config.rollout.engine.kind
         prompts = f"prompts of {longest} tokens (rollout.max_prompt_tokens)"
         check_positions(prompts, longest, num_positions, config, engine=kind)
+
+
+def check_updatable(config: Config) -> None:
+    """Raise CheckpointError where RL would have to give new weights to a vLLM that could not take them.
+
+    The model's folder is whole (`check_model_files`).
+    """
+    folder = Path(config.model.path)
+    is_updated = config.mode != "sft" and not config.data.rollouts
+    if is_updated and config.rollout.engine.kind == "vllm" and folder.is_dir() and is_tied(folder):
+        check_can_be_untied(folder)
 
 
 def _check_weights(folder: Path, config: Config) -> None:

@@ -19,6 +19,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from rollouts_core.config import ModelConfig
 from rollouts_core.embedded.weights import read_tensors, tensor_digest
 from rollouts_core.errors import CheckpointError, WeightSyncError
 from rollouts_core.model.model_size import read_folder
@@ -40,6 +41,8 @@ SHAPE_KEYS = ("model_type", "hidden_size", "num_hidden_layers", "num_attention_h
 SINGLE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 BODY_FILE, HEAD_FILE = "model-body.safetensors", "model-head.safetensors"
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+HEADLESS = ("gemma2", "gemma3n", "gemma3n_text", "cohere", "cohere2", "cohere2_moe")
+"""Models whose hidden states vLLM multiplies by the embedding itself: no head of theirs can be old, or be given."""
 COPY_MARK = "-untied-"
 """In the names of copies with a head of their own, that are there for one load."""
 
@@ -83,14 +86,30 @@ def _of_language_model(config: Mapping[str, Any]) -> dict[str, Any]:  # Any: JSO
 
 
 def is_tied(directory: Path) -> bool:
-    """Whether the model's output head is its token embedding."""
-    return bool(read_config(directory).get("tie_word_embeddings", False))
+    """Whether vLLM makes the model's output head of its token embedding; False where it has no head at all."""
+    from rollouts_core.model.loading import find_settings  # imports transformers
+
+    said = read_config(directory)
+    if said.get("model_type") in HEADLESS:
+        return False
+    # What a configuration does not say, as those of Gemma on the hub, the model's class does.
+    settings = find_settings(ModelConfig(path=str(directory)))
+    return bool(said.get("tie_word_embeddings") if settings is None else settings.tie_word_embeddings)
 
 
 def can_be_untied(directory: Path) -> bool:
     """Whether a head of its own can be written for a model; False where its embedding has another name."""
     names = read_folder(directory).tensors
     return not names or HEAD in names or EMBEDDING in names  # who reads files without any names says what is wrong
+
+
+def check_can_be_untied(directory: Path) -> None:
+    """Raise CheckpointError where no head of its own can be written for a model."""
+    if not can_be_untied(directory):
+        raise CheckpointError(
+            f"{directory} has no {EMBEDDING}, so no head of its own can be made for vLLM, which cannot be given new "
+            'weights without: choose rollout.engine.kind "sglang"'
+        )
 
 
 def check_same_model(name: str, served_dir: Path, published_dir: Path) -> None:
@@ -206,11 +225,7 @@ def write_untied(directory: Path, target: Path) -> None:
     Raises:
         CheckpointError: the directory's weights cannot be read, or have no embedding of the name that is known here.
     """
-    if not can_be_untied(directory):
-        raise CheckpointError(
-            f"{directory} has no {EMBEDDING}, so no head of its own can be made for vLLM, which cannot be given new "
-            'weights without: choose rollout.engine.kind "sglang"'
-        )
+    check_can_be_untied(directory)
     target.mkdir(parents=True, exist_ok=True)
     tensors = read_tensors(directory)
     written = {"config.json", SINGLE_FILE, INDEX}

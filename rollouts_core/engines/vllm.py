@@ -28,6 +28,7 @@ from rollouts_core.engines.content import (
     EMBEDDING,
     HEAD,
     HeldTensors,
+    check_can_be_untied,
     check_same_model,
     is_tied,
     prefix_of_copies,
@@ -180,6 +181,7 @@ class VLLMEngine(EngineClient):
                 f"from: start it with --logprobs-mode {LOGPROBS_MODE}"
             )
         if is_tied(path) and HEAD not in await self._digests():
+            check_can_be_untied(path)
             raise WeightSyncError(
                 f"{self.name} serves a model whose output head is its embedding: vLLM would leave that head as it is. "
                 "Start it on a copy with a head of its own (`rollouts_core.engines.content.write_untied`)"

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 from transformers import (
     BloomConfig,
     FalconConfig,
@@ -25,12 +27,12 @@ from transformers import (
 )
 
 from rollouts_core.checks.demonstrations import check_demonstrations
-from rollouts_core.checks.model_checks import check_packing, warn_of_dropout
+from rollouts_core.checks.model_checks import check_packing, check_updatable, warn_of_dropout
 from rollouts_core.checks.validate import (
     validate_config,
 )
 from rollouts_core.config import Config, ModelConfig, PolicyConfig
-from rollouts_core.errors import ConfigError
+from rollouts_core.errors import CheckpointError, ConfigError
 from rollouts_core.model.policy import create_policy
 from tests.rollouts_core.checks.configurations import SUM, make_config, with_rollout, write_rows
 
@@ -114,6 +116,25 @@ def test_dropout_is_warned_of_where_the_loss_compares_with_an_engine(
     data = dict.fromkeys(("sft", "prompts", "selection", "heldout"), "rows.jsonl")
     config = Config.model_validate({"mode": mode, "model": {"path": str(tmp_path)}, "data": data})
     assert [named in sentence for sentence in warn_of_dropout(config)] == [True] * bool(named)
+
+
+@pytest.mark.parametrize(
+    ("mode", "kind", "refused"),
+    [("rl", "vllm", True), ("sft+rl", "vllm", True), ("sft", "vllm", False), ("rl", "sglang", False)],
+)
+def test_a_model_whose_new_weights_vllm_would_not_serve_is_refused(
+    tmp_path: Path, mode: str, kind: str, refused: bool
+) -> None:
+    """Without it the run would end at the first update, after SFT and the start of the engine."""
+    GPT2Config(n_layer=1, n_head=1, n_embd=2).save_pretrained(tmp_path)
+    save_file({"transformer.wte.weight": torch.zeros(4, 2)}, tmp_path / "model.safetensors")
+    data = dict.fromkeys(("sft", "prompts", "selection", "heldout"), "rows.jsonl")
+    settings = {"mode": mode, "model": {"path": str(tmp_path)}, "data": data, "rollout": {"engine": {"kind": kind}}}
+    expected = (
+        pytest.raises(CheckpointError, match="no head of its own can be made for vLLM") if refused else nullcontext()
+    )
+    with expected:
+        check_updatable(Config.model_validate(settings))
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from rollouts_core.engines.content import (
     check_same_model,
     find_left_behind,
     find_unproven,
+    is_tied,
     sample_content,
     vocabulary_size,
     write_untied,
@@ -145,6 +146,25 @@ def test_an_untied_copy_computes_the_same_and_leaves_the_original(
     assert json.loads((copy / "config.json").read_text())["tie_word_embeddings"] is False
     assert torch.equal(read_tensors(copy)[HEAD], model.get_input_embeddings().weight)
     assert {path.name: path.read_bytes() for path in original.iterdir()} == before
+
+
+@pytest.mark.parametrize(
+    ("settings", "tied"),
+    [
+        ({"model_type": "gemma3_text"}, True),  # as on the hub: the class says it
+        ({"model_type": "gemma3_text", "tie_word_embeddings": False}, False),
+        ({"model_type": "qwen3"}, False),
+        ({"model_type": "qwen3", "tie_word_embeddings": True}, True),
+        ({"model_type": "gemma2", "tie_word_embeddings": True}, False),  # vLLM has no head of it
+        ({"model_type": "of-somebody", "tie_word_embeddings": True}, True),
+        ({"model_type": "of-somebody"}, False),
+    ],
+)
+def test_what_a_configuration_leaves_out_of_its_head_the_class_of_the_model_says(
+    tmp_path: Path, settings: dict[str, object], tied: bool
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    assert is_tied(tmp_path) is tied
 
 
 def test_an_untied_copy_can_be_made_again_where_one_lies(tied_dir: Path, tmp_path: Path) -> None:
