@@ -118,13 +118,15 @@ def judge_improvement(
     comparison = compare_paired([score + margin for score in baseline], candidate)
     before, after = float(np.mean(baseline)), float(np.mean(candidate))
     is_accepted = comparison.p_value <= max_p_value
-    p_value = "p < 0.001" if comparison.p_value < 0.001 else f"p = {comparison.p_value:.2g}"
-    more = f" by more than {margin:g}" if margin else ""
-    figures = f"mean score {before:.3f} -> {after:.3f} on the same {len(baseline)} held-out prompts, {p_value}"
+    p_value = "p < 0.001" if comparison.p_value < 0.001 else f"p = {comparison.p_value:.3g}"
+    figures = f"mean score {before:.3f} -> {after:.3f} on the same {len(baseline)} held-out rows, {p_value}"
     if max_p_value >= 1:
         sentence = f"{names[1]} counts without a test against {names[0]}: {figures}"
         return Verdict(is_accepted=True, is_improvement=None, sentence=sentence)
+    more = f" by more than {margin:g}" if margin else ""
     claim = f"improved on {names[0]}{more}" if is_accepted else f"did not improve on {names[0]}{more} beyond noise"
+    if margin < 0:
+        claim = f"{'is at most' if is_accepted else 'may be more than'} {-margin:g} worse than {names[0]}"
     sentence = f"{names[1]} {claim}: {figures} (at most {max_p_value:g} counts)"
     return Verdict(is_accepted=is_accepted, is_improvement=is_accepted, sentence=sentence)
 

@@ -131,7 +131,7 @@ def test_a_p_value_of_at_most_one_accepts_anything() -> None:
     assert verdict.sentence.startswith("rl counts without a test against sft: mean score 1.000 -> 0.000")
 
 
-@pytest.mark.parametrize(("margin", "is_improvement"), [(0.1, True), (0.3, False), (-0.1, True)])
+@pytest.mark.parametrize(("margin", "is_improvement"), [(0.1, True), (0.3, False)])
 def test_a_candidate_must_be_better_by_more_than_the_margin(margin: float, is_improvement: bool) -> None:
     baseline = draw_scores(0, 0.3)
     candidate = [score + 0.2 for score in baseline]
@@ -142,10 +142,24 @@ def test_a_candidate_must_be_better_by_more_than_the_margin(margin: float, is_im
 
 def test_below_zero_a_margin_lets_an_equal_candidate_pass_and_a_worse_one_not() -> None:
     scores = draw_scores(0, 0.5)
-    for lost, is_improvement in ((0.0, True), (0.1, False)):
+    for lost, is_improvement, claim in (
+        (0.0, True, "is at most"),
+        (0.02, True, "is at most"),
+        (0.1, False, "may be more"),
+    ):
         candidate = [score - lost for score in scores]
         verdict = judge_improvement(scores, candidate, names=("a", "b"), max_p_value=0.01, margin=-0.05)
         assert verdict.is_improvement is is_improvement
+        assert verdict.sentence.startswith(f"b {claim}") and "improve" not in verdict.sentence
+        assert " 0.05 worse than a: mean score " in verdict.sentence
+
+
+def test_a_p_value_just_above_the_limit_is_not_written_as_the_limit() -> None:
+    """Without it a verdict says that p = 0.01 did not count, where 0.01 counts."""
+    baseline, candidate = [0.0] * 15 + [1.0] * 4 + [0.0], [1.0] * 15 + [0.0] * 5
+    verdict = judge_improvement(baseline, candidate, names=("a", "b"), max_p_value=0.01)
+    assert "did not improve" in verdict.sentence
+    assert "p = 0.0102 (at most 0.01 counts)" in verdict.sentence
 
 
 @pytest.mark.parametrize("num_rows", [1, 7, 50])
