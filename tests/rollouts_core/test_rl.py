@@ -575,7 +575,9 @@ def test_samples_that_do_not_say_how_likely_they_were_are_refused_where_the_loss
         with pytest.raises(DataError, match=r"2 of 2 completions have no rollout_log_probs, .* must say how likely"):
             asyncio.run(trained)
     else:
-        assert asyncio.run(trained)["num_updates"] == 1
+        metrics = asyncio.run(trained)
+        assert metrics["num_updates"] == 1
+        assert not {"kl_rollout_policy", "mismatch_kl", "mismatch_ratio_max"} & metrics.keys()
 
 
 EXCLUDE: dict[str, object] = {"advantage": {"unscored": "exclude"}}
