@@ -168,7 +168,7 @@ def describe_skipped_steps(lines: Sequence[Mapping[str, float]]) -> str:
     """How many steps made no update, why, and what to do; empty where they are fewer than `MANY_SKIPPED`.
 
     Args:
-        lines: the metrics of the steps, where each is logged.
+        lines: the metrics of the steps that were logged.
     """
     skipped = [line for line in lines if line["skipped"]]
     if not skipped or len(skipped) < MANY_SKIPPED * len(lines):
@@ -177,7 +177,8 @@ def describe_skipped_steps(lines: Sequence[Mapping[str, float]]) -> str:
     [(most, _)] = reasons.most_common(1)
     counted = ", ".join(f"{reason}: {count}" for reason, count in reasons.most_common())
     many = "no step" if len(skipped) == len(lines) else f"only {len(lines) - len(skipped)}"
-    return f"{many} of {len(lines)} made an update ({counted}): {REMEDIES[most]}"
+    logged = " that were logged" * (len(lines) <= lines[-1]["step"] - lines[0]["step"])
+    return f"{many} of {len(lines)}{logged} made an update ({counted}): {REMEDIES[most]}"
 
 
 def write_rollouts(directory: RunDirectory, step: int, batch: RolloutBatch, *, temperature: float) -> None:
