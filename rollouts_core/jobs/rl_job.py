@@ -93,7 +93,7 @@ async def train_on_recorded(
 async def train_on_prompts(
     job: RLJob, directory: RunDirectory, events: EventLog, ranks: Ranks | None
 ) -> dict[str, int]:
-    """Train on what engines sample for prompts; returns how many prompts there are."""
+    """Train on what engines sample for prompts; returns how many there are, and how many were asked, each time anew."""
     assert job.prompts is not None, "the job has recorded rollouts"
     with checked_file(job.prompts):
         prompts = load_prompts_from_jsonl(job.prompts.path)
@@ -105,7 +105,7 @@ async def train_on_prompts(
     check_prompt_lengths(prompts, tokenizer, max_tokens=max_tokens, source=job.prompts.path, tools=tools)
     data_buffer = DataBuffer(prompts, seed=job.replicated_rollout.seed)
     await train_against_engines(job, directory, events, backend, data_buffer)
-    return {"num_prompts": len(prompts)}
+    return {"num_prompts": len(prompts), "num_drawn": data_buffer.num_drawn}
 
 
 async def train_against_engines(
