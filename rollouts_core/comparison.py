@@ -10,6 +10,7 @@ import bisect
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from statistics import NormalDist
 
 import numpy as np
 
@@ -27,7 +28,7 @@ class Estimate:
 
     mean: float
     low: float
-    """Lower end of the 95 % bootstrap interval."""
+    """Lower end of the 95 % interval."""
     high: float
     """Upper end."""
     num_rows: int
@@ -60,9 +61,11 @@ class Verdict:
 
 
 def estimate_mean(scores: Sequence[float], *, seed: int = 0) -> Estimate:
-    """The mean score with its 95 % bootstrap interval over rows."""
+    """The mean score with its 95 % interval over rows: Wilson's where every score is 0 or 1, else by bootstrap."""
     values = np.asarray(scores, dtype=np.float64)
-    low, high = _bootstrap_interval(values, seed)
+    # Resamples of rows that are all right are all right: no bootstrap tells how many others would be wrong.
+    is_right_or_wrong = bool(np.isin(values, (0.0, 1.0)).all())
+    low, high = _wilson_interval(values) if is_right_or_wrong else _bootstrap_interval(values, seed)
     return Estimate(mean=float(values.mean()), low=low, high=high, num_rows=len(values))
 
 
@@ -148,6 +151,15 @@ def _sign_flip_p_value(differences: np.ndarray, seed: int) -> float:
         for size in _blocks(len(differences))
     )
     return (1 + num_as_large) / (1 + NUM_RESAMPLES)
+
+
+def _wilson_interval(values: np.ndarray) -> tuple[float, float]:
+    """Of scores of 0 and 1. Source: Wilson 1927."""
+    num_rows, num_right = len(values), float(values.sum())
+    z = NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
+    centre = num_right + z**2 / 2
+    half = z * math.sqrt(num_right * (num_rows - num_right) / num_rows + z**2 / 4)
+    return max(0.0, (centre - half) / (num_rows + z**2)), min(1.0, (centre + half) / (num_rows + z**2))
 
 
 def _bootstrap_interval(values: np.ndarray, seed: int) -> tuple[float, float]:

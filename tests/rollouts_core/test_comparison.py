@@ -64,11 +64,27 @@ def test_without_a_difference_p_values_are_about_uniform() -> None:
     assert 30 <= sum(p < 0.5 for p in p_values) <= 70
 
 
-def test_the_interval_covers_the_true_mean_about_as_often_as_it_says() -> None:
-    estimates = [estimate_mean(draw_scores(seed, 0.4, num_rows=100), seed=seed) for seed in range(100)]
-    num_covered = sum(estimate.low <= 0.4 <= estimate.high for estimate in estimates)
-    # 95 are expected; four standard deviations are 8.7.
-    assert num_covered >= 86
+@pytest.mark.parametrize(("num_rows", "share"), [(100, 0.4), (10, 0.95), (50, 0.98), (400, 0.997)])
+def test_the_interval_covers_the_true_mean_about_as_often_as_it_says(num_rows: int, share: float) -> None:
+    """Without it a model that is wrong in 1 of 50 is said to be right in 100 %, without any doubt."""
+    estimates = [estimate_mean(draw_scores(seed, share, num_rows), seed=seed) for seed in range(100)]
+    num_covered = sum(estimate.low <= share <= estimate.high for estimate in estimates)
+    # 95 are expected, by whole numbers of rows a few less; four standard deviations are 8.7.
+    assert num_covered >= 84
+
+
+def test_the_interval_of_scores_between_0_and_1_covers_their_mean_about_as_often_as_it_says() -> None:
+    """Such are the mean scores of several completions."""
+    rng = np.random.default_rng(0)
+    estimates = [estimate_mean((rng.binomial(4, 0.6, size=100) / 4).tolist(), seed=seed) for seed in range(100)]
+    assert sum(estimate.low <= 0.6 <= estimate.high for estimate in estimates) >= 86
+
+
+@pytest.mark.parametrize(("score", "low", "high"), [(1.0, 0.7225, 1.0), (0.0, 0.0, 0.2775)])
+def test_ten_rows_that_are_all_right_or_all_wrong_leave_room_for_others(score: float, low: float, high: float) -> None:
+    # n / (n + z^2) = 10 / 13.8415
+    estimate = estimate_mean([score] * 10)
+    assert (estimate.low, estimate.high) == pytest.approx((low, high), abs=1e-4)
 
 
 def test_an_estimate_says_mean_and_rows() -> None:
