@@ -97,7 +97,7 @@ async def run_rl_training(
             checkpoint_dir,
             config,
             settings=describe_settings(config, inputs or {}, rollout=rollout),
-            scored_by="reward",
+            scored_by="reward_unfiltered" if rollout.is_filtered and data_buffer else "reward",
             events=events,
             is_end_asked=is_end_asked,
         ) as checkpoints,
@@ -347,7 +347,7 @@ def describe_rollouts(batch: RolloutBatch) -> Metrics:
         **describe_conversations(lasts),
         **batch.metadata.get("reward_metrics", {}),
         **batch.metadata.get("staleness", {}),
-        **{name: batch.metadata[name] for name in ("paused_s",) if name in batch.metadata},
+        **{name: batch.metadata[name] for name in ("reward_unfiltered", "paused_s") if name in batch.metadata},
     }
 
 
