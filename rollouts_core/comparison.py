@@ -145,10 +145,11 @@ def select_best(mean_scores: Sequence[float]) -> int:
 
 def _sign_flip_p_value(differences: np.ndarray, seed: int) -> float:
     rng = np.random.default_rng(seed)
-    least = differences.mean() - 1e-12
+    differing = differences[differences != 0]  # others have no sign: their number must not change what is drawn
+    least = differing.sum() - 1e-9
     num_as_large = sum(
-        int(((rng.choice((-1.0, 1.0), size=size) * differences).mean(axis=1) >= least).sum())
-        for size in _blocks(len(differences))
+        int(((rng.choice((-1.0, 1.0), size=size) * differing).sum(axis=1) >= least).sum())
+        for size in _blocks(len(differing))
     )
     return (1 + num_as_large) / (1 + NUM_RESAMPLES)
 
