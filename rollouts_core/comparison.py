@@ -10,6 +10,7 @@ import bisect
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from statistics import NormalDist
 
 import numpy as np
 
@@ -27,7 +28,7 @@ class Estimate:
 
     mean: float
     low: float
-    """Lower end of the 95 % bootstrap interval."""
+    """Lower end of the 95 % interval."""
     high: float
     """Upper end."""
     num_rows: int
@@ -60,9 +61,11 @@ class Verdict:
 
 
 def estimate_mean(scores: Sequence[float], *, seed: int = 0) -> Estimate:
-    """The mean score with its 95 % bootstrap interval over rows."""
+    """The mean score with its 95 % interval over rows: Wilson's where every score is 0 or 1, else by bootstrap."""
     values = np.asarray(scores, dtype=np.float64)
-    low, high = _bootstrap_interval(values, seed)
+    # Resamples of rows that are all right are all right: no bootstrap tells how many others would be wrong.
+    is_right_or_wrong = bool(np.isin(values, (0.0, 1.0)).all())
+    low, high = _wilson_interval(values) if is_right_or_wrong else _bootstrap_interval(values, seed)
     return Estimate(mean=float(values.mean()), low=low, high=high, num_rows=len(values))
 
 
@@ -118,13 +121,15 @@ def judge_improvement(
     comparison = compare_paired([score + margin for score in baseline], candidate)
     before, after = float(np.mean(baseline)), float(np.mean(candidate))
     is_accepted = comparison.p_value <= max_p_value
-    p_value = "p < 0.001" if comparison.p_value < 0.001 else f"p = {comparison.p_value:.2g}"
-    more = f" by more than {margin:g}" if margin else ""
-    figures = f"mean score {before:.3f} -> {after:.3f} on the same {len(baseline)} held-out prompts, {p_value}"
+    p_value = "p < 0.001" if comparison.p_value < 0.001 else f"p = {comparison.p_value:.3g}"
+    figures = f"mean score {before:.3f} -> {after:.3f} on the same {len(baseline)} held-out rows, {p_value}"
     if max_p_value >= 1:
         sentence = f"{names[1]} counts without a test against {names[0]}: {figures}"
         return Verdict(is_accepted=True, is_improvement=None, sentence=sentence)
+    more = f" by more than {margin:g}" if margin else ""
     claim = f"improved on {names[0]}{more}" if is_accepted else f"did not improve on {names[0]}{more} beyond noise"
+    if margin < 0:
+        claim = f"{'is at most' if is_accepted else 'may be more than'} {-margin:g} worse than {names[0]}"
     sentence = f"{names[1]} {claim}: {figures} (at most {max_p_value:g} counts)"
     return Verdict(is_accepted=is_accepted, is_improvement=is_accepted, sentence=sentence)
 
@@ -140,12 +145,22 @@ def select_best(mean_scores: Sequence[float]) -> int:
 
 def _sign_flip_p_value(differences: np.ndarray, seed: int) -> float:
     rng = np.random.default_rng(seed)
-    least = differences.mean() - 1e-12
+    differing = differences[differences != 0]  # others have no sign: their number must not change what is drawn
+    least = differing.sum() - 1e-9
     num_as_large = sum(
-        int(((rng.choice((-1.0, 1.0), size=size) * differences).mean(axis=1) >= least).sum())
-        for size in _blocks(len(differences))
+        int(((rng.choice((-1.0, 1.0), size=size) * differing).sum(axis=1) >= least).sum())
+        for size in _blocks(len(differing))
     )
     return (1 + num_as_large) / (1 + NUM_RESAMPLES)
+
+
+def _wilson_interval(values: np.ndarray) -> tuple[float, float]:
+    """Of scores of 0 and 1. Source: Wilson 1927."""
+    num_rows, num_right = len(values), float(values.sum())
+    z = NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
+    centre = num_right + z**2 / 2
+    half = z * math.sqrt(num_right * (num_rows - num_right) / num_rows + z**2 / 4)
+    return max(0.0, (centre - half) / (num_rows + z**2)), min(1.0, (centre + half) / (num_rows + z**2))
 
 
 def _bootstrap_interval(values: np.ndarray, seed: int) -> tuple[float, float]:

@@ -40,7 +40,7 @@ BufferFilterFn = Callable[[Sequence[Sequence[Sample]], int], Sequence[Sequence[S
 
 def check_reward_nonzero_std(group: Sequence[Sample]) -> FilterDecision:
     """Keep a group whose rewards differ: equal rewards give advantages of 0. Source: DAPO, arXiv:2503.14476."""
-    rewards = _scored_rewards(group)
+    rewards = scored_rewards(group)
     if not rewards:
         return UNSCORED
     is_constant = statistics.pstdev(rewards) <= MIN_REWARD_STD
@@ -50,7 +50,7 @@ def check_reward_nonzero_std(group: Sequence[Sample]) -> FilterDecision:
 
 def check_min_reward(group: Sequence[Sample], *, min_reward: float = 0.0) -> FilterDecision:
     """Keep a group whose mean reward is above `min_reward`."""
-    rewards = _scored_rewards(group)
+    rewards = scored_rewards(group)
     if not rewards:
         return UNSCORED
     keep = statistics.fmean(rewards) > min_reward
@@ -59,7 +59,7 @@ def check_min_reward(group: Sequence[Sample], *, min_reward: float = 0.0) -> Fil
 
 def check_any_success(group: Sequence[Sample], *, success_reward: float = 1.0) -> FilterDecision:
     """Keep a group with at least one sample of `success_reward` or more."""
-    rewards = _scored_rewards(group)
+    rewards = scored_rewards(group)
     if not rewards:
         return UNSCORED
     keep = max(rewards) >= success_reward
@@ -103,7 +103,8 @@ def compose_filters(*filters: FilterFn) -> Callable[[Sequence[Sample]], FilterDe
     return check_all
 
 
-def _scored_rewards(group: Sequence[Sample]) -> list[float]:
+def scored_rewards(group: Sequence[Sample]) -> list[float]:
+    """The rewards of the trajectories that have one."""
     return [sample.reward for sample in _last_samples(group) if sample.reward is not None]
 
 

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from rollouts_core.algorithms.credit import RolloutScores, trained_samples
 from rollouts_core.algorithms.loss import Metrics
-from rollouts_core.algorithms.mismatch import MISMATCH_METRICS
+from rollouts_core.algorithms.mismatch import ENGINE_METRICS, MISMATCH_METRICS
 from rollouts_core.backends.protocol import TrainingBackend
 from rollouts_core.backends.threaded import beside_event_loop, run_with
 from rollouts_core.batch import build_batch, place_samples, split_by_sample
@@ -97,7 +97,7 @@ async def run_rl_training(
             checkpoint_dir,
             config,
             settings=describe_settings(config, inputs or {}, rollout=rollout),
-            scored_by="reward",
+            scored_by="reward_unfiltered" if rollout.is_filtered and data_buffer else "reward",
             events=events,
             is_end_asked=is_end_asked,
         ) as checkpoints,
@@ -261,6 +261,8 @@ async def train_on_rollouts(
     averaged = average_metrics(done)
     if not scores.old_logprobs:  # later updates know the trainer only as the earlier ones left it
         averaged |= {name: value for name, value in done[0].items() if name in MISMATCH_METRICS}
+    if find_silent(batch.samples):  # they were compared with 0
+        averaged = {name: value for name, value in averaged.items() if name not in ENGINE_METRICS}
     return {**averaged, **counts}
 
 
@@ -284,13 +286,17 @@ def check_logprobs(samples: Sequence[Sample], config: RLTrainingConfig) -> None:
     """
     if not config.needs_rollout_logprobs:
         return
-    silent = [sample for sample in samples if sample.rollout_log_probs is None and any(sample.loss_mask[1:])]
-    if silent:
+    if silent := find_silent(samples):
         raise DataError(
             f"{len(silent)} of {len(samples)} completions have no rollout_log_probs, one of prompt "
             f"{silent[0].metadata.get('prompt_id', '?')!r} first: what generates them must say how likely each token "
             'was when it was sampled; or set training.rl.loss.ratio_base = "old", without loss.mismatch'
         )
+
+
+def find_silent(samples: Sequence[Sample]) -> list[Sample]:
+    """The trained samples of which nobody said how likely their tokens were when they were sampled."""
+    return [sample for sample in samples if sample.rollout_log_probs is None and any(sample.loss_mask[1:])]
 
 
 async def score_rollouts(
@@ -341,7 +347,7 @@ def describe_rollouts(batch: RolloutBatch) -> Metrics:
         **describe_conversations(lasts),
         **batch.metadata.get("reward_metrics", {}),
         **batch.metadata.get("staleness", {}),
-        **{name: batch.metadata[name] for name in ("paused_s",) if name in batch.metadata},
+        **{name: batch.metadata[name] for name in ("reward_unfiltered", "paused_s") if name in batch.metadata},
     }
 
 

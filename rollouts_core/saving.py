@@ -39,7 +39,7 @@ from rollouts_core.system.files import remove_partial_directories
 
 logger = logging.getLogger(__name__)
 
-ScoredBy = Literal["reward", "eval_loss", "loss"]
+ScoredBy = Literal["reward", "reward_unfiltered", "eval_loss", "loss"]
 """Which metric the checkpoints of a run are compared by: the same for all of them."""
 
 TASK_INPUTS = ("data", "samples", "plugins")
@@ -317,7 +317,7 @@ def score_steps(window: Sequence[Metrics], scored_by: ScoredBy) -> float | None:
     if scored_by == "eval_loss":
         return -values[-1]
     mean = sum(values) / len(values)
-    return mean if scored_by == "reward" else -mean
+    return -mean if scored_by == "loss" else mean
 
 
 def _show(settings: Mapping[str, Any], name: str) -> str:  # Any: JSON

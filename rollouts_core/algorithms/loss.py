@@ -106,9 +106,9 @@ def policy_loss(scores: TokenScores, batch: TrainBatch, config: LossConfig) -> t
     log_ratio_BT = logprobs_BT - (rollout_BT if config.ratio_base == "rollout" else old_BT)
     objective_BT, is_clipped_BT = policy_objective(logprobs_BT, log_ratio_BT, batch, config)
     weights_BT = mismatch_weights(old_BT - rollout_BT, batch, config.mismatch)
-    if config.drift_mask:
-        weights_BT = weights_BT * drift_mask(log_ratio_BT, batch, config.drift_mask)
     per_token_BT = objective_BT * weights_BT
+    if config.drift_mask:
+        per_token_BT = per_token_BT * drift_mask(log_ratio_BT, batch, config.drift_mask)
     shares = {
         "clip_share": is_clipped_BT,
         "kl_rollout_policy": estimate_kl(_limited(rollout_BT - logprobs_BT, MAX_LOG_RATIO), "k3"),

@@ -25,6 +25,8 @@ MAX_LOG_WEIGHT = 20.0
 MISMATCH_METRICS = ("mismatch_kl", "mismatch_ratio_max")
 """What every update says about engine and trainer. Only where the trainer's log-probs from before the step's first
 update are known is it about these two in later updates, too."""
+ENGINE_METRICS = ("kl_rollout_policy", *MISMATCH_METRICS)
+"""What is said of nothing where completions do not say how likely their tokens were when they were sampled."""
 
 
 @torch.no_grad()

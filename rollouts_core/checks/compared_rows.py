@@ -11,7 +11,8 @@ from collections.abc import Sequence
 
 from rollouts_core.comparison import LEAST_P_VALUE, least_p_value, least_wins
 from rollouts_core.config import Config, RolloutConfig
-from rollouts_core.data.held_out import MAX_NAMED, HeldOutRows, key_of_prompt
+from rollouts_core.data.conversations import Row
+from rollouts_core.data.held_out import MAX_NAMED, HeldOutRows, key_of_demonstration, key_of_prompt
 from rollouts_core.data.rows import load_rows
 from rollouts_core.environments import ENVIRONMENTS
 from rollouts_core.errors import ConfigError, DataError
@@ -72,10 +73,10 @@ def grades_between_0_and_1(rollout: RolloutConfig) -> bool:
 
 
 def check_other_rows(first: str, second: str) -> None:
-    """Raise DataError when a row is in both files."""
-    number_of = {json.dumps(row, sort_keys=True, default=str): number for number, row in load_rows(first)}
+    """Raise DataError when a demonstration is in both files."""
+    number_of = {key_of_demonstration(row): number for number, row in load_rows(first)}
     for number, row in load_rows(second):
-        if (other := number_of.get(json.dumps(row, sort_keys=True, default=str))) is not None:
+        if (other := number_of.get(key_of_demonstration(row))) is not None:
             raise DataError(
                 f"{second}, row {number} is also row {other} of {first}: "
                 "what chooses a checkpoint must not also grade it; remove it from one of them"
@@ -101,11 +102,11 @@ def warn_of_repeated_rows(config: Config) -> list[Caution]:
 
     The p-value takes each row for another observation: the same rows four times over make of p = 0.34 one of 0.08.
     """
-    number_of: dict[str, int] = {}
+    number_of: dict[bytes, int] = {}
     repeated: list[str] = []
+    key_of = key_of_demonstration if config.evaluation.metric == "loss" else _all_but_id
     for number, row in itertools.islice(load_rows(config.data.heldout), config.evaluation.max_prompts):
-        said = {name: value for name, value in row.items() if name != "id"}
-        first = number_of.setdefault(json.dumps(said, sort_keys=True, default=str), number)
+        first = number_of.setdefault(key_of(row), number)
         if first != number:
             repeated.append(f"row {number} is row {first}")
     if not repeated:
@@ -117,3 +118,9 @@ def warn_of_repeated_rows(config: Config) -> list[Caution]:
             f"({places}): each counts as a row of its own, so that a difference looks surer than it is; remove them"
         )
     ]
+
+
+def _all_but_id(row: Row) -> bytes:
+    """What a prompt's row says: any field may decide its reward, or what an environment does."""
+    said = {name: value for name, value in row.items() if name != "id"}
+    return json.dumps(said, sort_keys=True, default=str).encode()

@@ -35,7 +35,21 @@ def find_settings_without_effect(config: Config) -> list[Caution]:
         found += [*_of_loss(rl), *_of_absent_parts(rl)]
     if config.evaluation.metric == "accuracy":
         found += _of_rollout(config.rollout)
-    return [Caution(sentence) for sentence in found]
+    return [*map(Caution, found), *warn_of_equal_completions(config)]
+
+
+def warn_of_equal_completions(config: Config) -> list[Caution]:
+    """A warning where checkpoints are compared by several completions of a prompt that are all the same."""
+    evaluation = config.evaluation
+    is_greedy = evaluation.metric == "accuracy" and evaluation.temperature == 0
+    if evaluation.samples_per_prompt == 1 or not is_greedy or is_multi_turn(resolve_environment(config.rollout)):
+        return []
+    return [
+        Caution(
+            f"evaluation.samples_per_prompt {evaluation.samples_per_prompt} does nothing but take longer: at "
+            "evaluation.temperature 0 all completions of a prompt are the same; set it above 0"
+        )
+    ]
 
 
 def _of_other_modes(config: Config) -> list[str]:

@@ -32,7 +32,7 @@ from rollouts_core.checks.model_checks import (
     num_embedded_tokens,
     warn_of_dropout,
 )
-from rollouts_core.checks.no_effect import find_settings_without_effect
+from rollouts_core.checks.no_effect import find_settings_without_effect, warn_of_equal_completions
 from rollouts_core.config import Config, ModelConfig, RLTrainingConfig, SFTTrainingConfig, name_of_function
 from rollouts_core.data.chat import warn_of_endless_turns, warn_of_unseen_tools
 from rollouts_core.data.dataset import check_disjoint, load_prompts_from_jsonl
@@ -122,7 +122,7 @@ def validate_evaluation(config: Config, models: Sequence[ModelConfig]) -> list[s
     if config.evaluation.metric == "accuracy":
         check_graded(config.rollout)
     heldout = config.data.heldout
-    findings: list[str] = []
+    findings: list[str] = [*warn_of_equal_completions(config)]
     for model in models:
         scored = config.model_copy(update={"model": model, "mode": "sft"})
         check_model_files(scored)

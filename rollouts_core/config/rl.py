@@ -60,7 +60,7 @@ class RLTrainingConfig(Record):
     """How many checkpoints stay on disk, the newest ones."""
     keep_best: int = Field(0, ge=0, json_schema_extra=SELECTION)
     """How many checkpoints stay besides those because they were the best: by the mean reward of the steps since
-    the checkpoint before."""
+    the checkpoint before, with that of the groups that a filter dropped."""
     resume_from: str = Field("", json_schema_extra=PLACEMENT)
     """Checkpoint of another run of the same settings to go on from, for instance with a larger num_steps: its
     folder, or that of its stage, which means the newest one there."""

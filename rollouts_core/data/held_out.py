@@ -85,7 +85,7 @@ def read_held_out(name: str, path: str, metric: Metric, *, max_rows: int | None 
     number_of: dict[bytes, int] = {}
     for number, row in itertools.islice(load_rows(path), max_rows):
         try:
-            number_of[_whole_of(read_demonstration(row))] = number
+            number_of[key_of_demonstration(row)] = number
         except DataError as error:
             raise DataError(f"{path}, row {number}: {error}") from error
     return HeldOutRows(name, metric, number_of)
@@ -106,6 +106,15 @@ def watch_rows(
 def key_of_prompt(prompt: Prompt) -> bytes:
     """What two prompts have in common that say the same."""
     return list(_keys_of_beginnings(prompt.messages))[-1]
+
+
+def key_of_demonstration(row: Row) -> bytes:
+    """What two demonstrations have in common that say the same, whatever else their rows hold.
+
+    Raises:
+        DataError: the row is none.
+    """
+    return _whole_of(read_demonstration(row))
 
 
 def _keys_of_row(row: Row, metric: Metric) -> list[bytes]:

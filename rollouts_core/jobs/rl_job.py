@@ -93,7 +93,7 @@ async def train_on_recorded(
 async def train_on_prompts(
     job: RLJob, directory: RunDirectory, events: EventLog, ranks: Ranks | None
 ) -> dict[str, int]:
-    """Train on what engines sample for prompts; returns how many prompts there are."""
+    """Train on what engines sample for prompts; returns how many there are, and how many were asked, each time anew."""
     assert job.prompts is not None, "the job has recorded rollouts"
     with checked_file(job.prompts):
         prompts = load_prompts_from_jsonl(job.prompts.path)
@@ -105,7 +105,7 @@ async def train_on_prompts(
     check_prompt_lengths(prompts, tokenizer, max_tokens=max_tokens, source=job.prompts.path, tools=tools)
     data_buffer = DataBuffer(prompts, seed=job.replicated_rollout.seed)
     await train_against_engines(job, directory, events, backend, data_buffer)
-    return {"num_prompts": len(prompts)}
+    return {"num_prompts": len(prompts), "num_drawn": data_buffer.num_drawn}
 
 
 async def train_against_engines(
@@ -168,7 +168,7 @@ def describe_skipped_steps(lines: Sequence[Mapping[str, float]]) -> str:
     """How many steps made no update, why, and what to do; empty where they are fewer than `MANY_SKIPPED`.
 
     Args:
-        lines: the metrics of the steps, where each is logged.
+        lines: the metrics of the steps that were logged.
     """
     skipped = [line for line in lines if line["skipped"]]
     if not skipped or len(skipped) < MANY_SKIPPED * len(lines):
@@ -177,7 +177,8 @@ def describe_skipped_steps(lines: Sequence[Mapping[str, float]]) -> str:
     [(most, _)] = reasons.most_common(1)
     counted = ", ".join(f"{reason}: {count}" for reason, count in reasons.most_common())
     many = "no step" if len(skipped) == len(lines) else f"only {len(lines) - len(skipped)}"
-    return f"{many} of {len(lines)} made an update ({counted}): {REMEDIES[most]}"
+    logged = " that were logged" * (len(lines) <= lines[-1]["step"] - lines[0]["step"])
+    return f"{many} of {len(lines)}{logged} made an update ({counted}): {REMEDIES[most]}"
 
 
 def write_rollouts(directory: RunDirectory, step: int, batch: RolloutBatch, *, temperature: float) -> None:

@@ -73,6 +73,12 @@ SFT_CURVES = (
 )
 RL_CURVES = (
     Curve("reward", "Reward", "Mean over the step's rollouts, on training prompts.", is_from_zero=False),
+    Curve(
+        "reward_unfiltered",
+        "Reward before the filter",
+        "With the groups that it dropped: where it leaves out what is solved, that is how the policy gets better.",
+        is_from_zero=False,
+    ),
     Curve("response_tokens", "Completion length", "Mean number of sampled tokens."),
     Curve(
         "kl_rollout_policy",

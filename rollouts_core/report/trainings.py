@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rollouts_core.checks.epochs import render_epochs
 from rollouts_core.config import ModelConfig, OptimConfig
@@ -57,8 +58,8 @@ def _describe_sft(report: ReportInput, job: SFTJob) -> Training:
             ("Data", _describe_mixture(job.data, report.sft_dir)),
             (
                 "Training",
-                f"{training.num_steps:,} steps of {training.batch_size} {rows} of at most {training.max_length:,} "
-                f"tokens, {_describe_optim(training.optim)}",
+                f"{_describe_steps(training.num_steps, report.sft_dir)} of {training.batch_size} {rows} of at most "
+                f"{training.max_length:,} tokens, {_describe_optim(training.optim)}",
             ),
             ("Selected", report.selected.get("sft", "")),
         ),
@@ -77,9 +78,9 @@ def _describe_rl(report: ReportInput, job: RLJob) -> Training:
             ("Reward", reward),
             (
                 "Training",
-                f"{training.num_steps:,} steps of {rollout.batch_size} prompts × {rollout.n_samples_per_prompt} "
-                f"completions of at most {rollout.sampling.max_new_tokens:,} tokens at temperature "
-                f"{rollout.sampling.temperature:g}{_describe_epochs(job, report.rl_dir)}, "
+                f"{_describe_steps(training.num_steps, report.rl_dir)} of {rollout.batch_size} prompts × "
+                f"{rollout.n_samples_per_prompt} completions of at most {rollout.sampling.max_new_tokens:,} tokens at "
+                f"temperature {rollout.sampling.temperature:g}{_describe_epochs(report.rl_dir)}, "
                 f"{_describe_optim(training.optim)}",
             ),
             ("Selected", report.selected.get("rl", "")),
@@ -87,13 +88,18 @@ def _describe_rl(report: ReportInput, job: RLJob) -> Training:
     )
 
 
-def _describe_epochs(job: RLJob, directory: Path | None) -> str:
-    """How often the prompts were seen, behind a comma; empty where nobody knows how many there were."""
-    result = (RunDirectory(directory).read_result() if directory else None) or {}
-    if not result.get("num_prompts"):
+def _describe_steps(num_steps: int, directory: Path | None) -> str:
+    """How many steps were trained, and of how many where somebody had the stage end early."""
+    early = _result_of(directory).get("finished_early")
+    return f"{early['step']:,} of {num_steps:,} steps" if early else f"{num_steps:,} steps"
+
+
+def _describe_epochs(directory: Path | None) -> str:
+    """How often the prompts were seen, behind a comma; empty where nobody knows how many were."""
+    result = _result_of(directory)
+    if not result.get("num_drawn"):
         return ""
-    num_epochs = job.training.num_steps * job.rollout.batch_size / result["num_prompts"]
-    return f", about {render_epochs(num_epochs)} of the prompts"
+    return f", about {render_epochs(result['num_drawn'] / result['num_prompts'])} of the prompts"
 
 
 def _describe_source(job: RLJob, directory: Path | None) -> tuple[str, str]:
@@ -128,7 +134,7 @@ def _describe_optim(optim: OptimConfig) -> str:
 
 def _describe_mixture(datasets: Sequence[InputDataset], directory: Path | None) -> str:
     """Each dataset with its share; the number of rows is that of all."""
-    result = (RunDirectory(directory).read_result() if directory else None) or {}
+    result = _result_of(directory)
     shares = [
         f"{each.path} ("
         + (f"first {each.max_samples:,} rows, " if each.max_samples else "")
@@ -142,6 +148,11 @@ def _describe_mixture(datasets: Sequence[InputDataset], directory: Path | None) 
 
 def _describe_data(file: InputFile, directory: Path | None, key: str, rows: str) -> str:
     """Path, number of rows as the stage's record has it under `key`, and the start of the digest."""
-    result = (RunDirectory(directory).read_result() if directory else None) or {}
+    result = _result_of(directory)
     count = f"{result[key]:,} {rows}, " if key in result else ""
     return f"{file.path} ({count}sha256 {file.digest[:10]}…)"
+
+
+def _result_of(directory: Path | None) -> dict[str, Any]:  # Any: JSON
+    """The record of a stage; empty where there is none."""
+    return (RunDirectory(directory).read_result() if directory else None) or {}

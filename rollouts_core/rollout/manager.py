@@ -29,6 +29,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from copy import deepcopy
 from dataclasses import dataclass, field
+from statistics import fmean
 from time import perf_counter
 from types import TracebackType
 from typing import Any, Self
@@ -40,6 +41,7 @@ from anyio.abc import TaskGroup
 from rollouts_core.config import RolloutConfig, name_of_function
 from rollouts_core.data.data_buffer import DataBuffer
 from rollouts_core.errors import DataError, RewardError, RolloutsError
+from rollouts_core.filters import scored_rewards
 from rollouts_core.rewards import RewardFn, WeightedRewards
 from rollouts_core.rollout.finish_group import GroupFinisher, dropped_for_outage
 from rollouts_core.rollout.generate import Group, build_pending_group
@@ -81,6 +83,8 @@ class _Tally:
     """Groups that were looked at, in order."""
     unavailable: list[int] = field(default_factory=list)
     """Those of them that an outage dropped."""
+    rewards: list[float] = field(default_factory=list)
+    """Of all that was graded in them, kept or not; a trajectory counts once."""
     paused_s: float = 0.0
     """Nothing was asked for, because of an outage."""
 
@@ -317,6 +321,7 @@ class AsyncRolloutManager:
             "num_dropped_groups": tally.drops.total(),
             "drops": dict(tally.drops),
             **(schedule if is_scheduled else {}),
+            **({"reward_unfiltered": fmean(tally.rewards)} if self.filter_fn and tally.rewards else {}),
             **({"paused_s": tally.paused_s} if tally.paused_s else {}),
             **({"reward_metrics": self._grade.take_metrics()} if isinstance(self._grade, WeightedRewards) else {}),
             **({"staleness": self.published.describe(samples)} if self.published.versions else {}),
@@ -446,6 +451,8 @@ class AsyncRolloutManager:
         self._tally.completed.append(finished.index)
         if finished.unavailable:
             self._tally.unavailable.append(finished.index)
+        else:
+            self._tally.rewards += scored_rewards(finished.group)
         if finished.decision.keep:
             self._ready[finished.index] = finished.group
         else:

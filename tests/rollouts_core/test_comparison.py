@@ -49,6 +49,14 @@ def test_the_p_value_of_few_rows_is_that_of_counting() -> None:
     assert comparison.p_value == pytest.approx(1 / 16, abs=0.01)
 
 
+@pytest.mark.parametrize("num_equal", [13, 93, 393])
+def test_rows_that_do_not_differ_change_no_p_value(num_equal: int) -> None:
+    """Without it seven wins and no loss are an improvement among 200 rows, and none among 100."""
+    equal = draw_scores(0, 0.5, num_rows=num_equal)
+    few = compare_paired([0.0] * 7, [1.0] * 7)
+    assert compare_paired([*equal, *[0.0] * 7], [*equal, *[1.0] * 7]).p_value == few.p_value < 0.01
+
+
 def test_the_p_value_is_never_zero() -> None:
     assert compare_paired([0.0] * 100, [1.0] * 100).p_value == pytest.approx(1 / (NUM_RESAMPLES + 1))
 
@@ -64,11 +72,27 @@ def test_without_a_difference_p_values_are_about_uniform() -> None:
     assert 30 <= sum(p < 0.5 for p in p_values) <= 70
 
 
-def test_the_interval_covers_the_true_mean_about_as_often_as_it_says() -> None:
-    estimates = [estimate_mean(draw_scores(seed, 0.4, num_rows=100), seed=seed) for seed in range(100)]
-    num_covered = sum(estimate.low <= 0.4 <= estimate.high for estimate in estimates)
-    # 95 are expected; four standard deviations are 8.7.
-    assert num_covered >= 86
+@pytest.mark.parametrize(("num_rows", "share"), [(100, 0.4), (10, 0.95), (50, 0.98), (400, 0.997)])
+def test_the_interval_covers_the_true_mean_about_as_often_as_it_says(num_rows: int, share: float) -> None:
+    """Without it a model that is wrong in 1 of 50 is said to be right in 100 %, without any doubt."""
+    estimates = [estimate_mean(draw_scores(seed, share, num_rows), seed=seed) for seed in range(100)]
+    num_covered = sum(estimate.low <= share <= estimate.high for estimate in estimates)
+    # 95 are expected, by whole numbers of rows a few less; four standard deviations are 8.7.
+    assert num_covered >= 84
+
+
+def test_the_interval_of_scores_between_0_and_1_covers_their_mean_about_as_often_as_it_says() -> None:
+    """Such are the mean scores of several completions."""
+    rng = np.random.default_rng(0)
+    estimates = [estimate_mean((rng.binomial(4, 0.6, size=100) / 4).tolist(), seed=seed) for seed in range(100)]
+    assert sum(estimate.low <= 0.6 <= estimate.high for estimate in estimates) >= 86
+
+
+@pytest.mark.parametrize(("score", "low", "high"), [(1.0, 0.7225, 1.0), (0.0, 0.0, 0.2775)])
+def test_ten_rows_that_are_all_right_or_all_wrong_leave_room_for_others(score: float, low: float, high: float) -> None:
+    # n / (n + z^2) = 10 / 13.8415
+    estimate = estimate_mean([score] * 10)
+    assert (estimate.low, estimate.high) == pytest.approx((low, high), abs=1e-4)
 
 
 def test_an_estimate_says_mean_and_rows() -> None:
@@ -131,7 +155,7 @@ def test_a_p_value_of_at_most_one_accepts_anything() -> None:
     assert verdict.sentence.startswith("rl counts without a test against sft: mean score 1.000 -> 0.000")
 
 
-@pytest.mark.parametrize(("margin", "is_improvement"), [(0.1, True), (0.3, False), (-0.1, True)])
+@pytest.mark.parametrize(("margin", "is_improvement"), [(0.1, True), (0.3, False)])
 def test_a_candidate_must_be_better_by_more_than_the_margin(margin: float, is_improvement: bool) -> None:
     baseline = draw_scores(0, 0.3)
     candidate = [score + 0.2 for score in baseline]
@@ -142,10 +166,24 @@ def test_a_candidate_must_be_better_by_more_than_the_margin(margin: float, is_im
 
 def test_below_zero_a_margin_lets_an_equal_candidate_pass_and_a_worse_one_not() -> None:
     scores = draw_scores(0, 0.5)
-    for lost, is_improvement in ((0.0, True), (0.1, False)):
+    for lost, is_improvement, claim in (
+        (0.0, True, "is at most"),
+        (0.02, True, "is at most"),
+        (0.1, False, "may be more"),
+    ):
         candidate = [score - lost for score in scores]
         verdict = judge_improvement(scores, candidate, names=("a", "b"), max_p_value=0.01, margin=-0.05)
         assert verdict.is_improvement is is_improvement
+        assert verdict.sentence.startswith(f"b {claim}") and "improve" not in verdict.sentence
+        assert " 0.05 worse than a: mean score " in verdict.sentence
+
+
+def test_a_p_value_just_above_the_limit_is_not_written_as_the_limit() -> None:
+    """Without it a verdict says that p = 0.01 did not count, where 0.01 counts."""
+    baseline, candidate = [0.0] * 15 + [1.0] * 4 + [0.0], [1.0] * 15 + [0.0] * 5
+    verdict = judge_improvement(baseline, candidate, names=("a", "b"), max_p_value=0.01)
+    assert "did not improve" in verdict.sentence
+    assert "p = 0.0101 (at most 0.01 counts)" in verdict.sentence
 
 
 @pytest.mark.parametrize("num_rows", [1, 7, 50])

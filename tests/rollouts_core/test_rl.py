@@ -24,7 +24,7 @@ from transformers import PreTrainedTokenizerBase
 from rollouts_core.algorithms.loss import LossFn, Metrics, TokenScores, create_policy_loss, policy_loss
 from rollouts_core.backends.pytorch import PyTorchTrainingBackend, create_pytorch_backend
 from rollouts_core.batch import TrainBatch
-from rollouts_core.checkpoint import step_directory
+from rollouts_core.checkpoint import load_manifest, step_directory
 from rollouts_core.config import (
     ModelConfig,
     MultiTurnConfig,
@@ -127,6 +127,17 @@ def test_a_run_that_was_stopped_equals_one_that_was_not_bit_for_bit(
         theirs = load_file(step_directory(tmp_path / "straight/checkpoints", 4) / name)
         assert ours.keys() == theirs.keys()
         assert all(torch.equal(ours[key], theirs[key]) for key in ours)
+
+
+def test_checkpoints_are_scored_by_the_reward_before_the_filter(
+    base_model: ModelConfig, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    """Of the groups that are left where solved ones are dropped, the mean reward falls as the policy gets better."""
+    rollout = ROLLOUT.model_copy(update={"filter_fn": "reward_nonzero_std"})
+    for name, settings, metric in (("all", ROLLOUT, "reward"), ("some", rollout, "reward_unfiltered")):
+        _, history, _ = train(base_model, tokenizer, tmp_path / name, num_steps=2, rollout=settings)
+        manifest = load_manifest(step_directory(tmp_path / name / "checkpoints", 2))
+        assert manifest.score == sum(metrics[metric] for metrics in history) / 2
 
 
 class TwoTurns:
@@ -575,7 +586,9 @@ def test_samples_that_do_not_say_how_likely_they_were_are_refused_where_the_loss
         with pytest.raises(DataError, match=r"2 of 2 completions have no rollout_log_probs, .* must say how likely"):
             asyncio.run(trained)
     else:
-        assert asyncio.run(trained)["num_updates"] == 1
+        metrics = asyncio.run(trained)
+        assert metrics["num_updates"] == 1
+        assert not {"kl_rollout_policy", "mismatch_kl", "mismatch_ratio_max"} & metrics.keys()
 
 
 EXCLUDE: dict[str, object] = {"advantage": {"unscored": "exclude"}}

@@ -243,6 +243,7 @@ def test_checkpoints_without_an_evaluation_are_not_compared_with_those_that_have
     ("window", "scored_by", "score"),
     [
         ([{"reward": 0.5, "loss": 9.0}, {"loss": 1.0}, {"reward": 1.0}], "reward", 0.75),
+        ([{"reward": 0.5, "reward_unfiltered": 0.25}], "reward_unfiltered", 0.25),
         ([{"loss": 2.0}], "reward", None),
         ([{"loss": 2.0}, {"loss": 4.0}], "loss", -3.0),
         ([{"loss": 2.0, "eval_loss": 5.0}, {"loss": 4.0, "eval_loss": 1.0}, {"loss": 9.0}], "eval_loss", -1.0),

@@ -18,7 +18,7 @@ from rollouts_core.algorithms.loss import (
     token_weights,
 )
 from rollouts_core.batch import build_batch
-from rollouts_core.config import LossConfig
+from rollouts_core.config import LossConfig, MismatchConfig
 from tests.rollouts_core.algorithms.batches import (
     make_batch_of_ratios,
     make_one_token_batch,
@@ -177,3 +177,16 @@ def test_a_completion_that_drifted_the_way_it_was_pushed_is_masked() -> None:
     batch = make_batch_of_ratios(log_ratios, [-1.0, 1.0, -1.0])
     keep_BT = drift_mask(score(log_ratios).logprobs_BT, batch, 0.4)
     assert keep_BT.tolist() == [[0.0, 0.0], [1.0, 1.0], [1.0, 1.0]]
+
+
+def test_what_drifted_is_not_counted_as_a_mismatch_with_the_engine() -> None:
+    log_ratios = [[-0.8, -0.2], [-0.8, -0.2], [-0.1, -0.1]]
+    batch = make_batch_of_ratios(log_ratios, [-1.0, 1.0, -1.0])
+    mismatch = MismatchConfig(mask="token", mask_low=0.5, mask_high=2.0)  # exp(-0.8) is outside
+    config = LossConfig(drift_mask=0.4, mismatch=mismatch)
+    logprobs_BT = score(log_ratios).logprobs_BT.requires_grad_()
+    loss, metrics = policy_loss(TokenScores(logprobs_BT=logprobs_BT), batch, config)
+    loss.backward()
+    assert metrics["mismatch_masked_share"] == pytest.approx(2 / 6)
+    assert logprobs_BT.grad is not None
+    assert (logprobs_BT.grad != 0).tolist() == [[False, False], [False, True], [True, True]]

@@ -9,10 +9,15 @@ from typing import Any
 
 import pytest
 
-from rollouts_core.checks.compared_rows import check_num_rows, check_promotion, warn_of_repeated_rows
+from rollouts_core.checks.compared_rows import (
+    check_num_rows,
+    check_other_rows,
+    check_promotion,
+    warn_of_repeated_rows,
+)
 from rollouts_core.comparison import compare_paired
-from rollouts_core.config import Config
-from rollouts_core.errors import ConfigError
+from rollouts_core.config import Config, DataConfig, EvaluationConfig
+from rollouts_core.errors import ConfigError, DataError
 from tests.rollouts_core.checks.configurations import with_rollout
 
 
@@ -73,6 +78,26 @@ def test_held_out_rows_that_are_there_twice_are_told(tmp_path: Path) -> None:
     assert "10 of 20 rows" in warning and "(row 11 is row 1, row 12 is row 2, row 13 is row 3, ...)" in warning
     compared = config.evaluation.model_copy(update={"max_prompts": 10})
     assert warn_of_repeated_rows(config.model_copy(update={"evaluation": compared})) == [], "not compared on"
+
+
+def test_demonstrations_that_say_the_same_are_the_same_whatever_else_their_rows_hold(tmp_path: Path) -> None:
+    """Without it an id per row hides that the rows that choose a checkpoint also grade it."""
+    selection, heldout = tmp_path / "selection.jsonl", tmp_path / "heldout.jsonl"
+    selection.write_text('{"id": 1, "prompt": "1+1", "completion": "2"}\n{"id": 2, "text": "three"}\n')
+    heldout.write_text('{"id": 3, "prompt": "1+1", "completion": "3"}\n{"id": 4, "text": "four", "source": "a"}\n')
+    check_other_rows(str(selection), str(heldout))
+    with heldout.open("a") as file:
+        file.write('{"id": 5, "text": "four", "source": "b"}\n{"id": 6, "prompt": "1+1", "response": "2"}\n')
+    with pytest.raises(DataError, match=r"heldout\.jsonl, row 4 is also row 1 of .*selection\.jsonl"):
+        check_other_rows(str(selection), str(heldout))
+    config = with_rollout(environment="math").model_copy(
+        update={
+            "data": DataConfig(heldout=str(heldout)),
+            "evaluation": EvaluationConfig(metric="loss"),
+        }
+    )
+    [warning] = warn_of_repeated_rows(config)
+    assert warning.startswith("data.heldout: 1 of 4 rows say the same as one before them (row 3 is row 2)")
 
 
 def test_a_margin_that_rewards_cannot_differ_by_is_refused_only_where_that_is_known(tmp_path: Path) -> None:

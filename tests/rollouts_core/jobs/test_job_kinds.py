@@ -456,7 +456,7 @@ def run_rl(base: InputModel, quickstart_dir: Path, run_dir: Path, *, replicate: 
             engines=(EngineAddress(url=url, lease_file=str(run_dir) + ".lease"),),
             deployment=ONE_THREAD,
         )
-        do(job, run_dir)
+        assert do(job, run_dir)["num_drawn"] == 2 * 3
     lines = [line for step in (1, 2) for line in read_json_lines(run_dir / f"samples/step_{step:06d}.jsonl")]
     return [sample_from_json(line) for line in lines]
 

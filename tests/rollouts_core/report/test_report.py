@@ -125,7 +125,7 @@ def write_rl(directory: Path) -> Path:
             rollouts = {"reward": step / 40, "response_tokens": 30.0, "signal_share": 0.5}
             seconds = {"generate_s": 0.5, "train_s": 0.3, "publish_s": 0.2}
             logger.log({"skipped": float(step == 7), **losses, **rollouts, **seconds}, step)
-    RunDirectory(directory).write_result({"checkpoints": [], "num_prompts": 2_000})
+    RunDirectory(directory).write_result({"checkpoints": [], "num_prompts": 2_000, "num_drawn": 3_000})
     return directory
 
 
@@ -212,6 +212,20 @@ def test_the_page_shows_every_part(full_report: ReportInput) -> None:
              "rl says 5", "reused", "run &lt;b&gt; finished", "1 min 15 s",
              "rollouts run tiny.toml", "rollouts serve")  # fmt: skip
     assert [part for part in parts if part not in page] == []
+
+
+def test_the_page_says_how_much_was_trained_and_not_what_was_planned(full_report: ReportInput) -> None:
+    """A filter has more prompts asked than are trained on, and `rollouts finish` ends a stage before its last step."""
+    page = render_report(full_report)
+    assert "400 steps of 8 packed rows" in page and "100 steps of 16 prompts" in page
+    assert "at temperature 1, about 1.5 epochs of the prompts, constant" in page
+    for directory, counts in ((full_report.sft_dir, {}), (full_report.rl_dir, {"num_prompts": 200, "num_drawn": 16})):
+        assert directory is not None
+        early = {"step": 1, "num_steps": 100, "asked_by": "run"}
+        RunDirectory(directory).write_result({"checkpoints": [], **counts, "finished_early": early})
+    page = render_report(full_report)
+    assert "1 of 400 steps of 8 packed rows" in page and "1 of 100 steps of 16 prompts" in page
+    assert "about 0.08 epochs of the prompts" in page
 
 
 def test_the_loss_on_evaluation_rows_is_drawn_where_it_was_taken(full_report: ReportInput) -> None:

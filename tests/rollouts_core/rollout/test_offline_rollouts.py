@@ -196,15 +196,16 @@ def test_a_training_without_signal_ends_with_a_checkpoint_and_goes_on_only_when_
 
 
 @pytest.mark.parametrize(
-    ("num_equal", "sentence"),
+    ("num_equal", "log_every", "sentence"),
     [
-        (1, None),
-        (2, "only 1 of 3 made an update (completions of each prompt had equal rewards: 2): look at what was said"),
-        (3, "no step of 3 made an update (completions of each prompt had equal rewards: 3): look at what was said"),
+        (1, 1, None),
+        (2, 1, "only 1 of 3 made an update (completions of each prompt had equal rewards: 2): look at what was said"),
+        (3, 1, "no step of 3 made an update (completions of each prompt had equal rewards: 3): look at what was said"),
+        (2, 3, "only 1 of 2 that were logged made an update (completions of each prompt had equal rewards: 1): look"),
     ],
 )
 def test_a_training_of_which_many_steps_made_no_update_says_so(
-    base_model: ModelConfig, tmp_path: Path, num_equal: int, sentence: str | None
+    base_model: ModelConfig, tmp_path: Path, num_equal: int, log_every: int, sentence: str | None
 ) -> None:
     folder, run = tmp_path / "recorded", RunDirectory(tmp_path / "run")
     folder.mkdir()
@@ -212,7 +213,7 @@ def test_a_training_of_which_many_steps_made_no_update_says_so(
     for step in (1, 2, 3):
         samples = [replace(s, reward=0.0) if step <= num_equal else s for s in make_groups(2, 4, seed=step)]
         write_samples(folder / f"step_{step:06d}.jsonl", samples)
-    job = job_on(folder, base_model)
+    job = job_on(folder, base_model, TRAINING.model_copy(update={"log_every": log_every}))
     run.job.write_text(job.model_dump_json())
     assert main(["rl", str(run.job)]) == 0
     warning = json.loads(run.result.read_text()).get("warning")

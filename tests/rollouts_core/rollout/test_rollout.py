@@ -61,6 +61,10 @@ async def answer_late_groups_first(group: Sequence[Sample]) -> list[Sample]:
     return [answer_with(sample) for sample in group]
 
 
+async def answer_at_once(group: Sequence[Sample]) -> list[Sample]:
+    return [answer_with(sample) for sample in group]
+
+
 def reward_by_place(sample: Sample) -> float:
     return float(sample.index)
 
@@ -102,6 +106,25 @@ def test_dropped_groups_are_replaced_and_counted_by_reason() -> None:
     assert len(batch.groups) == 3
     assert batch.metadata["drops"]["even"] == batch.metadata["num_dropped_groups"] >= 2
     assert describe_rollouts(batch)["dropped/even"] == batch.metadata["drops"]["even"]
+
+
+def test_what_a_filter_drops_counts_in_the_reward_before_it() -> None:
+    """Without it a policy that solves ever more prompts seems to get worse: those are the ones that are dropped."""
+
+    def drop_solved(group: Sequence[Sample]) -> bool:
+        return group[0].group_index != 1
+
+    def reward(sample: Sample) -> float | None:
+        solved_by = {1: 1.0, 2: None}  # the one is dropped, the other kept without a score
+        return solved_by.get(sample.group_index, float(sample.index))
+
+    settings = {"filter_fn": drop_solved, "reward_fn": reward, "generate_fn": answer_at_once}
+    _, batch = generate(CONFIG.model_copy(update=settings))
+    assert [group[0].group_index for group in batch.groups] == [0, 2, 3]
+    metrics = describe_rollouts(batch)
+    assert metrics["reward"] == 0.5
+    assert metrics["reward_unfiltered"] == (0.0 + 1.0 + 1.0 + 1.0 + 0.0 + 1.0) / 6
+    assert "reward_unfiltered" not in describe_rollouts(generate(CONFIG)[1])
 
 
 def test_filters_of_the_settings_all_have_to_keep_a_group() -> None:
