@@ -35,6 +35,8 @@ Every exception keeps all its arguments in `args`, so it survives pickling.
 import shlex
 from dataclasses import dataclass
 
+from infra.foreign_text import shown_lines
+
 _SHOWN_STDERR_CHARACTERS = 2000
 
 
@@ -134,7 +136,7 @@ class CommandFailedError(PermanentInfraError):
         self.completed = completed
 
     def __str__(self) -> str:
-        stderr = self.completed.stderr.decode(errors="replace").strip()[-_SHOWN_STDERR_CHARACTERS:]
+        stderr = shown_lines(self.completed.stderr.decode(errors="replace")).strip()[-_SHOWN_STDERR_CHARACTERS:]
         command = shlex.join(self.completed.argv)
         return f"`{command}` ended with code {self.completed.exit_code}: {stderr or 'it wrote no reason'}"
 

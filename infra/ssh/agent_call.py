@@ -18,6 +18,7 @@ from typing import Any, Self
 
 from infra import node_agent
 from infra.errors import NodeUnreachableError, PermanentInfraError, RequestCutError
+from infra.foreign_text import shown_lines
 from infra.node_agent import DATA, DONE, END_OF_INPUT, FRAME_HEAD, ISOLATED, NAME, OFFSET_BYTES, REQUEST
 from infra.ssh.connection import Channel
 
@@ -147,7 +148,7 @@ class Agent:
         if exit_code is None:
             raise RequestCutError(self.address, "the connection broke")
         said = self._channel.receive_stderr() or self._received
-        reason = said.decode(errors="replace").strip().rpartition("\n")[2][:500]
+        reason = shown_lines(said.decode(errors="replace")).strip().rpartition("\n")[2][:500]
         if exit_code in (126, 127):
             raise PermanentInfraError(
                 f"{self.address} cannot run {self._python} ({reason}): install Python there, or set node.python"
