@@ -5,6 +5,7 @@
     │   ├── CommandTimeoutError   a command on a node did not end in time
     │   ├── NodeUnreachableError  a node does not answer; whatever runs there may well run on
     │   │   └── RequestCutError   the connection broke before the answer
+    │   │       └── LoginShellError   what a node begins at a login ended before it ran Python
     │   ├── JobLostError          a job's supervisor is gone (reboot, kill -9); starting again is the next attempt
     │   ├── ProviderUnavailableError  a provider of machines gives no usable answer
     │   ├── OfferGoneError        a provider did not create the machine that it offered; nothing was created
@@ -89,6 +90,21 @@ class NodeUnreachableError(TransientInfraError):
 
 class RequestCutError(NodeUnreachableError):
     """The connection broke before the answer; what was asked for may have happened, or happen now."""
+
+
+class LoginShellError(RequestCutError):
+    """What a node begins at a login ended before it ran Python; it may be about to start, or to be full."""
+
+    def __init__(self, address: str, reason: str, python: str) -> None:
+        super().__init__(address, reason)
+        self.args = (address, reason, python)
+        self.python = python
+
+    def __str__(self) -> str:
+        return (
+            f"{self.address} lets us in and does not run {self.python} ({self.reason}): log in as this user by hand "
+            "and run it; it has to be Python 3.10 or newer"
+        )
 
 
 class ProviderUnavailableError(TransientInfraError):

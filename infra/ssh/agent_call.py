@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from infra import node_agent
-from infra.errors import NodeUnreachableError, PermanentInfraError, RequestCutError
+from infra.errors import LoginShellError, NodeUnreachableError, PermanentInfraError, RequestCutError
 from infra.foreign_text import shown_lines
 from infra.node_agent import DATA, DONE, END_OF_INPUT, FRAME_HEAD, ISOLATED, NAME, OFFSET_BYTES, REQUEST
 from infra.ssh.connection import Channel
@@ -153,6 +153,8 @@ class Agent:
             raise PermanentInfraError(
                 f"{self.address} cannot run {self._python} ({reason}): install Python there, or set node.python"
             )
+        if not self._has_greeted:
+            raise LoginShellError(self.address, f"code {exit_code}: {reason or 'without a word'}", self._python)
         # Another code than those of shells: something on the node ended the agent.
         raise RequestCutError(self.address, f"its end of the request died with code {exit_code}: {reason}")
 
