@@ -50,6 +50,7 @@ from flows.trigger import trigger_run
 from flows.up import down, status, up
 from flows.upkeep import look_after
 from infra.errors import JobFailedError, MachineGoneError, PermanentInfraError, TransientInfraError
+from infra.foreign_text import shown_lines
 from rollouts_core.config import parse_config
 from rollouts_core.config.record import MAX_INTEGER
 from rollouts_core.errors import InputError, RolloutsError
@@ -117,12 +118,12 @@ def explained(function: Callable[P, None]) -> Callable[P, None]:
         try:
             function(*args, **kwargs)
         except (InputError, PermanentInfraError, ServerError) as error:
-            console.print(f"rollouts: {error}", markup=False)
+            console.print(f"rollouts: {shown_lines(str(error))}", markup=False)
             raise typer.Exit(
                 FAILED_CODE if isinstance(error, JobFailedError | MachineGoneError) else USER_ERROR_CODE
             ) from error
         except (RolloutsError, TransientInfraError) as error:
-            console.print(f"rollouts: {error}", markup=False)
+            console.print(f"rollouts: {shown_lines(str(error))}", markup=False)
             raise typer.Exit(FAILED_CODE) from error
         except PermissionError as error:
             said = f"rollouts: {error.filename} may not be used by you ({error.strerror}): change its owner or its mode"

@@ -8,12 +8,15 @@ from __future__ import annotations
 import importlib
 import importlib.abc
 import importlib.machinery
+import json
 import sys
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+MIN_PYTHON = (3, 10)
 
 
 class BundledModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
@@ -40,6 +43,16 @@ class BundledModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def import_main(sources: Mapping[str, str], module: str) -> Any:  # Any: what a program calls its entry
-    """The function `main` of a module, which may import all that are given."""
+    """The function `main` of a module, which may import all that are given, or one that says why they cannot run."""
+    if sys.version_info < MIN_PYTHON:
+        return refuse_interpreter
     sys.meta_path.insert(0, BundledModules(sources))
     return importlib.import_module(module).main
+
+
+def refuse_interpreter(_: list[str]) -> int:
+    """Say that this interpreter is too old; returns the exit code."""
+    needed, found = ".".join(map(str, MIN_PYTHON)), sys.version.split()[0]
+    problem = f"Python {needed} or newer is needed, {sys.executable} is {found}: name another one as node.python"
+    sys.stdout.write(json.dumps({"error": problem}) + "\n")
+    return 1

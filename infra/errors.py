@@ -5,6 +5,7 @@
     │   ├── CommandTimeoutError   a command on a node did not end in time
     │   ├── NodeUnreachableError  a node does not answer; whatever runs there may well run on
     │   │   └── RequestCutError   the connection broke before the answer
+    │   │       └── LoginShellError   what a node begins at a login ended before it ran Python
     │   ├── JobLostError          a job's supervisor is gone (reboot, kill -9); starting again is the next attempt
     │   ├── ProviderUnavailableError  a provider of machines gives no usable answer
     │   ├── OfferGoneError        a provider did not create the machine that it offered; nothing was created
@@ -34,6 +35,8 @@ Every exception keeps all its arguments in `args`, so it survives pickling.
 
 import shlex
 from dataclasses import dataclass
+
+from infra.foreign_text import shown_lines
 
 _SHOWN_STDERR_CHARACTERS = 2000
 
@@ -89,6 +92,21 @@ class RequestCutError(NodeUnreachableError):
     """The connection broke before the answer; what was asked for may have happened, or happen now."""
 
 
+class LoginShellError(RequestCutError):
+    """What a node begins at a login ended before it ran Python; it may be about to start, or to be full."""
+
+    def __init__(self, address: str, reason: str, python: str) -> None:
+        super().__init__(address, reason)
+        self.args = (address, reason, python)
+        self.python = python
+
+    def __str__(self) -> str:
+        return (
+            f"{self.address} lets us in and does not run {self.python} ({self.reason}): log in as this user by hand "
+            "and run it; it has to be Python 3.10 or newer"
+        )
+
+
 class ProviderUnavailableError(TransientInfraError):
     """A provider of machines gives no usable answer; what it has is unknown, not nothing."""
 
@@ -134,7 +152,7 @@ class CommandFailedError(PermanentInfraError):
         self.completed = completed
 
     def __str__(self) -> str:
-        stderr = self.completed.stderr.decode(errors="replace").strip()[-_SHOWN_STDERR_CHARACTERS:]
+        stderr = shown_lines(self.completed.stderr.decode(errors="replace")).strip()[-_SHOWN_STDERR_CHARACTERS:]
         command = shlex.join(self.completed.argv)
         return f"`{command}` ended with code {self.completed.exit_code}: {stderr or 'it wrote no reason'}"
 

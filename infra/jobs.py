@@ -29,6 +29,7 @@ from infra.errors import (
     PermanentInfraError,
     TransientInfraError,
 )
+from infra.foreign_text import shown_lines
 from infra.node_agent import ISOLATED
 from infra.session import Session, read_answer
 from infra.supervisor.files import parse_object
@@ -196,9 +197,9 @@ def read_result(session: Session, run_dir: str) -> JsonObject | None:
 
 
 def read_log_tail(session: Session, run_dir: str, *, max_bytes: int = 16384) -> str:
-    """The end of the job's log as text; bytes that are no UTF-8 are replaced."""
+    """The end of the job's log as text that may be shown; bytes that are no UTF-8 are replaced."""
     answer = _call(session, "tail", run_dir, str(max_bytes))
-    return base64.b64decode(answer["log"]).decode(errors="replace")
+    return shown_lines(base64.b64decode(answer["log"]).decode(errors="replace"))
 
 
 def follow_job(

@@ -7,6 +7,7 @@ engines/launch.py), how the variables reach a job (tasks/stage.py). Nothing here
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -21,6 +22,8 @@ HUB_TOKEN = "HF_TOKEN"
 """The variable in which Hugging Face's libraries look for a token."""
 OWN_KEY_VARIABLE = "ROLLOUTS_OWN_UNIT_KEY"
 """Holds the key that nodes of one unit ask each other for, where the settings name none: the run has made it."""
+SENDABLE = re.compile(r"[!-~]+")
+"""What a header can carry of a key."""
 
 
 def read_key(variable: str, setting: str, known: Mapping[str, str] = MappingProxyType({})) -> str:
@@ -31,14 +34,20 @@ def read_key(variable: str, setting: str, known: Mapping[str, str] = MappingProx
         known: variables that are not looked up.
 
     Raises:
-        ConfigError: the variable is not set.
+        ConfigError: the variable is not set, or holds what cannot be a key.
     """
     if not variable:
         return ""
-    if not (key := known.get(variable) or os.environ.get(variable)):
+    # Files in which variables are kept leave ends of lines, those of Windows a part of one.
+    if not (key := (known.get(variable) or os.environ.get(variable, "")).strip()):
         raise ConfigError(
             f"{setting}: api_key_variable {variable} is not set: export it where the run is started, or save it in the "
             "credentials that run.credentials names"
+        )
+    if not SENDABLE.fullmatch(key):
+        raise ConfigError(
+            f"{setting}: what api_key_variable {variable} holds is no key: keys have neither spaces nor accents, nor "
+            "the … of those that are shown shortened: copy it again"
         )
     return key
 

@@ -10,7 +10,7 @@ from itertools import count
 from pathlib import Path
 
 from infra.locks import locked
-from rollouts_core.checkpoint import list_checkpoints, verify_checkpoint
+from rollouts_core.checkpoint import STEP_NAME, list_checkpoints, verify_checkpoint
 from rollouts_core.errors import CheckpointError
 from rollouts_core.run_directory import RunDirectory
 from tasks.records import Stage
@@ -74,11 +74,15 @@ def read_digests(directory: RunDirectory) -> dict[str, str]:
         result = directory.read_result()
         entries = [] if result is None else result.get("checkpoints", [])
         # Entries without a digest are scores of an evaluation, not checkpoints of its own.
-        return {entry["name"]: entry["digest"] for entry in entries if "digest" in entry}
+        digests = {entry["name"]: entry["digest"] for entry in entries if "digest" in entry}
+        others = [name for name in digests if not STEP_NAME.fullmatch(name)]
     except FileNotFoundError:  # another run has set it aside this moment
         return {}
     except (AttributeError, KeyError, TypeError) as error:
         raise ValueError(f"it is not the record of a stage: {error}") from error
+    if others:  # the record is the node's word, and what it names is moved when it is damaged
+        raise ValueError(f"it is not the record of a stage: {others[0]!r} is no checkpoint of it")
+    return digests
 
 
 def find_checkpoint_damage(path: Path, digest: str | None) -> str:

@@ -14,6 +14,8 @@ from prefect.logging import get_run_logger
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from infra.foreign_text import shown_lines
+
 LINE_INTERVAL_S = 5.0
 """Plain lines, and lines in Prefect, come at most this often."""
 
@@ -66,10 +68,11 @@ class StageProgress:
             self._say(f"step {step} of {self.num_steps}, {numbers}", on_terminal=False)
 
     def say(self, message: str) -> None:
-        """A sentence about the stage, on the console and in Prefect."""
+        """A sentence about the stage, on the console and in Prefect; a machine may have written a part of it."""
         self._say(message, on_terminal=True)
 
-    def _say(self, message: str, *, on_terminal: bool) -> None:
+    def _say(self, said: str, *, on_terminal: bool) -> None:
+        message = shown_lines(said)
         if on_terminal or not self.console.is_terminal:
             self.console.print(f"{self.stage:<14} {message}", markup=False, highlight=False, soft_wrap=True)
         try:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from infra.errors import PermanentInfraError, TransientInfraError
+from infra.foreign_text import shown_lines
 from infra.jobs import (
     JobState,
     JobStatus,
@@ -217,7 +218,7 @@ def follow_until_finished(session: Session, status: JobStatus, progress: StagePr
         if event["event"] == "few_updates" and "step" in event and event["attempt"] == status.attempt:
             progress.say(event["message"])
         if event["event"] == "failed" and event["attempt"] == status.attempt:
-            complaints.append(event["message"])
+            complaints.append(shown_lines(event["message"]))
 
     ended = follow_job(
         session,

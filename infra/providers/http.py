@@ -26,6 +26,7 @@ import httpx
 from pydantic import BaseModel, Field, ValidationError
 
 from infra.errors import OfferGoneError, ProviderRefusedError, ProviderUnavailableError, UnclearAnswerError
+from infra.foreign_text import shown_line
 from infra.offers import CloudName
 
 TIMEOUT_S = 30.0
@@ -36,7 +37,6 @@ FIRST_PAUSE_S = 1.0
 MAX_PAUSE_S = 30.0
 _REFUSED = {401: "the key is not valid", 402: "there is no money on the account", 403: "the key may not do that"}
 _REPEATED = 16
-_UNSHOWABLE = re.compile(r"[\x00-\x1f\x7f-\x9f]+")
 
 RecordT = TypeVar("RecordT", bound=BaseModel)
 Json = dict[str, Any]  # Any: JSON
@@ -361,7 +361,7 @@ class ProviderAPI:
 
     def _shown(self, content: bytes) -> str:
         """The provider's own words, without control characters and without the key."""
-        text = _UNSHOWABLE.sub(" ", content.decode(errors="replace")).strip()
+        text = shown_line(content.decode(errors="replace"))
         shown = text.replace(self._key, "***")[:MAX_SHOWN_CHARACTERS]
         if any(part in shown for part in self._concealed):
             return "words that repeat a secret of ours"
@@ -419,4 +419,4 @@ def _seconds(retry_after: str) -> float:
 def _first(error: ValidationError) -> str:
     problem = error.errors(include_url=False, include_input=False)[0]
     place = ".".join(str(part) for part in problem["loc"])  # keys of the answer may be in it
-    return _UNSHOWABLE.sub(" ", f"{place}: {problem['msg']}")[:MAX_SHOWN_CHARACTERS]
+    return shown_line(f"{place}: {problem['msg']}")[:MAX_SHOWN_CHARACTERS]

@@ -40,6 +40,7 @@ from infra.errors import (
     ProviderUnavailableError,
     UnclearAnswerError,
 )
+from infra.foreign_text import shown_line, shown_lines
 from infra.offers import CloudName, GPUQuery, Instance, InstanceStatus, MachineSpec, Offer
 from infra.providers.addresses import usable_host, usable_port, usable_user
 from infra.providers.http import Endpoint
@@ -65,8 +66,6 @@ _MEMORY_GB = {
 }
 """Of catalogs that do not say how much memory a GPU has; in names like H100-80GB it is said."""
 _MEMORY_IN_NAME = re.compile(r"-(\d+)GB\b")
-_COLOURS = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
-_UNSHOWABLE = re.compile(r"[\x00-\x1f\x7f-\x9f]+")
 _DOWN_FAILED = "Cluster(s) failed."
 """What `sky down` prints at last, below the reasons, where it could not end a cluster."""
 
@@ -335,10 +334,10 @@ def _problem_of_down(done: subprocess.CompletedProcess[str]) -> str:
 
 def _last_words(done: subprocess.CompletedProcess[str]) -> str:
     """The last line that SkyPilot printed, without colours and control characters."""
-    said = _COLOURS.sub("", f"{done.stdout}\n{done.stderr}").strip().splitlines()
+    said = shown_lines(f"{done.stdout}\n{done.stderr}").strip().splitlines()
     return _shown(said[-1] if said else "no explanation")
 
 
 def _shown(said: str) -> str:
     """Words of SkyPilot's without colours and control characters, shortened."""
-    return _UNSHOWABLE.sub(" ", _COLOURS.sub("", said))[:MAX_SHOWN_CHARACTERS]
+    return shown_line(said)[:MAX_SHOWN_CHARACTERS]

@@ -17,7 +17,8 @@ from types import TracebackType
 from typing import Any, Self
 
 from infra import node_agent
-from infra.errors import NodeUnreachableError, PermanentInfraError, RequestCutError
+from infra.errors import LoginShellError, NodeUnreachableError, PermanentInfraError, RequestCutError
+from infra.foreign_text import shown_lines
 from infra.node_agent import DATA, DONE, END_OF_INPUT, FRAME_HEAD, ISOLATED, NAME, OFFSET_BYTES, REQUEST
 from infra.ssh.connection import Channel
 
@@ -147,11 +148,13 @@ class Agent:
         if exit_code is None:
             raise RequestCutError(self.address, "the connection broke")
         said = self._channel.receive_stderr() or self._received
-        reason = said.decode(errors="replace").strip().rpartition("\n")[2][:500]
+        reason = shown_lines(said.decode(errors="replace")).strip().rpartition("\n")[2][:500]
         if exit_code in (126, 127):
             raise PermanentInfraError(
                 f"{self.address} cannot run {self._python} ({reason}): install Python there, or set node.python"
             )
+        if not self._has_greeted:
+            raise LoginShellError(self.address, f"code {exit_code}: {reason or 'without a word'}", self._python)
         # Another code than those of shells: something on the node ended the agent.
         raise RequestCutError(self.address, f"its end of the request died with code {exit_code}: {reason}")
 

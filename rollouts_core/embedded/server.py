@@ -33,6 +33,7 @@ from rollouts_core.embedded.decoder import Decoder
 from rollouts_core.embedded.receiving import WeightReceiver
 from rollouts_core.embedded.scheduler import Scheduler
 from rollouts_core.errors import EngineError, InputError, NoMemoryError, RolloutsError
+from rollouts_core.keys import SENDABLE
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +73,7 @@ def serve(
         on_ready: called with the server's URL when it accepts requests.
 
     Raises:
-        InputError: an address beyond this machine without a key.
+        InputError: an address beyond this machine without a key, or a key that no request can carry.
         PortInUseError: another process listens on the port.
         CheckpointError: the model cannot be loaded.
         NoMemoryError, EngineError: generation failed; requests that were under way got the same error.
@@ -81,6 +82,10 @@ def serve(
         raise InputError(
             f"{host} is an address beyond this machine, where a server needs an API key: set {API_KEY_VARIABLE}, or "
             "listen on 127.0.0.1"
+        )
+    if api_key and not SENDABLE.fullmatch(api_key):
+        raise InputError(
+            "the API key has spaces, accents or the end of a line, with which no request can carry it: take another one"
         )
     with bind_port(host, port) as listener:
         torch.set_num_threads(num_threads)

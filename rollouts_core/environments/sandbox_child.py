@@ -53,10 +53,15 @@ AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 FORBIDDEN_CALLS = {
     # memory that no limit of a process counts: shmget, msgget, memfd_create, memfd_secret;
     # parts of the kernel that no program of a policy needs, and that attacks on it begin with:
-    # add_key, request_key, keyctl, perf_event_open, bpf, userfaultfd, io_uring_setup
-    "x86_64": (29, 68, 319, 447, 248, 249, 250, 298, 321, 323, 425),
-    "aarch64": (194, 186, 279, 447, 217, 218, 219, 241, 280, 282, 425),
+    # add_key, request_key, keyctl, perf_event_open, bpf, userfaultfd, io_uring_setup,
+    # ptrace, process_vm_readv, process_vm_writev
+    "x86_64": (29, 68, 319, 447, 248, 249, 250, 298, 321, 323, 425, 101, 310, 311),
+    "aarch64": (194, 186, 279, 447, 217, 218, 219, 241, 280, 282, 425, 117, 270, 271),
 }
+SOCKET_CALL = {"x86_64": 41, "aarch64": 198}
+SOCKET_FAMILIES = (1, 2, 10)
+"""AF_UNIX, AF_INET, AF_INET6, which end at the walls of the program's network. Of others some do not: AF_VSOCK leads
+from a virtual machine to its host."""
 X32_CALLS = 0x40000000
 """On x86_64 the same calls have second numbers from here on."""
 NOBODY = 65534
@@ -181,19 +186,23 @@ def drop_privileges(settings: dict[str, Any]) -> None:
 
 
 def forbid_calls() -> None:
-    """Have the kernel refuse FORBIDDEN_CALLS, and every call in the numbering of another processor."""
+    """Have the kernel refuse FORBIDDEN_CALLS, other sockets, and every call in the numbering of another processor."""
     machine = os.uname().machine
     load, jump_equal, jump_at_least, end = 0x20, 0x15, 0x35, 0x06  # BPF operations
     refuse, allow = 0x00050000 | errno.EPERM, 0x7FFF0000
-    forbidden = FORBIDDEN_CALLS[machine]
+    forbidden, families = FORBIDDEN_CALLS[machine], SOCKET_FAMILIES
+    refusal = 6 + len(forbidden) + len(families)  # its place; a jump counts from the next step
     program = [
         (load, 0, 0, 4),  # the processor whose numbering the call is in
-        (jump_equal, 0, len(forbidden) + 3, AUDIT_ARCH[machine]),
+        (jump_equal, 0, refusal - 2, AUDIT_ARCH[machine]),
         (load, 0, 0, 0),  # the call's number
-        (jump_at_least, len(forbidden) + 1, 0, X32_CALLS),
-        *((jump_equal, len(forbidden) - i, 0, number) for i, number in enumerate(forbidden)),
-        (end, 0, 0, allow),
+        (jump_at_least, refusal - 4, 0, X32_CALLS),
+        *((jump_equal, refusal - 5 - i, 0, number) for i, number in enumerate(forbidden)),
+        (jump_equal, 0, len(families) + 2, SOCKET_CALL[machine]),
+        (load, 0, 0, 16),  # its first argument
+        *((jump_equal, len(families) - i, 0, family) for i, family in enumerate(families)),
         (end, 0, 0, refuse),
+        (end, 0, 0, allow),
     ]
     code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *step) for step in program))
     described = struct.pack("HP", len(program), ctypes.addressof(code))

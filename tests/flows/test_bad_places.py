@@ -13,14 +13,16 @@ import shutil
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from flows.cli import app
+from infra.ssh.host_keys import make_host_key
 from rollouts_core.config import ModelConfig, SFTTrainingConfig
 from rollouts_core.data.rows import digest_path
 from rollouts_core.fingerprint import digest_model
@@ -46,6 +48,36 @@ def taken_port() -> Iterator[int]:
     """A port on which somebody else listens."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         yield listener.getsockname()[1]
+
+
+@contextmanager
+def strange_machine(says: bytes) -> Iterator[int]:
+    """A port at which something answers whatever connects with these bytes."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def answer() -> None:
+            with suppress(OSError):  # closed: the block has ended
+                while True:
+                    connection, _ = listener.accept()
+                    with connection:
+                        connection.sendall(says)
+                        connection.recv(1024)
+
+        threading.Thread(target=answer, daemon=True).start()
+        yield listener.getsockname()[1]
+        listener.shutdown(socket.SHUT_RDWR)
+
+
+@pytest.mark.slow
+def test_what_a_strange_machine_says_moves_no_cursor(folder: Path) -> None:
+    key = folder / "key"
+    key.touch(mode=0o600)
+    key.write_text(make_host_key().private)
+    with strange_machine(b"\x1b]0;a title\x07\x1b[2Jhello\r\n" * 200) as port:
+        node = {"provider": "ssh", "host": f"me@127.0.0.1:{port}", "python": "/usr/bin/python3", "key_file": str(key)}
+        shown = CliRunner().invoke(app, ["validate", str(write_config(folder, node=node))]).stderr
+    assert 'does not answer (Indecipherable protocol version "hello")' in shown
+    assert "\x1b" not in shown
 
 
 @pytest.mark.slow

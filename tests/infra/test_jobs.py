@@ -225,6 +225,17 @@ def test_kill_9_of_the_program_is_recorded_with_its_signal(session: Session, run
         require_finished(session, ended)
 
 
+def test_what_a_failed_job_wrote_is_shown_as_a_terminal_would_leave_it_and_moves_no_cursor(
+    session: Session, run_dir: Path
+) -> None:
+    bar = "for n in $(seq 40); do printf '\\rloading: %s/40' $n; done; echo"
+    script = rf"echo begins; {bar}; printf '\033]0;a title\007\033[2J\033[31mno memory\033[0m\r\n'; exit 1"
+    start_or_attach(session, shell_spec(run_dir, script))
+    with pytest.raises(JobFailedError) as caught:
+        require_finished(session, wait_for_end(session, run_dir))
+    assert str(caught.value).splitlines()[1:] == ["The last lines of its log:", "begins", "loading: 40/40", "no memory"]
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux kills a child together with its parent")
 def test_kill_9_of_the_supervisor_kills_the_program_and_the_job_can_be_started_again(

@@ -55,6 +55,13 @@ def test_a_package_is_sent_as_one_text_whose_tracebacks_show_its_lines(tmp_path:
         assert "# where it fails" in seen.stderr
 
 
+def test_an_interpreter_that_is_too_old_says_so_in_a_sentence() -> None:
+    as_if_older = "import sys; sys.version_info = (3, 9, 16); exec(sys.argv.pop(1))"
+    command = [sys.executable, "-I", "-c", as_if_older, read_program(SUPERVISOR), "status", "/nowhere"]
+    answer = json.loads(subprocess.run(command, capture_output=True, check=False).stdout)
+    assert answer["error"].startswith(f"Python 3.10 or newer is needed, {sys.executable} is ")
+
+
 def test_a_program_of_one_file_is_sent_as_it_is(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text("print('ü')\n", encoding="utf-8")
     assert read_program(tmp_path / "program.py") == "print('ü')\n"

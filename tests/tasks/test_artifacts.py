@@ -95,6 +95,23 @@ def test_a_record_that_is_none_is_set_aside_and_whole_checkpoints_stay(stage: St
     assert not directory.result.exists()
 
 
+@pytest.mark.parametrize("is_absolute", [True, False])
+def test_a_record_that_names_other_folders_as_checkpoints_moves_none_of_them(
+    stage: Stage, tmp_path: Path, is_absolute: bool
+) -> None:
+    directory = RunDirectory(Path(stage.run_dir))
+    precious = tmp_path / "home"
+    precious.mkdir()
+    (precious / "id_ed25519").write_text("a key")
+    record = json.loads(directory.result.read_text())
+    name = str(precious) if is_absolute else "../../home"
+    directory.write_result({"checkpoints": [*record["checkpoints"], {"name": name, "step": 80, "digest": "0"}]})
+
+    assert "no checkpoint of it" in set_damage_aside(stage)
+    assert (precious / "id_ed25519").read_text() == "a key"
+    assert len(list(directory.checkpoints.iterdir())) == 3
+
+
 def test_scores_of_an_evaluation_are_no_checkpoints_of_its_own(tmp_path: Path) -> None:
     (tmp_path / "result.json").write_text(json.dumps({"checkpoints": [{"name": "step_000020", "scores": [1.0]}]}))
     stage = Stage(name="evaluate", fingerprint="0123", run_dir=str(tmp_path), job={}, num_steps=1, timeout_s=1.0)

@@ -37,6 +37,13 @@ def test_steps_that_are_delivered_again_after_a_resume_do_no_harm() -> None:
     assert lines_of(21, 22, 21, 22, 40, num_steps=40)[-2].startswith("sft            step 40 of 40")
 
 
+def test_what_a_machine_says_moves_no_cursor() -> None:
+    output = io.StringIO()
+    with StageProgress("sft", num_steps=0, console=Console(file=output, force_terminal=True, width=200)) as progress:
+        progress.say("waits for GPU 0, held by run \x1b[2J\x1b]0;a title\x07mine\x9b")
+    assert output.getvalue() == f"{'sft':<14} waits for GPU 0, held by run mine \n"
+
+
 def test_a_terminal_gets_a_bar_instead_of_lines() -> None:
     text = "\n".join(lines_of(1, 40, num_steps=40, is_terminal=True))
     assert "\x1b[" in text

@@ -20,7 +20,13 @@ from pathlib import Path
 
 import pytest
 
-from infra.errors import CommandTimeoutError, NodeUnreachableError, PermanentInfraError, RequestCutError
+from infra.errors import (
+    CommandTimeoutError,
+    LoginShellError,
+    NodeUnreachableError,
+    PermanentInfraError,
+    RequestCutError,
+)
 from infra.jobs import JobState, cancel_job, follow_job, job_status, start_or_attach
 from infra.node_agent import END_OF_INPUT, FRAME_HEAD, REQUEST
 from infra.providers.ssh import expand_root
@@ -88,6 +94,28 @@ def test_a_shell_that_prints_a_greeting_does_not_spoil_answers(tmp_path: Path, s
         SSHSession(server.access, python=sys.executable, programs_dir=str(tmp_path)) as session,
     ):
         assert session.run(["cat"], stdin=b"answer", timeout_s=30).stdout == b"answer"
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        (
+            """echo 'Please login as the user "ubuntu" rather than the user "root".'; echo; exit 142""",
+            "code 142: Please",
+        ),
+        ("echo 'This account is currently not available.' >&2; exit 1", "code 1: This account is currently not"),
+        ("exit 3", "code 3: without a word"),
+    ],
+)
+def test_a_login_that_runs_nothing_is_not_taken_for_a_machine_that_does_not_answer(
+    tmp_path: Path, command: str, said: str
+) -> None:
+    with (
+        running_server(tmp_path / "sshd", more_config=f"ForceCommand {command}") as server,
+        SSHSession(server.access, python="/usr/bin/python3", programs_dir=str(tmp_path)) as session,
+        pytest.raises(LoginShellError, match=rf"lets us in and does not run /usr/bin/python3 \({said}.*: log in as"),
+    ):
+        session.run(["true"], timeout_s=30)
 
 
 SHELLS = [shell for shell in ("sh", "dash", "bash", "ksh", "zsh", "fish", "tcsh") if shutil.which(shell)]

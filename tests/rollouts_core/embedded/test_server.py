@@ -505,6 +505,11 @@ def test_an_address_beyond_this_machine_needs_a_key(model_dir: Path) -> None:
         serve(model_dir, port=0, host="0.0.0.0")
 
 
+def test_a_key_that_no_request_can_carry_is_refused(model_dir: Path) -> None:
+    with pytest.raises(InputError, match="with which no request can carry it"):
+        serve(model_dir, port=0, api_key="schlüssel")
+
+
 @pytest.mark.parametrize("given", ["", "Bearer", "Bearer sesam", "Bearer sesame2", "sesame", "bearer sesame"])
 def test_a_request_without_the_key_gets_nothing(scheduler: Scheduler, given: str) -> None:
     transport = httpx.ASGITransport(require_key(build_app(scheduler), "sesame"))

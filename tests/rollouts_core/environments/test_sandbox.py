@@ -77,6 +77,20 @@ def test_there_is_no_network_not_even_this_machine() -> None:
             server.accept()
 
 
+def test_only_sockets_that_end_at_the_walls_of_its_network_can_be_made() -> None:
+    code = (
+        "import socket\n"
+        "for family in range(46):\n"
+        "    for kind in (socket.SOCK_STREAM, socket.SOCK_DGRAM, socket.SOCK_RAW, socket.SOCK_SEQPACKET):\n"
+        "        try:\n"
+        "            socket.socket(family, kind)\n"
+        "        except OSError:\n"
+        "            continue\n"
+        "        print(socket.AddressFamily(family).name)\n"
+    )
+    assert set(run(code).stdout.split()) == {"AF_UNIX", "AF_INET", "AF_INET6"}
+
+
 def test_the_machines_files_are_not_there(tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.write_text("s3cret")
@@ -354,6 +368,7 @@ def test_processes_that_hold_too_much_together_are_ended(mark: str, name: str) -
     [
         "os.memfd_create('x')",
         "if libc.shmget(0, 64 << 20, 0o1600) == -1: raise OSError(ctypes.get_errno(), 'shmget')",
+        "if libc.ptrace(0, 0, 0, 0) == -1: raise OSError(ctypes.get_errno(), 'ptrace')",
         "if libc.syscall(425, 8, bytes(120)) == -1: raise OSError(ctypes.get_errno(), 'io_uring')",
     ],
 )

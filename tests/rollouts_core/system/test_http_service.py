@@ -124,3 +124,21 @@ def test_a_key_that_is_not_set_is_named(serve: Any, monkeypatch: pytest.MonkeyPa
     service = service_of(serve(answer_slowly), api_key_variable="JUDGE_KEY")
     with pytest.raises(ConfigError, match="api_key_variable JUDGE_KEY is not set"):
         ask_all(service, 1)
+
+
+def test_a_key_with_the_end_of_a_line_that_a_file_of_windows_left_is_sent_without(
+    serve: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("JUDGE_KEY", "sesame\r\n")
+    server = serve(answer_slowly)
+    assert ask_all(service_of(server, api_key_variable="JUDGE_KEY"), 1) == [0]
+    assert server.keys == ["Bearer sesame"]
+
+
+@pytest.mark.parametrize("held", ["schlüssel", "sk-12…89", "two words", "two\nlines"])
+def test_what_no_header_can_carry_is_no_key(serve: Any, monkeypatch: pytest.MonkeyPatch, held: str) -> None:
+    monkeypatch.setenv("JUDGE_KEY", held)
+    service = service_of(serve(answer_slowly), api_key_variable="JUDGE_KEY")
+    with pytest.raises(ConfigError, match="what api_key_variable JUDGE_KEY holds is no key") as caught:
+        ask_all(service, 1)
+    assert held not in str(caught.value)
