@@ -176,11 +176,12 @@ def _end_and_verify(rental: Rental, cloud: Cloud, pace: Pace) -> None:
     problem = "its provider still has it"
     while num_absent < _SIGHTINGS:
         try:
-            refusal = "" if num_absent else _ask_to_end(rental, cloud)
+            failure = None if num_absent else _ask_to_end(rental, cloud)
             status = _status_of(rental, cloud)
             num_absent = num_absent + 1 if status is InstanceStatus.GONE else 0
-            if refusal and status not in (InstanceStatus.ENDING, InstanceStatus.GONE):
-                problem, patience_s = refusal, pace.refused_within_s
+            if failure and status not in (InstanceStatus.ENDING, InstanceStatus.GONE):
+                problem = str(failure)
+                patience_s = pace.refused_within_s if isinstance(failure, PermanentInfraError) else patience_s
         except InfraError as error:
             num_absent, problem = 0, str(error)
             if isinstance(error, PermanentInfraError):
@@ -195,13 +196,13 @@ def _end_and_verify(rental: Rental, cloud: Cloud, pace: Pace) -> None:
         time.sleep(pace.poll_s)
 
 
-def _ask_to_end(rental: Rental, cloud: Cloud) -> str:
-    """Ask for a machine's end; why that is refused, as some providers do where it is under way already."""
+def _ask_to_end(rental: Rental, cloud: Cloud) -> InfraError | None:
+    """Ask for a machine's end; what went wrong, as with some providers where it is under way already, or done."""
     try:
         cloud.terminate(rental.instance_id)
-    except PermanentInfraError as error:
-        return str(error)
-    return ""
+    except InfraError as error:
+        return error
+    return None
 
 
 def _status_of(rental: Rental, cloud: Cloud) -> InstanceStatus:
