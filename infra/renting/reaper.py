@@ -107,7 +107,7 @@ def reap(
                     credentials=credentials,
                     pace=pace,
                 )
-        names = {instance.name for instance in listed}
+        names = {instance.name for instance in listed if instance.status is not InstanceStatus.GONE}
         for rental in _rentals_by(credentials, ledger):
             if rental.provider == name and rental.name not in names:
                 with _failures_noted(report):

@@ -205,6 +205,15 @@ def test_a_refusal_that_was_none_is_found_out(world: World) -> None:
         assert row is not None and row.state is RentalState.GONE
 
 
+def test_a_machine_that_its_provider_lists_as_ended_costs_nothing_any_more(world: World) -> None:
+    rental = rent_and_die(world)
+    world.fake.machines[rental.instance_id].status = "TERMINATED"
+    reap_now(world)
+    with Ledger(world.path) as ledger:
+        row = find_rental(ledger, rental.name)
+        assert row is not None and row.state is RentalState.GONE and row.usd(time.time()) == row.usd(1e12)
+
+
 def test_what_never_appeared_is_forgotten_after_an_hour(world: World) -> None:
     world.fake.faults.drop_before_create = 1
     with Ledger(world.path) as ledger:
