@@ -77,7 +77,7 @@ def provision_rented(settings: RentedNode, store: Path, run_id: str, say: Say) -
             ledger, clouds, spare=True, credentials=request.credentials, pace=Pace(gone_within_s=REAP_WITHIN_S)
         )
         for line in report.ended:
-            say(f"ended {line}, whose time was over, or nearly, or which had never been used")
+            say(f"ended {line}, whose time was over, or nearly, or which did not run any more, or had never")
         for line in report.failures:
             say(line)
         renting = Renting(request, ledger, clouds, check=partial(log_in, settings, mirror, say), say=say)

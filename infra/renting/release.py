@@ -177,7 +177,7 @@ def _end_and_verify(rental: Rental, cloud: Cloud, pace: Pace) -> None:
     while num_absent < _SIGHTINGS:
         try:
             failure = None if num_absent else _ask_to_end(rental, cloud)
-            status = _status_of(rental, cloud)
+            status = status_of(rental, cloud)
             num_absent = num_absent + 1 if status is InstanceStatus.GONE else 0
             if failure and status not in (InstanceStatus.ENDING, InstanceStatus.GONE):
                 problem = str(failure)
@@ -205,7 +205,7 @@ def _ask_to_end(rental: Rental, cloud: Cloud) -> InfraError | None:
     return None
 
 
-def _status_of(rental: Rental, cloud: Cloud) -> InstanceStatus:
+def status_of(rental: Rental, cloud: Cloud) -> InstanceStatus:
     """How a machine is; gone where neither its id nor the list knows of it."""
     instance = cloud.get(rental.instance_id)
     if instance is not None and instance.status is not InstanceStatus.GONE:
