@@ -9,8 +9,10 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 
+import httpx
+
 from infra.cloud import Cloud
-from infra.errors import MissingKeyError
+from infra.errors import MissingKeyError, PermanentInfraError
 from infra.offers import CloudName
 from infra.providers.http import Endpoint
 from infra.providers.lambda_cloud import Lambda
@@ -44,6 +46,7 @@ def open_account(name: CloudName) -> Cloud:
 
     Raises:
         MissingKeyError: there is none, or something that cannot be one.
+        PermanentInfraError: the environment names another address of the API, and that is none.
     """
     endpoint = ENDPOINTS[name]
     key = _key_of(name)
@@ -57,7 +60,7 @@ def open_account(name: CloudName) -> Cloud:
             f"what {endpoint.key_variable} holds is no {endpoint.key_is} for {endpoint.title}: keys have neither "
             "spaces nor accents, nor the … of those that are shown shortened: copy it again"
         )
-    return _ACCOUNTS[name](key, os.environ.get(endpoint.url_variable, "") if endpoint.url else "")
+    return _ACCOUNTS[name](key, _other_address_of(endpoint) if endpoint.url else "")
 
 
 @contextmanager
@@ -113,6 +116,22 @@ def open_clouds(names: Sequence[CloudName]) -> Iterator[dict[CloudName, Cloud]]:
     """
     with ExitStack() as stack:
         yield {name: stack.enter_context(open_account(name)) for name in names}
+
+
+def _other_address_of(endpoint: Endpoint) -> str:
+    """Where the environment says that the API is; empty where it says nothing."""
+    url = os.environ.get(endpoint.url_variable, "").strip()
+    try:
+        parts = httpx.URL(url)
+        is_address = parts.scheme in ("http", "https") and parts.host != ""
+    except httpx.InvalidURL:
+        is_address = False
+    if url and not is_address:
+        raise PermanentInfraError(
+            f"{endpoint.url_variable} holds no address of {endpoint.title}'s API, like {endpoint.url}: correct it, or "
+            "remove it, and that one is asked"
+        )
+    return url
 
 
 def _or_save(variable: str) -> str:
