@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NoReturn
 
-from infra.cloud import PATIENT, Cloud, Pace
+from infra.cloud import PATIENT, Cloud, Pace, look_up
 from infra.errors import InfraError, PermanentInfraError, StillRentedError, TransientInfraError
 from infra.ledger import Ledger
 from infra.offers import CloudName, InstanceStatus
@@ -207,8 +207,5 @@ def _ask_to_end(rental: Rental, cloud: Cloud) -> InfraError | None:
 
 def status_of(rental: Rental, cloud: Cloud) -> InstanceStatus:
     """How a machine is; gone where neither its id nor the list knows of it."""
-    instance = cloud.get(rental.instance_id)
-    if instance is not None and instance.status is not InstanceStatus.GONE:
-        return instance.status
-    listed = [each.status for each in cloud.list_named(rental.name) if each.id == rental.instance_id]
-    return next((status for status in listed if status is not InstanceStatus.GONE), InstanceStatus.GONE)
+    instance = look_up(cloud, rental.instance_id, rental.name)
+    return InstanceStatus.GONE if instance is None else instance.status
