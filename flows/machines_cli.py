@@ -13,7 +13,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Annotated, Any, cast
@@ -23,7 +23,7 @@ from pydantic import ValidationError
 
 from flows.credentials_cli import CredentialsName, with_credentials
 from flows.terminal import DEFAULT_STORE
-from infra.cloud import Cloud
+from infra.cloud import Cloud, look_up
 from infra.errors import InfraError, PermanentInfraError, TransientInfraError
 from infra.ledger import LEDGER_FILE, Ledger
 from infra.offers import CLOUD_NAMES, CUDA_PATTERN, CloudName, GPUQuery, Offer, Offered, describe_closest
@@ -243,7 +243,7 @@ def show(name: MachineName, store: Store = DEFAULT_STORE) -> None:
         rental = find_rental(ledger, name)
     if rental is None:
         raise InputError(UNKNOWN_MACHINE.format(name=name))
-    facts: dict[str, Any] = {  # Any: values of every type
+    facts = {
         "name": rental.name,
         "run": rental.run_id,
         "machine": f"{rental.gpu} at {rental.provider}{', ' + rental.region if rental.region else ''}",
@@ -257,15 +257,20 @@ def show(name: MachineName, store: Store = DEFAULT_STORE) -> None:
         "host key": f"{rental.host_key} ({rental.believed_by})" if rental.host_key else "not known",
         "note": note_of(rental) or "-",
     }
+    echo_facts(facts)  # before its provider is asked, which may not answer
     if rental.instance_id and (rental.credentials or rental.provider in clouds_with_keys(CLOUD_NAMES)[0]):
         with with_credentials(rental.credentials, store), account_of(rental) as cloud:
-            instance = cloud.get(rental.instance_id)
-        facts["provider says"] = "it is gone" if instance is None else instance.status.value
+            instance = look_up(cloud, rental.instance_id, rental.name)
+        echo_facts({"provider says": "it is gone" if instance is None else instance.status.value})
         if instance is not None and instance.has_address:
             is_behind = bool(instance.proxy_jump)  # so that its address alone would lead elsewhere
             login = f"ssh -p {instance.port} {instance.user}@{instance.host}"
-            facts["login"] = f"rollouts nodes ssh {rental.name}" if is_behind else login
-    typer.echo("\n".join(f"{key:14} {value}" for key, value in facts.items()))
+            echo_facts({"login": f"rollouts nodes ssh {rental.name}" if is_behind else login})
+
+
+def echo_facts(facts: Mapping[str, object]) -> None:
+    """Print each with its name, in a line."""
+    typer.echo("\n".join(f"{name:14} {value}" for name, value in facts.items()))
 
 
 def ssh(
@@ -292,7 +297,7 @@ def ssh(
         if not rental.instance_id:
             raise InputError(f"{name} is {rental.state}: its provider has not named a machine so far, or has made none")
         with with_credentials(rental.credentials, store), account_of(rental) as cloud:
-            found = cloud.get(rental.instance_id)
+            found = look_up(cloud, rental.instance_id, rental.name)
         if found is None or not found.has_address:
             raise InputError(f"{name} is {found.status if found else 'gone'}: nobody can log in there")
         instance = found

@@ -128,6 +128,17 @@ def test_what_is_rented_is_listed_shown_and_released(runpod: FakeRunPod, tmp_pat
 
 
 @pytest.mark.slow
+def test_what_the_ledger_knows_is_shown_also_where_the_provider_refuses_the_key(
+    runpod: FakeRunPod, tmp_path: Path
+) -> None:
+    rental = rent(tmp_path / "store")
+    runpod.faults.refuses_key = True
+    shown = call("nodes", "show", rental.name, "--store", str(tmp_path / "store"))
+    assert f"id             {rental.instance_id}\n" in shown.stdout and "2.49 USD/h" in shown.stdout
+    assert shown.exit_code == 2 and "check the key in RUNPOD_API_KEY" in shown.stderr
+
+
+@pytest.mark.slow
 def test_nobody_is_logged_in_on_a_machine_that_was_asked_for_and_has_not_appeared(
     runpod: FakeRunPod, tmp_path: Path
 ) -> None:
