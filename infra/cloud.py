@@ -63,6 +63,9 @@ def look_up(cloud: Cloud, instance_id: str, name: str) -> Instance | None:
     """The machine as its provider describes it now; None where neither its id nor the list knows of it.
 
     What stands in front of an API answers 404 as well, now and then.
+
+    Args:
+        name: or the beginning of it.
     """
     instance = cloud.get(instance_id)
     if instance is not None and instance.status is not InstanceStatus.GONE:

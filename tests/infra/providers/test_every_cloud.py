@@ -31,6 +31,7 @@ from infra.node import Node, SSHAccess
 from infra.offers import GPUQuery, Instance, InstanceStatus, MachineSpec, Offer
 from infra.providers.addresses import usable_port
 from infra.providers.clouds import ENDPOINTS
+from infra.providers.instance import find_instance
 from infra.providers.lambda_cloud import Lambda
 from infra.providers.prime import Prime
 from infra.providers.rented import access_now, find_machine
@@ -199,6 +200,9 @@ def test_a_machine_that_is_listed_is_not_taken_for_gone(world: World, way: Alter
     rental = world.rent()
     way.is_lost = lambda request: request.method == "GET" and rental.instance_id in request.url.path
     assert world.find(rental).id == rental.instance_id
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("infra.providers.instance.open_account", lambda _: nullcontext(world.cloud))
+        assert find_instance(f"{world.cloud.name}:{rental.instance_id}").id == rental.instance_id
     assert world.rent().instance_id == rental.instance_id and len(world.fake.alive()) == 1
 
 
