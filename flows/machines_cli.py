@@ -27,7 +27,14 @@ from infra.cloud import Cloud, look_up
 from infra.errors import InfraError, PermanentInfraError, TransientInfraError
 from infra.ledger import LEDGER_FILE, Ledger
 from infra.offers import CLOUD_NAMES, CUDA_PATTERN, CloudName, GPUQuery, Offer, Offered, describe_closest
-from infra.providers.clouds import ENDPOINTS, account_of, clouds_with_keys, open_clouds, require_keys
+from infra.providers.clouds import (
+    ENDPOINTS,
+    account_of,
+    clouds_with_keys,
+    open_clouds,
+    open_usable_clouds,
+    require_keys,
+)
 from infra.providers.instance import find_instance
 from infra.providers.rented import known_hosts_of
 from infra.renting.reaper import ReapReport, reap, release_named
@@ -224,7 +231,9 @@ def list_nodes(store: Path, *, everything: bool) -> None:
         total_usd = sum(rental.usd(now) for rental in all_rentals(ledger))
         typer.echo(f"spent by this store so far: {total_usd:.2f} USD")
         known = {rental.name for rental in all_rentals(ledger)}
-        with open_clouds(clouds_with_keys(CLOUD_NAMES)[0]) as clouds:
+        with open_usable_clouds(clouds_with_keys(CLOUD_NAMES)[0]) as (clouds, problems):
+            for problem in problems:
+                typer.echo(problem, err=True)
             for cloud in clouds.values():
                 try:
                     instances = cloud.list_named(NAME_PREFIX)
@@ -339,8 +348,9 @@ def reap_now(
     with Ledger(store / LEDGER_FILE) if other_store else open_ledger(store) as ledger:
         named = sorted({rental.credentials for rental in open_rentals(ledger)} - {""})
         providers = clouds_with_keys(CLOUD_NAMES)[0] if named else require_keys(CLOUD_NAMES)
-        with open_clouds(providers) as clouds:
+        with open_usable_clouds(providers) as (clouds, problems):
             report = reap(ledger, clouds, spare=spare, other_ledger=other_store)
+        report.failures += problems
         for name in named:
             report.add(reap_with(name, store, ledger, spare=spare))
     for title, lines in (("ended", report.ended), ("kept", report.kept), ("another store's", report.foreign)):
@@ -356,8 +366,13 @@ def reap_now(
 def reap_with(credentials: str, store: Path, ledger: Ledger, *, spare: bool) -> ReapReport:
     """End what nobody wants of what was rented with these credentials."""
     try:
-        with with_credentials(credentials, store), open_clouds(clouds_with_keys(CLOUD_NAMES)[0]) as clouds:
-            return reap(ledger, clouds, spare=spare, credentials=credentials)
+        with (
+            with_credentials(credentials, store),
+            open_usable_clouds(clouds_with_keys(CLOUD_NAMES)[0]) as (clouds, problems),
+        ):
+            report = reap(ledger, clouds, spare=spare, credentials=credentials)
+        report.failures += problems
+        return report
     except ConfigError as error:
         return ReapReport(failures=[f"machines of the credentials {credentials} cannot be looked at: {error}"])
 

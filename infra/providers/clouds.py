@@ -6,7 +6,7 @@ from a named set of credentials, a variable has its name.
 
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 
 import httpx
@@ -116,6 +116,19 @@ def open_clouds(names: Sequence[CloudName]) -> Iterator[dict[CloudName, Cloud]]:
     """
     with ExitStack() as stack:
         yield {name: stack.enter_context(open_account(name)) for name in names}
+
+
+@contextmanager
+def open_usable_clouds(names: Iterable[CloudName]) -> Iterator[tuple[dict[CloudName, Cloud], list[str]]]:
+    """The accounts that can be opened, by their providers' names, and why the others cannot, a sentence each."""
+    clouds, problems = dict[CloudName, Cloud](), list[str]()
+    with ExitStack() as stack:
+        for name in names:
+            try:
+                clouds[name] = stack.enter_context(open_account(name))
+            except PermanentInfraError as error:  # a key that is missing, or none, hinders nobody at the others
+                problems.append(str(error))
+        yield clouds, problems
 
 
 def _other_address_of(endpoint: Endpoint) -> str:
