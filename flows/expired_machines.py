@@ -15,15 +15,14 @@ import logging
 import subprocess
 import sys
 import time
-from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 
-from infra.cloud import Cloud, Pace
+from infra.cloud import Pace
 from infra.errors import InfraError, PermanentInfraError, TransientInfraError
 from infra.ledger import LEDGER_FILE, Ledger
-from infra.offers import CLOUD_NAMES, CloudName
-from infra.providers.clouds import clouds_with_keys, credentials_in_use, open_account
+from infra.offers import CLOUD_NAMES
+from infra.providers.clouds import clouds_with_keys, credentials_in_use, open_usable_clouds
 from infra.renting.reaper import ReapReport, reap
 from infra.renting.rentals import Rental, given_up, open_rentals
 from rollouts_core.errors import ConfigError
@@ -85,16 +84,9 @@ def _look_at_own(store: Path, *, spare: bool, everywhere: bool) -> ReapReport:
         providers |= set(clouds_with_keys(CLOUD_NAMES)[0]) if everywhere else set()
         if not providers:
             return ReapReport()
-        without_account = ReapReport()
-        with ExitStack() as stack:
-            clouds: dict[CloudName, Cloud] = {}
-            for name in sorted(providers):
-                try:
-                    clouds[name] = stack.enter_context(open_account(name))
-                except PermanentInfraError as error:  # a key that is missing hinders nobody at the others
-                    without_account.failures.append(str(error))
+        with open_usable_clouds(sorted(providers)) as (clouds, problems):
             report = reap(ledger, clouds, spare=spare, credentials=own, pace=PACE)
-        report.add(without_account)
+        report.failures += problems
         return report
 
 

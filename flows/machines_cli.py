@@ -13,7 +13,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Annotated, Any, cast
@@ -23,11 +23,18 @@ from pydantic import ValidationError
 
 from flows.credentials_cli import CredentialsName, with_credentials
 from flows.terminal import DEFAULT_STORE
-from infra.cloud import Cloud
+from infra.cloud import Cloud, look_up
 from infra.errors import InfraError, PermanentInfraError, TransientInfraError
 from infra.ledger import LEDGER_FILE, Ledger
 from infra.offers import CLOUD_NAMES, CUDA_PATTERN, CloudName, GPUQuery, Offer, Offered, describe_closest
-from infra.providers.clouds import ENDPOINTS, account_of, clouds_with_keys, open_clouds, require_keys
+from infra.providers.clouds import (
+    ENDPOINTS,
+    account_of,
+    clouds_with_keys,
+    open_clouds,
+    open_usable_clouds,
+    require_keys,
+)
 from infra.providers.instance import find_instance
 from infra.providers.rented import known_hosts_of
 from infra.renting.reaper import ReapReport, reap, release_named
@@ -224,7 +231,9 @@ def list_nodes(store: Path, *, everything: bool) -> None:
         total_usd = sum(rental.usd(now) for rental in all_rentals(ledger))
         typer.echo(f"spent by this store so far: {total_usd:.2f} USD")
         known = {rental.name for rental in all_rentals(ledger)}
-        with open_clouds(clouds_with_keys(CLOUD_NAMES)[0]) as clouds:
+        with open_usable_clouds(clouds_with_keys(CLOUD_NAMES)[0]) as (clouds, problems):
+            for problem in problems:
+                typer.echo(problem, err=True)
             for cloud in clouds.values():
                 try:
                     instances = cloud.list_named(NAME_PREFIX)
@@ -243,7 +252,7 @@ def show(name: MachineName, store: Store = DEFAULT_STORE) -> None:
         rental = find_rental(ledger, name)
     if rental is None:
         raise InputError(UNKNOWN_MACHINE.format(name=name))
-    facts: dict[str, Any] = {  # Any: values of every type
+    facts = {
         "name": rental.name,
         "run": rental.run_id,
         "machine": f"{rental.gpu} at {rental.provider}{', ' + rental.region if rental.region else ''}",
@@ -257,15 +266,20 @@ def show(name: MachineName, store: Store = DEFAULT_STORE) -> None:
         "host key": f"{rental.host_key} ({rental.believed_by})" if rental.host_key else "not known",
         "note": note_of(rental) or "-",
     }
+    echo_facts(facts)  # before its provider is asked, which may not answer
     if rental.instance_id and (rental.credentials or rental.provider in clouds_with_keys(CLOUD_NAMES)[0]):
         with with_credentials(rental.credentials, store), account_of(rental) as cloud:
-            instance = cloud.get(rental.instance_id)
-        facts["provider says"] = "it is gone" if instance is None else instance.status.value
+            instance = look_up(cloud, rental.instance_id, rental.name)
+        echo_facts({"provider says": "it is gone" if instance is None else instance.status.value})
         if instance is not None and instance.has_address:
             is_behind = bool(instance.proxy_jump)  # so that its address alone would lead elsewhere
             login = f"ssh -p {instance.port} {instance.user}@{instance.host}"
-            facts["login"] = f"rollouts nodes ssh {rental.name}" if is_behind else login
-    typer.echo("\n".join(f"{key:14} {value}" for key, value in facts.items()))
+            echo_facts({"login": f"rollouts nodes ssh {rental.name}" if is_behind else login})
+
+
+def echo_facts(facts: Mapping[str, object]) -> None:
+    """Print each with its name, in a line."""
+    typer.echo("\n".join(f"{name:14} {value}" for name, value in facts.items()))
 
 
 def ssh(
@@ -292,7 +306,7 @@ def ssh(
         if not rental.instance_id:
             raise InputError(f"{name} is {rental.state}: its provider has not named a machine so far, or has made none")
         with with_credentials(rental.credentials, store), account_of(rental) as cloud:
-            found = cloud.get(rental.instance_id)
+            found = look_up(cloud, rental.instance_id, rental.name)
         if found is None or not found.has_address:
             raise InputError(f"{name} is {found.status if found else 'gone'}: nobody can log in there")
         instance = found
@@ -334,8 +348,9 @@ def reap_now(
     with Ledger(store / LEDGER_FILE) if other_store else open_ledger(store) as ledger:
         named = sorted({rental.credentials for rental in open_rentals(ledger)} - {""})
         providers = clouds_with_keys(CLOUD_NAMES)[0] if named else require_keys(CLOUD_NAMES)
-        with open_clouds(providers) as clouds:
+        with open_usable_clouds(providers) as (clouds, problems):
             report = reap(ledger, clouds, spare=spare, other_ledger=other_store)
+        report.failures += problems
         for name in named:
             report.add(reap_with(name, store, ledger, spare=spare))
     for title, lines in (("ended", report.ended), ("kept", report.kept), ("another store's", report.foreign)):
@@ -351,8 +366,13 @@ def reap_now(
 def reap_with(credentials: str, store: Path, ledger: Ledger, *, spare: bool) -> ReapReport:
     """End what nobody wants of what was rented with these credentials."""
     try:
-        with with_credentials(credentials, store), open_clouds(clouds_with_keys(CLOUD_NAMES)[0]) as clouds:
-            return reap(ledger, clouds, spare=spare, credentials=credentials)
+        with (
+            with_credentials(credentials, store),
+            open_usable_clouds(clouds_with_keys(CLOUD_NAMES)[0]) as (clouds, problems),
+        ):
+            report = reap(ledger, clouds, spare=spare, credentials=credentials)
+        report.failures += problems
+        return report
     except ConfigError as error:
         return ReapReport(failures=[f"machines of the credentials {credentials} cannot be looked at: {error}"])
 

@@ -7,7 +7,7 @@ by which machines are rented and given back without losing one (provision.py, re
 from dataclasses import dataclass
 from typing import Protocol, Self
 
-from infra.offers import CloudName, GPUQuery, Instance, MachineSpec, Offer
+from infra.offers import CloudName, GPUQuery, Instance, InstanceStatus, MachineSpec, Offer
 
 
 class Cloud(Protocol):
@@ -57,6 +57,21 @@ class Cloud(Protocol):
     def __enter__(self) -> Self: ...
 
     def __exit__(self, *_: object) -> None: ...
+
+
+def look_up(cloud: Cloud, instance_id: str, name: str) -> Instance | None:
+    """The machine as its provider describes it now; None where neither its id nor the list knows of it.
+
+    What stands in front of an API answers 404 as well, now and then.
+
+    Args:
+        name: or the beginning of it.
+    """
+    instance = cloud.get(instance_id)
+    if instance is not None and instance.status is not InstanceStatus.GONE:
+        return instance
+    listed = [each for each in cloud.list_named(name) if each.id == instance_id]
+    return next((each for each in listed if each.status is not InstanceStatus.GONE), instance)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,11 +6,13 @@ from a named set of credentials, a variable has its name.
 
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 
+import httpx
+
 from infra.cloud import Cloud
-from infra.errors import MissingKeyError
+from infra.errors import MissingKeyError, PermanentInfraError
 from infra.offers import CloudName
 from infra.providers.http import Endpoint
 from infra.providers.lambda_cloud import Lambda
@@ -44,6 +46,7 @@ def open_account(name: CloudName) -> Cloud:
 
     Raises:
         MissingKeyError: there is none, or something that cannot be one.
+        PermanentInfraError: the environment names another address of the API, and that is none.
     """
     endpoint = ENDPOINTS[name]
     key = _key_of(name)
@@ -57,7 +60,7 @@ def open_account(name: CloudName) -> Cloud:
             f"what {endpoint.key_variable} holds is no {endpoint.key_is} for {endpoint.title}: keys have neither "
             "spaces nor accents, nor the … of those that are shown shortened: copy it again"
         )
-    return _ACCOUNTS[name](key, os.environ.get(endpoint.url_variable, "") if endpoint.url else "")
+    return _ACCOUNTS[name](key, _other_address_of(endpoint) if endpoint.url else "")
 
 
 @contextmanager
@@ -113,6 +116,35 @@ def open_clouds(names: Sequence[CloudName]) -> Iterator[dict[CloudName, Cloud]]:
     """
     with ExitStack() as stack:
         yield {name: stack.enter_context(open_account(name)) for name in names}
+
+
+@contextmanager
+def open_usable_clouds(names: Iterable[CloudName]) -> Iterator[tuple[dict[CloudName, Cloud], list[str]]]:
+    """The accounts that can be opened, by their providers' names, and why the others cannot, a sentence each."""
+    clouds, problems = dict[CloudName, Cloud](), list[str]()
+    with ExitStack() as stack:
+        for name in names:
+            try:
+                clouds[name] = stack.enter_context(open_account(name))
+            except PermanentInfraError as error:  # a key that is missing, or none, hinders nobody at the others
+                problems.append(str(error))
+        yield clouds, problems
+
+
+def _other_address_of(endpoint: Endpoint) -> str:
+    """Where the environment says that the API is; empty where it says nothing."""
+    url = os.environ.get(endpoint.url_variable, "").strip()
+    try:
+        parts = httpx.URL(url)
+        is_address = parts.scheme in ("http", "https") and parts.host != ""
+    except httpx.InvalidURL:
+        is_address = False
+    if url and not is_address:
+        raise PermanentInfraError(
+            f"{endpoint.url_variable} holds no address of {endpoint.title}'s API, like {endpoint.url}: correct it, or "
+            "remove it, and that one is asked"
+        )
+    return url
 
 
 def _or_save(variable: str) -> str:

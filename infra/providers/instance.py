@@ -15,6 +15,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from infra.cloud import look_up
 from infra.errors import MachineGoneError, PermanentInfraError, TransientInfraError
 from infra.node import InstanceNode, Node
 from infra.offers import Instance, InstanceStatus
@@ -98,7 +99,7 @@ def find_instance(name: str) -> Instance:
     """
     provider, _, instance_id = name.partition(":")
     with open_account(provider) as cloud:  # type: ignore[arg-type]  # the settings' pattern admits no other
-        instance = cloud.get(instance_id)
+        instance = look_up(cloud, instance_id, name="")
     if instance is None or instance.status is InstanceStatus.GONE:
         raise MachineGoneError(
             f"{name} does not exist, or not any more, for the account whose key is used: look for its id on its "

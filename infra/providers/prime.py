@@ -22,6 +22,8 @@ from infra.providers.http import Account, Endpoint, InstanceId, Json, key_blob
 
 DEFAULT_IMAGE = "ubuntu_22_cuda_12"
 _KEY_NAME = "rollouts"
+_NO_GPU = "CPU_NODE"
+"""What machines without a GPU have in its place."""
 _PAGE, _MAX_PAGES = 100, 100
 _SSH_ADDRESS = re.compile(r"(?:ssh\s+)?(?P<user>[^@\s]+)@(?P<host>[^@\s]+)(?:\s+-p\s+(?P<port>\d+))?")
 STATUS = {
@@ -50,8 +52,11 @@ class _Prices(BaseModel):
     currency: str
 
 
-class _Disk(BaseModel):
-    """Sizes in GB, prices per GB and hour; all None where the size is not to be chosen."""
+class _Part(BaseModel):
+    """How much disk or memory, in GB, or how many CPUs a machine has; prices per unit and hour.
+
+    All None where it is not to be chosen.
+    """
 
     minCount: int | None = None
     defaultCount: int | None = None
@@ -69,10 +74,15 @@ class _Disk(BaseModel):
         size = least + -(-max(0, wanted_gb - least) // step) * step
         return size if size <= self.maxCount else None
 
-    def usd_per_hour(self, size_gb: int) -> float:
-        """What a disk of that size costs besides the machine."""
+    @property
+    def usual(self) -> int:
+        """What a machine has of it when nobody says how much."""
+        return self.defaultCount or self.minCount or 0
+
+    def usd_per_hour(self, size: int) -> float:
+        """What so much of it costs besides the machine."""
         included = (self.defaultCount or 0) if self.defaultIncludedInPrice else 0
-        return max(0, size_gb - included) * (self.pricePerUnit or 0.0)
+        return max(0, size - included) * (self.pricePerUnit or 0.0)
 
 
 class _Configuration(BaseModel):
@@ -84,7 +94,9 @@ class _Configuration(BaseModel):
     dataCenter: str | None = None
     gpuCount: int
     gpuMemory: float
-    disk: _Disk = _Disk()
+    disk: _Part = _Part()
+    vcpu: _Part = _Part()
+    memory: _Part = _Part()
     stockStatus: str = "Available"
     security: str
     prices: _Prices
@@ -215,9 +227,11 @@ def _read_offer(found: _Configuration, wanted_disk_gb: int) -> Offer | None:
     disk_gb = found.disk.size_for(wanted_disk_gb)
     price = found.usd_per_hour
     is_to_be_had = found.stockStatus != "Unavailable" and found.images and found.gpuCount >= 1
+    has_gpu = found.gpuType != _NO_GPU
     is_by_the_hour = found.prepaidTime is None and not found.has_changing_price and found.prices.currency == "USD"
-    if price is None or price <= 0 or not is_to_be_had or not is_by_the_hour:
+    if price is None or price <= 0 or not is_to_be_had or not has_gpu or not is_by_the_hour:
         return None
+    of_parts = sum(part.usd_per_hour(part.usual) for part in (found.vcpu, found.memory))
     places = [place for place in (found.country, found.dataCenter) if place]
     choice = (
         found.provider,
@@ -233,7 +247,7 @@ def _read_offer(found: _Configuration, wanted_disk_gb: int) -> Offer | None:
         gpu_type=found.gpuType,
         gpu_count=found.gpuCount,
         vram_gb=found.gpuMemory,
-        usd_per_hour=price + (found.disk.usd_per_hour(disk_gb) if disk_gb else 0.0),
+        usd_per_hour=price + found.disk.usd_per_hour(disk_gb or found.disk.usual) + of_parts,
         region="/".join(places),
         is_secure=found.is_secure,
         is_spot=bool(found.isSpot),

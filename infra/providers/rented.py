@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from infra.cloud import PATIENT, Cloud, Pace
+from infra.cloud import PATIENT, Cloud, Pace, look_up
 from infra.errors import (
     InfraError,
     MachineGoneError,
@@ -77,7 +77,7 @@ def provision_rented(settings: RentedNode, store: Path, run_id: str, say: Say) -
             ledger, clouds, spare=True, credentials=request.credentials, pace=Pace(gone_within_s=REAP_WITHIN_S)
         )
         for line in report.ended:
-            say(f"ended {line}, whose time was over, or nearly, or which had never been used")
+            say(f"ended {line}, whose time was over, or nearly, or which did not run any more, or had never")
         for line in report.failures:
             say(line)
         renting = Renting(request, ledger, clouds, check=partial(log_in, settings, mirror, say), say=say)
@@ -108,7 +108,7 @@ def find_rented(settings: RentedNode, store: Path, run_id: str) -> Node | None:
     nodes = []
     for rental in usable:
         with account_of(rental) as cloud:
-            instance = cloud.get(rental.instance_id)
+            instance = look_up(cloud, rental.instance_id, rental.name)
         if instance is not None and instance.has_address and instance.status.may_become_usable:
             nodes.append(_node_of(rental, instance, settings, mirror))
     return _unit_of(nodes, settings) if nodes else None
@@ -123,7 +123,7 @@ def _unit_of(nodes: Sequence[Node], settings: RentedNode) -> Node:
 
 
 def _node_now(rental: Rental, cloud: Cloud, settings: RentedNode, mirror: Path) -> Node:
-    instance = cloud.get(rental.instance_id)
+    instance = look_up(cloud, rental.instance_id, rental.name)
     if instance is None or not instance.has_address:
         raise TransientInfraError(f"{rental.name} is gone: its provider took it away a moment after it was ready")
     return _node_of(rental, instance, settings, mirror)
@@ -436,7 +436,7 @@ def find_machine(node: Node) -> Instance:
         MachineGoneError: it is no more.
     """
     with rental_of(node) as (_, rental, cloud):
-        instance = cloud.get(rental.instance_id)
+        instance = look_up(cloud, rental.instance_id, rental.name)
     if instance is None or not instance.status.may_become_usable:
         how = "gone" if instance is None else instance.status.value
         raise MachineGoneError(

@@ -150,7 +150,8 @@ class Sky:
         return offers
 
     def create(self, offer: Offer, spec: MachineSpec) -> str:
-        cloud, instance_type, accelerator = offer.id.split(":")
+        cloud, _, kind = offer.id.partition(":")
+        instance_type, _, accelerator = kind.rpartition(":")  # the former has colons in some clouds: H100_80GB::8
         resources = {
             "infra": f"{cloud}/{offer.region}",
             "accelerators": f"{accelerator}:{offer.gpu_count}",

@@ -5,6 +5,7 @@ Not here: renting and giving back (provision.py). Who may be ended:
     named for this ledger   its run lives, and it has not expired            kept
                             its run failed, and keeps it for a while         kept, until that is over
                             its run died, and it has not expired             ended, or kept for the next start (`spare`)
+                            its run died or failed, and it runs no more      ended
                             it has expired, or the ledger has no row of it   ended
     named for another one   another store rents it                           shown, ended only when that one is named
     named otherwise         not ours                                         never touched
@@ -26,7 +27,7 @@ from infra.cloud import PATIENT, Cloud, Pace
 from infra.errors import InfraError, LedgerUnwritableError, PermanentInfraError, ProviderUnavailableError
 from infra.ledger import Ledger
 from infra.offers import CloudName, Instance, InstanceStatus
-from infra.renting.release import end_unnoted, release_machine
+from infra.renting.release import end_unnoted, release_machine, status_of
 from infra.renting.rentals import (
     NAME,
     NAME_PREFIX,
@@ -107,7 +108,7 @@ def reap(
                     credentials=credentials,
                     pace=pace,
                 )
-        names = {instance.name for instance in listed}
+        names = {instance.name for instance in listed if instance.status is not InstanceStatus.GONE}
         for rental in _rentals_by(credentials, ledger):
             if rental.provider == name and rental.name not in names:
                 with _failures_noted(report):
@@ -191,14 +192,14 @@ def _judge_instance(
         changes = {"instance_id": instance.id, "rented_at": began}
         _end(rental, ledger, cloud, report, pace=pace, note=FOUND_NOTE, **changes)
     else:
-        _end_unless_wanted(rental, ledger, cloud, report, spare=spare, pace=pace)
+        _end_unless_wanted(rental, instance.status, ledger, cloud, report, spare=spare, pace=pace)
 
 
 def _judge_unlisted(
     rental: Rental, ledger: Ledger, cloud: Cloud, report: ReapReport, *, spare: bool, pace: Pace
 ) -> None:
     if rental.state is not RentalState.INTENDED:
-        _end_unless_wanted(rental, ledger, cloud, report, spare=spare, pace=pace)
+        _end_unless_wanted(rental, status_of(rental, cloud), ledger, cloud, report, spare=spare, pace=pace)
     elif time.time() - rental.intended_at > UNSEEN_AFTER_S:
         change_rental(ledger, rental, state=RentalState.REFUSED, ended_at=time.time(), note=NEVER_SEEN)
     else:
@@ -206,9 +207,18 @@ def _judge_unlisted(
 
 
 def _end_unless_wanted(
-    rental: Rental, ledger: Ledger, cloud: Cloud, report: ReapReport, *, spare: bool, pace: Pace
+    rental: Rental,
+    status: InstanceStatus,
+    ledger: Ledger,
+    cloud: Cloud,
+    report: ReapReport,
+    *,
+    spare: bool,
+    pace: Pace,
 ) -> None:
-    if reason := _why_wanted(rental, ledger, spare=spare):
+    reason = _why_wanted(rental, ledger, spare=spare)
+    # One that was taken away or stopped would only cost its run's money: no next start goes on with it.
+    if reason and (status.may_become_usable or not ledger.has_died(rental.run_id)):
         report.kept.append(f"{rental.name}: {rental.state}, of run {rental.run_id}, {reason}")
     else:
         _end(rental, ledger, cloud, report, pace=pace)

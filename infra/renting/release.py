@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NoReturn
 
-from infra.cloud import PATIENT, Cloud, Pace
+from infra.cloud import PATIENT, Cloud, Pace, look_up
 from infra.errors import InfraError, PermanentInfraError, StillRentedError, TransientInfraError
 from infra.ledger import Ledger
 from infra.offers import CloudName, InstanceStatus
@@ -176,11 +176,12 @@ def _end_and_verify(rental: Rental, cloud: Cloud, pace: Pace) -> None:
     problem = "its provider still has it"
     while num_absent < _SIGHTINGS:
         try:
-            refusal = "" if num_absent else _ask_to_end(rental, cloud)
-            status = _status_of(rental, cloud)
+            failure = None if num_absent else _ask_to_end(rental, cloud)
+            status = status_of(rental, cloud)
             num_absent = num_absent + 1 if status is InstanceStatus.GONE else 0
-            if refusal and status not in (InstanceStatus.ENDING, InstanceStatus.GONE):
-                problem, patience_s = refusal, pace.refused_within_s
+            if failure and status not in (InstanceStatus.ENDING, InstanceStatus.GONE):
+                problem = str(failure)
+                patience_s = pace.refused_within_s if isinstance(failure, PermanentInfraError) else patience_s
         except InfraError as error:
             num_absent, problem = 0, str(error)
             if isinstance(error, PermanentInfraError):
@@ -195,19 +196,16 @@ def _end_and_verify(rental: Rental, cloud: Cloud, pace: Pace) -> None:
         time.sleep(pace.poll_s)
 
 
-def _ask_to_end(rental: Rental, cloud: Cloud) -> str:
-    """Ask for a machine's end; why that is refused, as some providers do where it is under way already."""
+def _ask_to_end(rental: Rental, cloud: Cloud) -> InfraError | None:
+    """Ask for a machine's end; what went wrong, as with some providers where it is under way already, or done."""
     try:
         cloud.terminate(rental.instance_id)
-    except PermanentInfraError as error:
-        return str(error)
-    return ""
+    except InfraError as error:
+        return error
+    return None
 
 
-def _status_of(rental: Rental, cloud: Cloud) -> InstanceStatus:
+def status_of(rental: Rental, cloud: Cloud) -> InstanceStatus:
     """How a machine is; gone where neither its id nor the list knows of it."""
-    instance = cloud.get(rental.instance_id)
-    if instance is not None and instance.status is not InstanceStatus.GONE:
-        return instance.status
-    listed = [each.status for each in cloud.list_named(rental.name) if each.id == rental.instance_id]
-    return next((status for status in listed if status is not InstanceStatus.GONE), InstanceStatus.GONE)
+    instance = look_up(cloud, rental.instance_id, rental.name)
+    return InstanceStatus.GONE if instance is None else instance.status

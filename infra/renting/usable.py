@@ -5,7 +5,7 @@ Not here: renting it (provision.py), logging in (providers/rented.py).
 
 import time
 
-from infra.cloud import Cloud
+from infra.cloud import Cloud, look_up
 from infra.errors import LoginError, TransientInfraError, UnfitMachineError
 from infra.ledger import Ledger
 from infra.renting.rentals import Rental, RentalState, change_rental
@@ -26,7 +26,7 @@ def wait_until_usable(rental: Rental, renting: Renting) -> tuple[str, str, float
     reason, price = "its provider gave it no address", rental.usd_per_hour
     while True:
         try:
-            instance = cloud.get(rental.instance_id)
+            instance = look_up(cloud, rental.instance_id, rental.name)
             is_unseen = rental.state is not RentalState.READY and time.monotonic() - started < UNSEEN_S
             if instance is None and not is_unseen:
                 return f"{rental.name} is gone: its provider took it away", "", price

@@ -128,6 +128,31 @@ def test_what_is_rented_is_listed_shown_and_released(runpod: FakeRunPod, tmp_pat
 
 
 @pytest.mark.slow
+def test_what_the_ledger_knows_is_shown_also_where_the_provider_refuses_the_key(
+    runpod: FakeRunPod, tmp_path: Path
+) -> None:
+    rental = rent(tmp_path / "store")
+    runpod.faults.refuses_key = True
+    shown = call("nodes", "show", rental.name, "--store", str(tmp_path / "store"))
+    assert f"id             {rental.instance_id}\n" in shown.stdout and "2.49 USD/h" in shown.stdout
+    assert shown.exit_code == 2 and "check the key in RUNPOD_API_KEY" in shown.stderr
+
+
+@pytest.mark.slow
+def test_a_key_that_is_none_hinders_nobody_who_looks_at_other_providers(
+    runpod: FakeRunPod, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = tmp_path / "store"
+    rent(store)
+    runpod.add("rollouts-somebody-elses", next(iter(runpod.machines.values())).request)
+    monkeypatch.setenv("LAMBDA_API_KEY", "two words")
+    listed, reaped = call("nodes", "--store", str(store)), call("reap", "--store", str(store))
+    assert "not of this store: rollouts-somebody-elses" in listed.stdout and listed.exit_code == 0
+    assert [machine.name for machine in runpod.alive()] == ["rollouts-somebody-elses"] and reaped.exit_code == 1
+    assert all("what LAMBDA_API_KEY holds is no key for Lambda" in each.stderr for each in (listed, reaped))
+
+
+@pytest.mark.slow
 def test_nobody_is_logged_in_on_a_machine_that_was_asked_for_and_has_not_appeared(
     runpod: FakeRunPod, tmp_path: Path
 ) -> None:

@@ -40,6 +40,7 @@ CONFIGURATIONS: list[dict[str, Any]] = [
     H100 | {"cloudId": "paid-in-advance", "prepaidTime": 720.0},
     H100 | {"cloudId": "other-money", "prices": {"onDemand": 1.0, "currency": "EUR"}},
     H100 | {"cloudId": "of-the-market", "prices": {"onDemand": 1.5, "isVariable": True, "currency": "USD"}},
+    H100 | {"cloudId": "no-gpu", "gpuType": "CPU_NODE", "gpuMemory": 0, "prices": {"onDemand": 0.2, "currency": "USD"}},
     H100,
     H100 | {"cloudId": "spot", "isSpot": True, "prices": {"onDemand": 0.9, "isVariable": True, "currency": "USD"}},
 ]

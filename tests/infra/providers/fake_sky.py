@@ -31,6 +31,7 @@ CATALOG = [
     ("Kubernetes", None, "H100-80GB", 2, None, 0.0, 0.0, "gke_mine_europe-west4_gpus"),
     ("Kubernetes", None, "L4", 1, None, 0.5, 0.5, "gke_mine_europe-west4_gpus"),
     ("Verda", "1H100.80S.30V", "H100", 1, 80.0, 2.2, None, "FIN-01"),
+    ("Fluidstack", "H100_SXM5_80GB::1", "H100", 1, 80.0, 2.3, None, "norway_2_eu"),
     ("RunPod", "1x_H100_SECURE", "H100", 1, 80.0, 2.0, None, "CA"),
 ]
 UNHEALTHY = "Cluster is abnormal because ray cluster is unhealthy (SSH connection to the head node timed out)."

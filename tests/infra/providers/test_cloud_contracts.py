@@ -24,6 +24,7 @@ from infra.providers.prime import Prime
 from infra.providers.runpod import RunPod
 from infra.providers.shadeform import Shadeform
 from infra.providers.vast import Vast
+from tests.infra import fake_prime
 from tests.infra.fake_cloud import KEY, FakeCloud
 from tests.infra.fake_lambda import PRIVATE_ADDRESS, FakeLambda
 from tests.infra.fake_prime import FakePrime
@@ -150,16 +151,28 @@ def test_no_capacity_and_no_access_are_told_apart(pair: Pair) -> None:
     assert KEY not in str(refused.value)
 
 
-def test_what_is_paid_in_advance_in_other_money_at_a_changing_price_or_sold_out_is_no_offer_of_prime_intellect() -> (
-    None
-):
+def test_what_has_no_gpu_a_changing_price_or_another_money_or_is_paid_before_or_sold_out_is_no_offer_of_prime() -> None:
     with FakePrime().served() as url, Prime(KEY, url) as cloud:
-        offers = cloud.search(QUERY)
+        offers = cloud.search(GPUQuery())
     # a disk of 130 GB, the first of its sizes above 100; 50 are free
     assert [offer.usd_per_hour for offer in offers] == pytest.approx([2.4 + 80 * 0.0005, 0.9 + 80 * 0.0005])
     assert [offer.is_spot for offer in offers] == [False, True]
     assert [QUERY.admits(offer) for offer in offers] == [True, False]
     assert GPUQuery(gpu_types=("H100",), spot=True).admits(offers[1])
+
+
+def test_a_machine_of_prime_intellect_is_offered_with_what_its_cpus_memory_and_disk_cost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Without it the highest price that is sent is below the real one, and no such machine is ever had."""
+    cpus = {"minCount": 2, "defaultCount": 8, "maxCount": 24, "pricePerUnit": 0.005, "step": 2}
+    memory = {"defaultCount": 64, "pricePerUnit": 0.002, "defaultIncludedInPrice": True}
+    disk = {"defaultCount": 200, "pricePerUnit": 0.0005, "defaultIncludedInPrice": False}
+    parts = {"vcpu": cpus | {"defaultIncludedInPrice": False}, "memory": memory, "disk": disk}
+    monkeypatch.setattr(fake_prime, "CONFIGURATIONS", [fake_prime.H100 | parts])
+    with FakePrime().served() as url, Prime(KEY, url) as cloud:
+        [offer] = cloud.search(QUERY)
+    assert offer.usd_per_hour == pytest.approx(2.4 + 8 * 0.005 + 200 * 0.0005)
 
 
 STATUSES = {

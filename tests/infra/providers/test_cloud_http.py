@@ -16,6 +16,7 @@ from infra.errors import (
     InfraError,
     MissingKeyError,
     OfferGoneError,
+    PermanentInfraError,
     ProviderRefusedError,
     ProviderUnavailableError,
     UnclearAnswerError,
@@ -302,6 +303,18 @@ def test_what_cannot_be_a_key_is_said_to_be_none(key: str, monkeypatch: pytest.M
             open_account(name)
         assert key not in str(raised.value)
     open_account("sky")  # a path may be anything
+
+
+@pytest.mark.parametrize(
+    "url", ["api.proxy", "proxy:8080", "http://", "http://host:port", "http://[::1", "http://a\x01"]
+)
+def test_what_cannot_be_an_address_of_an_api_is_said_to_be_none(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ENDPOINTS.keys() - {"sky"}:
+        endpoint = ENDPOINTS[name]
+        monkeypatch.setenv(endpoint.key_variable, FAKE_KEY)
+        monkeypatch.setenv(endpoint.url_variable, url)
+        with pytest.raises(PermanentInfraError, match=f"{endpoint.url_variable} holds no address of .*{endpoint.url}"):
+            open_account(name)
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,7 @@ from infra.node import Node, SSHAccess
 from infra.offers import GPUQuery, Instance, InstanceStatus, MachineSpec, Offer
 from infra.providers.addresses import usable_port
 from infra.providers.clouds import ENDPOINTS
+from infra.providers.instance import find_instance
 from infra.providers.lambda_cloud import Lambda
 from infra.providers.prime import Prime
 from infra.providers.rented import access_now, find_machine
@@ -84,8 +85,12 @@ class Altered(httpx.BaseTransport):
     def __init__(self) -> None:
         self._way = httpx.HTTPTransport()
         self.change: Callable[[httpx.Request, bytes], bytes] = lambda request, content: content
+        self.is_lost: Callable[[httpx.Request], bool] = lambda request: False
+        """Something in front of the API answers 404 in its place."""
 
     def handle_request(self, request: httpx.Request) -> httpx.Response:
+        if self.is_lost(request):
+            return httpx.Response(404, content=b"404 page not found")
         answer = self._way.handle_request(request)
         content = answer.read()
         answer.close()
@@ -189,6 +194,16 @@ def test_a_machine_that_was_taken_away_is_gone_for_its_run_and_the_next_start_ha
     second = world.rent()
     assert [machine.id for machine in world.fake.alive()] == [second.instance_id]
     assert [row.state for row in all_rentals(world.ledger)] == [RentalState.GONE, RentalState.READY]
+
+
+def test_a_machine_that_is_listed_is_not_taken_for_gone(world: World, way: Altered) -> None:
+    rental = world.rent()
+    way.is_lost = lambda request: request.method == "GET" and rental.instance_id in request.url.path
+    assert world.find(rental).id == rental.instance_id
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("infra.providers.instance.open_account", lambda _: nullcontext(world.cloud))
+        assert find_instance(f"{world.cloud.name}:{rental.instance_id}").id == rental.instance_id
+    assert world.rent().instance_id == rental.instance_id and len(world.fake.alive()) == 1
 
 
 def test_a_machine_that_moved_is_found_where_it_is_now(world: World) -> None:

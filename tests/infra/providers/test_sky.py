@@ -227,6 +227,13 @@ def test_a_cloud_in_which_no_machine_ends_by_itself_is_rented_from_all_the_same(
     assert (cluster["minutes"], cluster["ends"]) == (None, False)
 
 
+def test_an_instance_type_may_have_colons_in_its_name(installed: Installed, cloud: Sky, ledger: Ledger) -> None:
+    installed.set("can", default={"Fluidstack": ["compute"]})
+    rental = rent(cloud, ledger)
+    resources = installed.state["clusters"][rental.name]["task"]["resources"]
+    assert (resources["instance_type"], resources["accelerators"]) == ("H100_SXM5_80GB::1", "H100:1")
+
+
 def test_a_machine_that_does_not_end_is_reported_with_the_reason_that_skypilot_gives(
     installed: Installed, cloud: Sky, ledger: Ledger
 ) -> None:

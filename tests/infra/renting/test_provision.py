@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from infra.cloud import Cloud, Pace
@@ -86,7 +87,7 @@ class World:
 def world(tmp_path: Path) -> Iterator[World]:
     fake = FakeRunPod()
     with fake.served() as url, RunPod(KEY, url) as cloud:
-        yield World(fake, cloud, tmp_path / "ledger.db")
+        yield World(fake, cloud, tmp_path / "ledger.db", url)
 
 
 def test_the_cheapest_machine_is_rented_once_and_is_gone_afterwards(world: World) -> None:
@@ -378,6 +379,32 @@ def test_giving_back_ends_when_the_provider_has_the_machine_no_more(world: World
     setattr(world.fake.faults, fault, 1)
     assert world.release(rental).state is RentalState.GONE
     assert world.fake.listed() == []
+
+
+class Broken(httpx.BaseTransport):
+    """The way to a provider that does what is asked by DELETE and answers 500, however often it is asked."""
+
+    def __init__(self) -> None:
+        self._way = httpx.HTTPTransport()
+
+    def handle_request(self, request: httpx.Request) -> httpx.Response:
+        answer = self._way.handle_request(request)
+        return httpx.Response(500) if request.method == "DELETE" else answer
+
+
+def test_a_machine_that_is_gone_is_given_back_whatever_its_provider_answers_to_the_one_who_ends_it(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rental = world.rent()
+    monkeypatch.setattr(RunPod, "endpoint", replace(RunPod.endpoint, patience_s=0.1))
+    pace = replace(PACE, gone_within_s=2.0)
+    with RunPod(KEY, world.url, Broken()) as cloud, Ledger(world.path) as ledger:
+        world.fake.faults.never_ends = True
+        with pytest.raises(StillRentedError, match=r"may still be rented: RunPod answered DELETE .* with 500"):
+            release_machine(rental, ledger, cloud, pace=replace(pace, gone_within_s=0.1))
+        world.fake.faults.never_ends = False
+        assert release_machine(rental, ledger, cloud, pace=pace).state is RentalState.GONE
+    assert world.fake.alive() == []
 
 
 def test_nobody_wants_jobs_of_a_machine_any_more_that_was_given_back(world: World) -> None:

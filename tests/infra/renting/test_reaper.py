@@ -115,6 +115,19 @@ def test_a_machine_is_not_kept_when_its_hours_or_the_money_are_used_up(world: Wo
     assert len(reap_now(world).ended) == 1 and world.fake.alive() == []
 
 
+@pytest.mark.parametrize("is_kept", [False, True])
+@pytest.mark.parametrize("status", ["EXITED", "ERROR", "TERMINATED", "not there"])
+def test_a_machine_that_no_start_could_use_is_neither_spared_nor_kept(world: World, status: str, is_kept: bool) -> None:
+    rental = fail_and_keep(world, seconds=600) if is_kept else rent_and_die(world)
+    machine = world.fake.machines[rental.instance_id]
+    machine.status, machine.ended_at = status, time.monotonic() if status == "not there" else None
+    assert len(reap_now(world, spare=True).ended) == 1
+    with Ledger(world.path) as ledger:
+        row = find_rental(ledger, rental.name)
+        assert row is not None and row.state is RentalState.GONE and row.usd(1e12) < 0.1
+        assert world.fake.alive() == [] or status == "TERMINATED"
+
+
 def test_a_kept_machine_that_did_not_end_is_tried_again(world: World) -> None:
     rental = fail_and_keep(world, seconds=600)
     world.fake.faults.never_ends = True
