@@ -109,7 +109,7 @@ def test_a_mode_without_its_data_is_named(folder: Path, mode: str, missing: str)
         ("a.json", "[1]", "must hold a table of settings at its top, found list"),
         ("a.json", "{", "is not valid JSON"),
         ("a.json", "[" * 100_000, "is not valid JSON"),
-        ("a.yaml", "mode: sft\n", "is not valid TOML"),
+        ("a.yaml", "mode: sft\n", "is YAML, which is not read: write it as TOML or JSON"),
         ("a.jsonl", '{"text": "row"}\n', "holds rows of data: give the configuration that names it"),
         ("a.py", "raise ValueError('no\\nway')\n", "raised ValueError: no (a.py, line 1)"),
         ("a.py", "def (\n", "raised SyntaxError: invalid syntax"),
@@ -167,6 +167,7 @@ def test_a_function_of_the_configuration_file_itself_is_refused(folder: Path) ->
     [
         (["--name", "a b"], "command line: name: string should match pattern"),
         (["--fresh", "sfft"], "command line: fresh.0: input should be 'sft', 'select-sft'"),
+        (["training.rl.num_steps=9"], "small.toml training.rl.num_steps=9: write settings into the file"),
     ],
 )
 def test_an_option_that_does_not_fit_is_named(folder: Path, arguments: list[str], words: str) -> None:
