@@ -207,6 +207,8 @@ GRADER = "class f:\n  def grade(self, sample): return 1.0\n"
         ("reward_fn", "def f(sample): return '1'", "returned '1': expected a finite number"),
         ("reward_fn", "def f(): return 1", "raised TypeError"),
         ("reward_fn", "def f(prompts, completions): return 1", ": a reward function takes one Sample, which has the"),
+        ("reward_fn", "def f(completions, **kwargs): return [len(each) for each in completions]", "one Sample, which"),
+        ("reward_fn", "def f(sample): return float(sample.answer == sample.response)", "one Sample, which has the"),
         ("reward_fn", "f = 3", ":f' is not a function"),
         ("reward_fn", "def ff(sample): return 1", "has no 'f'; did you mean ff?"),
         ("reward_fn", "def f(", "it raised SyntaxError"),
