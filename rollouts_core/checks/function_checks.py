@@ -18,7 +18,7 @@ from rollouts_core.environments.protocol import Outcome, describe_tools, is_mult
 from rollouts_core.errors import ConfigError, EnvironmentUnavailableError, RewardError
 from rollouts_core.filters import FilterDecision, FilterFn
 from rollouts_core.findings import Caution
-from rollouts_core.rewards import RewardFn, grade_sample
+from rollouts_core.rewards import RewardFn, WeightedRewards, grade_sample
 from rollouts_core.rollout.generate import build_pending_group, complete_sample
 from rollouts_core.rollout.resolve import (
     resolve_buffer_filter_fn,
@@ -74,7 +74,19 @@ def check_functions(config: Config, prompts: Sequence[Prompt], tokenizer: PreTra
         f"{answer.reward} for {answer.response[:MAX_SHOWN_CHARS]!r}"
         for prompt, (empty, answer) in zip(prompts, graded, strict=True)
     ]
-    return said + warn_of_equal_rewards(config.rollout, prompts, graded)
+    return said + warn_of_equal_rewards(config.rollout, prompts, graded) + _warn_of_unscored(config.rollout, graded)
+
+
+def _warn_of_unscored(rollout: RolloutConfig, graded: Sequence[tuple[Sample, Sample]]) -> list[Caution]:
+    """A warning where a completion that was tried has no score: RL may leave it out, an evaluation cannot."""
+    if all(sample.reward is not None for pair in graded for sample in pair):
+        return []
+    return [
+        Caution(
+            f"{', '.join(rollout.reward_names)} returned None for a completion that was tried: RL leaves it out, "
+            "but an evaluation ends where a row of data.selection or data.heldout has one; return a number for it"
+        )
+    ]
 
 
 def warn_of_equal_rewards(
@@ -168,12 +180,24 @@ async def _grade(completion: Sample, reward_fn: RewardFn, config: Config) -> Sam
         raise ConfigError(f"{what} cannot be graded: {error}") from error
     except RewardError as error:
         raise RewardError(f"{error}; it was given {what}") from error
-    if sample.reward is None and config.training.rl.advantage.unscored == "error":
+    leaves_out = config.mode != "sft" and config.training.rl.advantage.unscored == "exclude"
+    if sample.reward is None and not leaves_out:
+        other = ', or training.rl.advantage.unscored = "exclude" where some completions cannot be scored'
+        name = await _name_unscoring(completion, reward_fn, config)
         raise RewardError(
-            f"reward function {name_of_function(reward_fn)} on {what} returned None: expected a finite "
-            'number, or training.rl.advantage.unscored = "exclude" where some completions cannot be scored'
+            f"reward function {name} on {what} returned None: expected a finite number"
+            f"{other if config.mode != 'sft' else ''}"
         )
     return sample
+
+
+async def _name_unscoring(completion: Sample, reward_fn: RewardFn, config: Config) -> str:
+    """The function that gives a completion no score: of several, the first; without one of them there is no sum."""
+    if not isinstance(reward_fn, WeightedRewards):
+        return name_of_function(reward_fn)
+    limit = config.rollout.reward_timeout_s
+    scored = {name: await grade_sample(completion, each, timeout_s=limit) for name, _, each in reward_fn.terms}
+    return next(name for name, sample in scored.items() if sample.reward is None)
 
 
 def _check_filter(filter_fn: FilterFn, group: list[Sample], *, timeout_s: float) -> None:

@@ -84,6 +84,8 @@ def _sentence(problem: ErrorDetails, path: list[str], model: type[BaseModel]) ->
         return f"{key}: expected a table of settings, found {_show(problem['input'])}"
     if problem["type"] in ("tuple_type", "list_type"):
         return f"{key}: expected a list, [...], found {_show(problem['input'])}"
+    if problem["type"] == "callable_type":
+        return f'{key}: expected one name, "package.module:function", found {_show(problem["input"])}'
     return f"{key}: {_lower_first(problem['msg'])}, found {_show(problem['input'])}"
 
 

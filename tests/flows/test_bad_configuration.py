@@ -35,6 +35,11 @@ from tests.small_pipeline import small_settings
             "unknown key zzz; known are data, deployment, evaluate, evaluation, mode, model, node, retrain, rollout, "
             "run, schedule",
         ),
+        (
+            "rollout__reward_fn",
+            ["a:f", "b:g"],
+            'rollout.reward_fn: expected one name, "package.module:function", found',
+        ),
         ("model__pth", "x", "unknown key model.pth; did you mean path?"),
         ("data__promts", "x", "unknown key data.promts; did you mean prompts?"),
         ("training__stf", {}, "unknown key training.stf; did you mean sft?"),

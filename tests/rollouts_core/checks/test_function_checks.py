@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rollouts_core.checks import validate
 from rollouts_core.checks.function_checks import check_functions, one_of_each_shape
-from rollouts_core.config import RewardConfig, RolloutConfig
+from rollouts_core.config import AdvantageConfig, RewardConfig, RolloutConfig
 from rollouts_core.environments import Conversation, Reply
 from rollouts_core.errors import ConfigError, RewardError
 from rollouts_core.findings import Caution
@@ -32,6 +32,34 @@ def test_a_reward_that_fails_for_a_usual_completion_is_found_before_the_run(
     prompt = replace(make_prompts(1)[0], answer=answer)
     with pytest.raises(RewardError, match=rf"raised ValueError: .*; it was given the completion '{tried}'$"):
         check_functions(with_rollout(reward_fn=f"{__name__}:fails_for_text"), [prompt], tokenizer)
+
+
+def scores_texts_alone(sample: Sample) -> float | None:
+    return float(len(sample.response)) if sample.response else None
+
+
+TEXTS_ALONE = f"{__name__}:scores_texts_alone"
+
+
+@pytest.mark.parametrize(
+    ("mode", "end"), [("rl", r'number, or training\.rl\.advantage\.unscored = "exclude" where .*'), ("sft", "number")]
+)
+def test_of_several_rewards_the_one_without_a_score_is_named(
+    mode: str, end: str, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    rewards = (RewardConfig(name="last_number"), RewardConfig(name=TEXTS_ALONE))
+    config = with_rollout(rewards=rewards).model_copy(update={"mode": mode})
+    with pytest.raises(RewardError, match=rf"^reward function {TEXTS_ALONE} on an empty .*: expected a finite {end}$"):
+        check_functions(config, make_prompts(1), tokenizer)
+
+
+def test_that_an_evaluation_needs_scores_which_rl_does_without_is_warned_of(tokenizer: PreTrainedTokenizerBase) -> None:
+    config = with_rollout(reward_fn=TEXTS_ALONE)
+    excluding = AdvantageConfig(unscored="exclude")
+    rl = config.training.rl.model_copy(update={"advantage": excluding})
+    config = config.model_copy(update={"mode": "rl", "training": config.training.model_copy(update={"rl": rl})})
+    [warning] = [said for said in check_functions(config, make_prompts(1), tokenizer) if isinstance(said, Caution)]
+    assert "an evaluation ends where a row of data.selection or data.heldout has one" in warning
 
 
 def reads_the_level(sample: Sample) -> float:
