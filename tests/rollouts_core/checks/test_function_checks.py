@@ -13,7 +13,7 @@ from rollouts_core.checks import validate
 from rollouts_core.checks.function_checks import check_functions, one_of_each_shape
 from rollouts_core.config import AdvantageConfig, RewardConfig, RolloutConfig
 from rollouts_core.environments import Conversation, Reply
-from rollouts_core.errors import ConfigError, RewardError
+from rollouts_core.errors import ConfigError, RewardError, RolloutsError
 from rollouts_core.findings import Caution
 from rollouts_core.rollout.resolve import resolve_reward_fn
 from rollouts_core.types import Sample
@@ -175,3 +175,51 @@ def test_the_tried_completions_of_a_conversation_have_what_a_rollout_writes(
     tokenizer: PreTrainedTokenizerBase,
 ) -> None:
     check_functions(with_rollout(environment=f"{__name__}:ReadsTheConversation"), make_prompts(1), tokenizer)
+
+
+class Answers(ReadsTheConversation):
+    """An environment whose answers its subclasses give."""
+
+    def grade(self, sample: Sample) -> float:
+        return float(len(sample.response))
+
+
+class AnswersText(Answers):
+    async def respond(self, conversation: Conversation) -> Any:
+        return "again"
+
+
+class AnswersBareText(Answers):
+    async def respond(self, conversation: Conversation) -> Reply:
+        return Reply(messages=("again",))  # type: ignore[arg-type]  # the mistake
+
+
+class LooksForAnotherField(Answers):
+    async def respond(self, conversation: Conversation) -> Reply:
+        return Reply(messages=conversation.sample.metadata["hint"])
+
+
+@pytest.mark.parametrize(
+    ("environment", "problem"),
+    [
+        (AnswersText, r"^environment AnswersText on prompt .* answered 'again': expected a Reply, .*; it was told '"),
+        (LooksForAnotherField, r"raised KeyError: 'hint' \(test_function_checks.py, line \d+\); it was told '"),
+        (AnswersBareText, r"answered Reply\(messages=\('again',\).*: expected a Reply, each message of which has role"),
+    ],
+)
+def test_an_environment_whose_answers_cannot_be_used_is_found_before_the_run(
+    environment: type, problem: str, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    with pytest.raises(RolloutsError, match=problem):
+        check_functions(with_rollout(environment=f"{__name__}:{environment.__name__}"), make_prompts(1), tokenizer)
+
+
+class IsAway(Answers):
+    async def respond(self, conversation: Conversation) -> Reply:
+        raise ConnectionRefusedError("nobody listens")
+
+
+def test_an_environment_that_cannot_be_reached_is_warned_of(tokenizer: PreTrainedTokenizerBase) -> None:
+    said = check_functions(with_rollout(environment=f"{__name__}:IsAway"), make_prompts(1), tokenizer)
+    assert isinstance(said[-1], Caution)
+    assert said[-1].startswith("environment IsAway on prompt '") and "failed: nobody listens; where it" in said[-1]
