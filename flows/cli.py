@@ -162,7 +162,10 @@ def run(
     if not arguments:
         raise typer.BadParameter("Missing argument 'CONFIG'.", ctx=context)
     if len(arguments) != 1:
-        raise InputError(f"expected one configuration, found {len(arguments)}; key=value goes with --deployment")
+        raise InputError(
+            f"expected one configuration, found {' '.join(arguments)}: write settings into the file; key=value goes "
+            "with --deployment"
+        )
     pipeline = load_pipeline(Path(arguments[0]))
     given = {"store": str(store) if store else "", "name": name, "fresh": fresh}
     settings = pipeline.run.model_dump() | {option: value for option, value in given.items() if value}

@@ -47,7 +47,7 @@ from rollouts_core.config import (
     read_settings,
     resolve_paths,
 )
-from rollouts_core.config.messages import explain_validation_error, suggest_key
+from rollouts_core.config.messages import explain_validation_error, list_mistakes, suggest_key
 from rollouts_core.errors import ConfigError
 from rollouts_core.user_code.failures import describe_raised
 from rollouts_core.user_code.functions import resolve_function
@@ -200,9 +200,8 @@ def parse_pipeline(settings: dict[str, Any], path: Path) -> Pipeline:  # Any: un
     retrain, schedule = sections.pop("retrain", None), sections.pop("schedule", None)
     evaluate = sections.pop("evaluate", None)
     known = [*Config.model_fields, "node", "run", "retrain", "schedule", "evaluate"]
-    for key in sections:
-        if key not in known:
-            raise ConfigError(f"{path}: unknown key {key}{suggest_key([key], known)}")
+    if unknown := [f"unknown key {key}{suggest_key([key], known, Config)}" for key in sections if key not in known]:
+        raise ConfigError(list_mistakes(unknown, source=str(path)))
     optional = {"retrain": retrain or {}, "schedule": schedule or {}, "evaluate": evaluate or {}}
     for name, section in {"node": node, "run": run, **optional}.items():
         if not isinstance(section, dict):
@@ -214,7 +213,7 @@ def parse_pipeline(settings: dict[str, Any], path: Path) -> Pipeline:  # Any: un
     for section, name, model in ((node, "node", node_type), (run, "run", RunOptions)):
         for key in section:
             if key not in model.model_fields:
-                hint = suggest_key([name, key], list(model.model_fields))
+                hint = suggest_key([name, key], list(model.model_fields), Config)
                 raise ConfigError(f"{path}: unknown key {name}.{key}{hint}")
     scored = None if evaluate is None else parse_config(EvaluateConfig, evaluate, source=f"{path}, table evaluate")
     again = None if retrain is None else parse_config(RetrainConfig, retrain, source=f"{path}, table retrain")

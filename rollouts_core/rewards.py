@@ -98,7 +98,7 @@ async def grade_sample(sample: Sample, reward_fn: RewardFn, *, timeout_s: float 
     except OutOfTimeError as error:
         raise RewardError(f"{where}: {error}") from error
     except (Exception, SystemExit) as error:
-        raise RewardError(f"{where} {describe_raised(error)}{_say_what_it_takes(reward_fn)}") from error
+        raise RewardError(f"{where} {describe_raised(error)}{_say_what_it_takes(reward_fn, error)}") from error
     if reward is None:
         return replace(sample, reward=None)
     if not isinstance(reward, Real) or not _is_finite(reward):
@@ -126,15 +126,18 @@ def _shortened(reward: object) -> str:
         return "a number beyond all floats"
 
 
-def _say_what_it_takes(reward_fn: RewardFn) -> str:
-    """The end of a sentence about a function that raised, where it does not take a sample by itself."""
+def _say_what_it_takes(reward_fn: RewardFn, error: BaseException) -> str:
+    """The end of a sentence about a function that raised, where it does not take a sample by itself, or takes it for
+    something else: a list of completions, a dictionary."""
     try:
         inspect.signature(reward_fn).bind(None)
+        is_mistaken = isinstance(error, TypeError | AttributeError) and "'Sample'" in str(error)
     except TypeError:
-        return ": a reward function takes one Sample, which has the completion in `response` and the row in `metadata`"
+        is_mistaken = True
     except ValueError:  # nobody knows what it takes
-        return ""
-    return ""
+        is_mistaken = False
+    said = ": a reward function takes one Sample, which has the completion in `response` and the row in `metadata`"
+    return said if is_mistaken else ""
 
 
 async def grade_group(

@@ -44,6 +44,8 @@ ScoredBy = Literal["reward", "reward_unfiltered", "eval_loss", "loss"]
 
 TASK_INPUTS = ("data", "samples", "plugins")
 """Inputs that decide what a score is of."""
+MEANINGS = {"plugins": "plugins (the code of rewards, filters and environments, and models that grade)"}
+"""Names of inputs that do not say what they are of."""
 LATER_INPUTS = ("data",)
 """Inputs that checkpoints of RL by earlier versions do not name: they pass for those of today."""
 
@@ -279,7 +281,9 @@ def check_same_settings(
     changed = changed_settings(saved, current)
     refused = [setting for setting in changed if not any(_names(name, setting) for name in allowed)]
     if refused:
-        differences = "; ".join(f"{name} was {_show(saved, name)} and is {_show(current, name)}" for name in refused)
+        differences = "; ".join(
+            f"{MEANINGS.get(name, name)} was {_show(saved, name)} and is {_show(current, name)}" for name in refused
+        )
         unused = [name for name in allowed if not any(_names(name, setting) for setting in changed)]
         raise CheckpointError(
             f"{checkpoint} was trained with other settings, so going on would train something that neither settings "

@@ -26,6 +26,7 @@ from infra.node import FurtherNode, InstanceNode, RentedNode, SSHNode
 from infra.offers import GPUQuery
 from rollouts_core.algorithms.presets import AlgorithmName
 from rollouts_core.config import RolloutConfig, algorithm_preset
+from rollouts_core.data.dataset import load_prompts_from_jsonl
 from rollouts_core.environments.protocol import Conversation
 from rollouts_core.filters import FILTERS, FilterDecision, compose_filters
 from rollouts_core.quickstart import build_character_tokenizer
@@ -69,6 +70,26 @@ def test_the_tool_of_the_docs_is_called() -> None:
     reply = asyncio.run(environment.respond(Conversation(sample=Sample(), messages=[said])))
     assert reply.messages == ({"role": "tool", "name": "add", "content": "3"},)
     assert environment.grade(Sample(response="3", metadata={"answer": "3"})) == 1.0
+
+
+def test_what_the_docs_tell_users_of_other_systems_to_copy_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("all.jsonl").write_text("".join(f'{{"prompt": "{i}+1=?", "answer": "{i + 1}"}}\n' for i in range(410)))
+    defined = example_of("coming_from.md")
+    assert {name: len(load_prompts_from_jsonl(f"{name}.jsonl")) for name in ("selection", "heldout", "prompts")} == {
+        "selection": 200,
+        "heldout": 200,
+        "prompts": 10,
+    }
+    assert defined["near_20"](Sample(response="17 letters, spaces", metadata={"answer": "7", "prompt_id": "p"})) == -2
+    said = Message(
+        role="assistant", content='<tool_call>{"name": "multiply", "arguments": {"a": 3, "b": 2}}</tool_call>'
+    )
+    asked = Conversation(sample=Sample(), messages=[said])
+    reply = asyncio.run(defined["MultiplyingEnvironment"]().respond(asked))
+    assert reply.messages == ({"role": "tool", "name": "multiply", "content": "6"},)
 
 
 def names_of_functions(file: Path) -> set[str]:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from rollouts_core.config import Config, RolloutConfig, name_of_function
+from rollouts_core.config import Config, RolloutConfig, SamplingConfig, name_of_function
 from rollouts_core.data.chat import encode_texts, tokenize_prompt
 from rollouts_core.engines.completion import Completion
 from rollouts_core.environments import ENVIRONMENTS
@@ -18,7 +18,8 @@ from rollouts_core.environments.protocol import Outcome, describe_tools, is_mult
 from rollouts_core.errors import ConfigError, EnvironmentUnavailableError, RewardError
 from rollouts_core.filters import FilterDecision, FilterFn
 from rollouts_core.findings import Caution
-from rollouts_core.rewards import RewardFn, grade_sample
+from rollouts_core.rewards import RewardFn, WeightedRewards, grade_sample
+from rollouts_core.rollout.conversation import hold_conversation
 from rollouts_core.rollout.generate import build_pending_group, complete_sample
 from rollouts_core.rollout.resolve import (
     resolve_buffer_filter_fn,
@@ -51,7 +52,8 @@ def one_of_each_shape(prompts: Iterable[Prompt]) -> list[Prompt]:
 
 
 def check_functions(config: Config, prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Find the user's functions, grade completions of each prompt, an empty one and its answer, and filter a group.
+    """Find the user's functions, grade completions of each prompt, an empty one and its answer, converse, and filter a
+    group.
 
     Returns:
         Who grades, and what they gave, a sentence for each prompt.
@@ -74,7 +76,20 @@ def check_functions(config: Config, prompts: Sequence[Prompt], tokenizer: PreTra
         f"{answer.reward} for {answer.response[:MAX_SHOWN_CHARS]!r}"
         for prompt, (empty, answer) in zip(prompts, graded, strict=True)
     ]
-    return said + warn_of_equal_rewards(config.rollout, prompts, graded)
+    said += warn_of_equal_rewards(config.rollout, prompts, graded) + _warn_of_unscored(config.rollout, graded)
+    return said + asyncio.run(_converse(prompts, config.rollout, tokenizer))
+
+
+def _warn_of_unscored(rollout: RolloutConfig, graded: Sequence[tuple[Sample, Sample]]) -> list[Caution]:
+    """A warning where a completion that was tried has no score: RL may leave it out, an evaluation cannot."""
+    if all(sample.reward is not None for pair in graded for sample in pair):
+        return []
+    return [
+        Caution(
+            f"{', '.join(rollout.reward_names)} returned None for a completion that was tried: RL leaves it out, "
+            "but an evaluation ends where a row of data.selection or data.heldout has one; return a number for it"
+        )
+    ]
 
 
 def warn_of_equal_rewards(
@@ -158,6 +173,32 @@ async def _grade_each(
     return pairs
 
 
+async def _converse(
+    prompts: Sequence[Prompt], rollout: RolloutConfig, tokenizer: PreTrainedTokenizerBase
+) -> list[Caution]:
+    """Have an environment that answers do so once for each prompt; a warning where its machinery cannot, here."""
+    environment = resolve_environment(rollout)
+    if not is_multi_turn(environment) or rollout.generate_fn != "":
+        return []
+    for prompt in prompts:
+        text = texts_to_try(prompt)[0]
+
+        async def say(_: list[int], __: SamplingConfig, turn: int, text: str = text) -> Completion:
+            status = Status.TRUNCATED if turn else Status.COMPLETED  # the second turn ends the conversation
+            tokens = encode_texts(tokenizer, [text])[0]
+            logprobs = [0.0] * len(tokens)
+            return Completion(tokens=tokens, logprobs=logprobs, status=status, finish_reason="stop", version_spans=())
+
+        [pending] = build_pending_group(prompt, group_index=0, size=1)
+        try:
+            await hold_conversation(pending, environment, say, tokenizer, rollout)
+        except EnvironmentUnavailableError as error:
+            return [Caution(f"{error}; where it fails in a run too, the run waits for it")]
+        except RewardError as error:
+            raise RewardError(f"{error}; it was told {text[:MAX_SHOWN_CHARS]!r}") from error
+    return []
+
+
 async def _grade(completion: Sample, reward_fn: RewardFn, config: Config) -> Sample:
     """The completion with its reward; whatever goes wrong is told with what it was given."""
     said = completion.response
@@ -168,12 +209,24 @@ async def _grade(completion: Sample, reward_fn: RewardFn, config: Config) -> Sam
         raise ConfigError(f"{what} cannot be graded: {error}") from error
     except RewardError as error:
         raise RewardError(f"{error}; it was given {what}") from error
-    if sample.reward is None and config.training.rl.advantage.unscored == "error":
+    leaves_out = config.mode != "sft" and config.training.rl.advantage.unscored == "exclude"
+    if sample.reward is None and not leaves_out:
+        other = ', or training.rl.advantage.unscored = "exclude" where some completions cannot be scored'
+        name = await _name_unscoring(completion, reward_fn, config)
         raise RewardError(
-            f"reward function {name_of_function(reward_fn)} on {what} returned None: expected a finite "
-            'number, or training.rl.advantage.unscored = "exclude" where some completions cannot be scored'
+            f"reward function {name} on {what} returned None: expected a finite number"
+            f"{other if config.mode != 'sft' else ''}"
         )
     return sample
+
+
+async def _name_unscoring(completion: Sample, reward_fn: RewardFn, config: Config) -> str:
+    """The function that gives a completion no score: of several, the first; without one of them there is no sum."""
+    if not isinstance(reward_fn, WeightedRewards):
+        return name_of_function(reward_fn)
+    limit = config.rollout.reward_timeout_s
+    scored = {name: await grade_sample(completion, each, timeout_s=limit) for name, _, each in reward_fn.terms}
+    return next(name for name, sample in scored.items() if sample.reward is None)
 
 
 def _check_filter(filter_fn: FilterFn, group: list[Sample], *, timeout_s: float) -> None:

@@ -35,6 +35,8 @@ def read_settings(path: Path) -> dict[str, Any]:  # Any: unchecked file content
     except (ValueError, RecursionError) as error:
         if path.suffix == ".jsonl":
             raise ConfigError(f"{path} holds rows of data: give the configuration that names it in [data]") from error
+        if path.suffix in (".yaml", ".yml"):
+            raise ConfigError(f"{path} is YAML, which is not read: write it as TOML or JSON") from error
         kind = "JSON" if path.suffix == ".json" else "TOML"
         raise ConfigError(f"{path} is not valid {kind}: {error}") from error
     if not isinstance(settings, dict):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
@@ -26,8 +26,12 @@ def explain_validation_error(error: ValidationError, model: type[BaseModel], *, 
     by_key: dict[tuple[str, ...], ErrorDetails] = {}
     for problem in problems:
         by_key.setdefault(tuple(_path_of(problem, model)), problem)
-    mistakes = [_sentence(problem, list(path), model) for path, problem in by_key.items()]
-    shown = mistakes[:MAX_SHOWN_MISTAKES]
+    return list_mistakes([_sentence(problem, list(path), model) for path, problem in by_key.items()], source=source)
+
+
+def list_mistakes(mistakes: Sequence[str], *, source: str) -> str:
+    """Each mistake on a line of its own, after the file or form; after MAX_SHOWN_MISTAKES the others are counted."""
+    shown = list(mistakes[:MAX_SHOWN_MISTAKES])
     if num_more := len(mistakes) - len(shown):
         shown.append(f"further settings that do not fit: {num_more}")
     return "\n".join(f"{source}: {each}" for each in shown)
@@ -40,12 +44,26 @@ def closest_name(name: str, known: list[str]) -> str:
     return f"; did you mean {close[0]}?" if close else f"; known are {', '.join(sorted(known))}"
 
 
-def suggest_key(path: Sequence[str], known: list[str]) -> str:
-    """What may be meant by an unknown key: what another system calls so, else the nearest name or the list of them."""
-    foreign = find_foreign_name(path)
-    if foreign is None:
-        return closest_name(path[-1], known)
-    return f"; here it is {foreign}" if " " in foreign else f"; did you mean {foreign}?"
+def suggest_key(path: Sequence[str], known: list[str], root: type[BaseModel]) -> str:
+    """What may be meant by an unknown key: what another system calls so, the setting of that name in another section
+    of `root`, else the nearest name or the list of them.
+
+    Args:
+        path: the sections around the key, and the key.
+    """
+    if foreign := find_foreign_name(path):
+        return f"; here it is {foreign}" if " " in foreign else f"; did you mean {foreign}?"
+    *around, name = (part for part in path if not part.isdecimal())
+    section = _record_at(around, root)
+    below = [".".join([*around, each]) for each in _settings_of(section, with_lists=bool(around))] if section else []
+    for settings in (below, _settings_of(root, with_lists=False)):
+        if same := [each for each in settings if _last(each) == name]:
+            return f"; did you mean {' or '.join(same)}?"
+    hint = closest_name(name, known)
+    close = difflib.get_close_matches(name, map(_last, below), n=1, cutoff=0.8)
+    if close and hint.startswith("; known are"):
+        return f"; did you mean {next(each for each in below if _last(each) in close)}?"
+    return hint
 
 
 def first_line(error: BaseException) -> str:
@@ -66,6 +84,8 @@ def _sentence(problem: ErrorDetails, path: list[str], model: type[BaseModel]) ->
         return f"{key}: expected a table of settings, found {_show(problem['input'])}"
     if problem["type"] in ("tuple_type", "list_type"):
         return f"{key}: expected a list, [...], found {_show(problem['input'])}"
+    if problem["type"] == "callable_type":
+        return f'{key}: expected one name, "package.module:function", found {_show(problem["input"])}'
     return f"{key}: {_lower_first(problem['msg'])}, found {_show(problem['input'])}"
 
 
@@ -91,28 +111,30 @@ def _path_of(problem: Mapping[str, Any], model: type[BaseModel]) -> list[str]:  
 
 
 def _suggestion(path: list[str], model: type[BaseModel]) -> str:
+    section = _record_at(path[:-1], model)
+    return suggest_key(path, list(section.model_fields), model) if section else ""
+
+
+def _record_at(path: Sequence[str], model: type[BaseModel]) -> type[BaseModel] | None:
+    """The record of the section, or of an item of the list, at a path."""
     section: type[BaseModel] | None = model
-    for part in path[:-1]:
-        if not part.isdecimal():
-            section = nested_record(section, part) if section else None
-    if section is None:
-        return ""
-    hint = suggest_key(path, list(section.model_fields))
-    deeper = _find_one_level_down(path[-1], section) if hint.startswith("; known are") else None
-    return f"; did you mean {'.'.join([*path[:-1], *deeper])}?" if deeper else hint
+    for part in path:
+        if section and not part.isdecimal():
+            section = nested_record(section, part)
+    return section
 
 
-def _find_one_level_down(name: str, section: type[BaseModel]) -> tuple[str, str] | None:
-    """The setting of a section's sections that has a name, its initials (`lr` of `learning_rate`) or one like it."""
-    below = [(key, each) for key in section.model_fields for each in _fields_of(nested_record(section, key))]
-    initials = "".join(word[0] for word in name.split("_") if word)
-    wanted = (name, initials) if "_" in name else (name,)
-    close = difflib.get_close_matches(name, [each for _, each in below], n=1, cutoff=0.8)
-    return next(((key, each) for meant in (*wanted, *close) for key, each in below if each == meant), None)
+def _settings_of(record: type[BaseModel], *, with_lists: bool) -> Iterator[str]:
+    """The settings of a record by their dotted names, those of its sections and of the items of its lists too."""
+    for name, field in record.model_fields.items():
+        yield name
+        below = nested_record(record, name)
+        if below and (with_lists or below is field.annotation):
+            yield from (f"{name}.{each}" for each in _settings_of(below, with_lists=with_lists))
 
 
-def _fields_of(section: type[BaseModel] | None) -> list[str]:
-    return list(section.model_fields) if section else []
+def _last(setting: str) -> str:
+    return setting.rpartition(".")[2]
 
 
 def nested_record(model: type[BaseModel], name: str) -> type[BaseModel] | None:

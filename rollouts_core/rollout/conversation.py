@@ -123,8 +123,10 @@ async def _ask(environment: MultiTurnEnvironment, conversation: Conversation, ti
         raise
     except Exception as error:
         raise RewardError(f"{where} {describe_raised(error)}") from error
-    if not isinstance(reply, Reply):
-        raise RewardError(f"{where} answered {reply!r}: expected a Reply")
+    if not isinstance(reply, Reply) or not all(
+        isinstance(message, dict) and {"role", "content"} <= message.keys() for message in reply.messages
+    ):
+        raise RewardError(f"{where} answered {reply!r}: expected a Reply, each message of which has role and content")
     if reply.outcome is Outcome.INFRASTRUCTURE_ERROR:
         raise EnvironmentUnavailableError(f"{where} failed: {[message['content'] for message in reply.messages]}")
     return reply

@@ -35,6 +35,11 @@ from tests.small_pipeline import small_settings
             "unknown key zzz; known are data, deployment, evaluate, evaluation, mode, model, node, retrain, rollout, "
             "run, schedule",
         ),
+        (
+            "rollout__reward_fn",
+            ["a:f", "b:g"],
+            'rollout.reward_fn: expected one name, "package.module:function", found',
+        ),
         ("model__pth", "x", "unknown key model.pth; did you mean path?"),
         ("data__promts", "x", "unknown key data.promts; did you mean prompts?"),
         ("training__stf", {}, "unknown key training.stf; did you mean sft?"),
@@ -109,7 +114,7 @@ def test_a_mode_without_its_data_is_named(folder: Path, mode: str, missing: str)
         ("a.json", "[1]", "must hold a table of settings at its top, found list"),
         ("a.json", "{", "is not valid JSON"),
         ("a.json", "[" * 100_000, "is not valid JSON"),
-        ("a.yaml", "mode: sft\n", "is not valid TOML"),
+        ("a.yaml", "mode: sft\n", "is YAML, which is not read: write it as TOML or JSON"),
         ("a.jsonl", '{"text": "row"}\n', "holds rows of data: give the configuration that names it"),
         ("a.py", "raise ValueError('no\\nway')\n", "raised ValueError: no (a.py, line 1)"),
         ("a.py", "def (\n", "raised SyntaxError: invalid syntax"),
@@ -167,6 +172,7 @@ def test_a_function_of_the_configuration_file_itself_is_refused(folder: Path) ->
     [
         (["--name", "a b"], "command line: name: string should match pattern"),
         (["--fresh", "sfft"], "command line: fresh.0: input should be 'sft', 'select-sft'"),
+        (["training.rl.num_steps=9"], "small.toml training.rl.num_steps=9: write settings into the file"),
     ],
 )
 def test_an_option_that_does_not_fit_is_named(folder: Path, arguments: list[str], words: str) -> None:
@@ -206,6 +212,8 @@ GRADER = "class f:\n  def grade(self, sample): return 1.0\n"
         ("reward_fn", "def f(sample): return '1'", "returned '1': expected a finite number"),
         ("reward_fn", "def f(): return 1", "raised TypeError"),
         ("reward_fn", "def f(prompts, completions): return 1", ": a reward function takes one Sample, which has the"),
+        ("reward_fn", "def f(completions, **kwargs): return [len(each) for each in completions]", "one Sample, which"),
+        ("reward_fn", "def f(sample): return float(sample.answer == sample.response)", "one Sample, which has the"),
         ("reward_fn", "f = 3", ":f' is not a function"),
         ("reward_fn", "def ff(sample): return 1", "has no 'f'; did you mean ff?"),
         ("reward_fn", "def f(", "it raised SyntaxError"),

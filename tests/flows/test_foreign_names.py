@@ -89,12 +89,43 @@ def test_a_foreign_name_is_no_setting_of_ours_at_its_place(name: str) -> None:
         ("training__sft__report_to", "did you mean run.report_to?"),
         ("training__sft__policy__lora__r", "did you mean training.sft.policy.lora.rank?"),
         ("deployment__gpu_ranks", "here it is deployment.trainer_gpu_ranks (the trainer's) and deployment.engine_gpu"),
+        ("actor_rollout_ref", "here it is model.path (the model), training.rl (the actor) and rollout.engine"),
+        ("training__rl__top_p", "here it is no setting: the loss compares log-probs of the whole distribution"),
+        ("rollout__custom_generate_function_path", "did you mean rollout.generate_fn?"),
+        ("rollout__n_samples_per_eval_prompt", "did you mean evaluation.samples_per_prompt?"),
+        ("rollout__use_dynamic_batch_size", "did you mean training.rl.max_micro_batch_tokens?"),
     ],
 )
 def test_a_name_of_another_system_leads_to_the_setting_here(key: str, meant: str) -> None:
     with pytest.raises(ConfigError) as refused:
         parse_small(**{key: 1})
     assert f"unknown key {key.replace('__', '.')}; " in str(refused.value) and meant in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "meant"),
+    [
+        ("training__rl__temperature", "did you mean rollout.sampling.temperature or evaluation.temperature?"),
+        ("training__rl__batch_size", "did you mean training.sft.batch_size or rollout.batch_size?"),
+        ("training__rl__weight_decay", "did you mean training.rl.optim.weight_decay?"),
+        ("rollout__micro_batch_size", "did you mean training.sft.micro_batch_size?"),
+        ("rollout__use_rollout_logprobs", "known are batch_size, "),
+        ("max_length", "did you mean training.sft.max_length?"),
+    ],
+)
+def test_a_setting_of_ours_in_another_table_leads_to_its_own(key: str, meant: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        parse_small(**{key: 1})
+    assert f"unknown key {key.replace('__', '.')}; {meant}" in str(refused.value)
+
+
+def test_of_several_unknown_keys_at_the_top_each_is_named() -> None:
+    with pytest.raises(ConfigError) as refused:
+        parse_small(learning_rate=1e-5, num_generations=8)
+    assert [line.split("; ")[0] for line in str(refused.value).splitlines()] == [
+        "small.toml: unknown key learning_rate",
+        "small.toml: unknown key num_generations",
+    ]
 
 
 def test_a_name_that_nobody_uses_is_none_of_another_system() -> None:

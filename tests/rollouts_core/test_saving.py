@@ -348,7 +348,10 @@ def events_of(directory: Path, kind: str) -> list[dict[str, Any]]:
         ({"packing": True}, "packing was false and is its default"),
         ({"seed": 3}, "seed was its default and is 3"),
         ({"inputs": {"model": "other"}}, 'model was "base" and is "other"'),
-        ({"inputs": {"model": "base", "plugins": "p"}}, 'plugins was its default and is "p"'),
+        (
+            {"inputs": {"model": "base", "plugins": "p"}},
+            r'plugins \(the code of rewards, .*\) was its default and is "p"',
+        ),
         ({"samples": SAMPLES[:-1]}, 'samples was "[0-9a-f]+" and is "[0-9a-f]+"'),
     ],
 )

@@ -11,9 +11,9 @@ from transformers import PreTrainedTokenizerBase
 
 from rollouts_core.checks import validate
 from rollouts_core.checks.function_checks import check_functions, one_of_each_shape
-from rollouts_core.config import RewardConfig, RolloutConfig
+from rollouts_core.config import AdvantageConfig, RewardConfig, RolloutConfig
 from rollouts_core.environments import Conversation, Reply
-from rollouts_core.errors import ConfigError, RewardError
+from rollouts_core.errors import ConfigError, RewardError, RolloutsError
 from rollouts_core.findings import Caution
 from rollouts_core.rollout.resolve import resolve_reward_fn
 from rollouts_core.types import Sample
@@ -32,6 +32,34 @@ def test_a_reward_that_fails_for_a_usual_completion_is_found_before_the_run(
     prompt = replace(make_prompts(1)[0], answer=answer)
     with pytest.raises(RewardError, match=rf"raised ValueError: .*; it was given the completion '{tried}'$"):
         check_functions(with_rollout(reward_fn=f"{__name__}:fails_for_text"), [prompt], tokenizer)
+
+
+def scores_texts_alone(sample: Sample) -> float | None:
+    return float(len(sample.response)) if sample.response else None
+
+
+TEXTS_ALONE = f"{__name__}:scores_texts_alone"
+
+
+@pytest.mark.parametrize(
+    ("mode", "end"), [("rl", r'number, or training\.rl\.advantage\.unscored = "exclude" where .*'), ("sft", "number")]
+)
+def test_of_several_rewards_the_one_without_a_score_is_named(
+    mode: str, end: str, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    rewards = (RewardConfig(name="last_number"), RewardConfig(name=TEXTS_ALONE))
+    config = with_rollout(rewards=rewards).model_copy(update={"mode": mode})
+    with pytest.raises(RewardError, match=rf"^reward function {TEXTS_ALONE} on an empty .*: expected a finite {end}$"):
+        check_functions(config, make_prompts(1), tokenizer)
+
+
+def test_that_an_evaluation_needs_scores_which_rl_does_without_is_warned_of(tokenizer: PreTrainedTokenizerBase) -> None:
+    config = with_rollout(reward_fn=TEXTS_ALONE)
+    excluding = AdvantageConfig(unscored="exclude")
+    rl = config.training.rl.model_copy(update={"advantage": excluding})
+    config = config.model_copy(update={"mode": "rl", "training": config.training.model_copy(update={"rl": rl})})
+    [warning] = [said for said in check_functions(config, make_prompts(1), tokenizer) if isinstance(said, Caution)]
+    assert "an evaluation ends where a row of data.selection or data.heldout has one" in warning
 
 
 def reads_the_level(sample: Sample) -> float:
@@ -147,3 +175,51 @@ def test_the_tried_completions_of_a_conversation_have_what_a_rollout_writes(
     tokenizer: PreTrainedTokenizerBase,
 ) -> None:
     check_functions(with_rollout(environment=f"{__name__}:ReadsTheConversation"), make_prompts(1), tokenizer)
+
+
+class Answers(ReadsTheConversation):
+    """An environment whose answers its subclasses give."""
+
+    def grade(self, sample: Sample) -> float:
+        return float(len(sample.response))
+
+
+class AnswersText(Answers):
+    async def respond(self, conversation: Conversation) -> Any:
+        return "again"
+
+
+class AnswersBareText(Answers):
+    async def respond(self, conversation: Conversation) -> Reply:
+        return Reply(messages=("again",))  # type: ignore[arg-type]  # the mistake
+
+
+class LooksForAnotherField(Answers):
+    async def respond(self, conversation: Conversation) -> Reply:
+        return Reply(messages=conversation.sample.metadata["hint"])
+
+
+@pytest.mark.parametrize(
+    ("environment", "problem"),
+    [
+        (AnswersText, r"^environment AnswersText on prompt .* answered 'again': expected a Reply, .*; it was told '"),
+        (LooksForAnotherField, r"raised KeyError: 'hint' \(test_function_checks.py, line \d+\); it was told '"),
+        (AnswersBareText, r"answered Reply\(messages=\('again',\).*: expected a Reply, each message of which has role"),
+    ],
+)
+def test_an_environment_whose_answers_cannot_be_used_is_found_before_the_run(
+    environment: type, problem: str, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    with pytest.raises(RolloutsError, match=problem):
+        check_functions(with_rollout(environment=f"{__name__}:{environment.__name__}"), make_prompts(1), tokenizer)
+
+
+class IsAway(Answers):
+    async def respond(self, conversation: Conversation) -> Reply:
+        raise ConnectionRefusedError("nobody listens")
+
+
+def test_an_environment_that_cannot_be_reached_is_warned_of(tokenizer: PreTrainedTokenizerBase) -> None:
+    said = check_functions(with_rollout(environment=f"{__name__}:IsAway"), make_prompts(1), tokenizer)
+    assert isinstance(said[-1], Caution)
+    assert said[-1].startswith("environment IsAway on prompt '") and "failed: nobody listens; where it" in said[-1]
