@@ -472,22 +472,33 @@ def _abort_unfinished(
 
 
 async def _read_body(request: Request) -> Json:
-    num_bytes = int(request.headers.get("content-length", 0))
-    if num_bytes > MAX_BODY_BYTES:
-        raise RequestError(f"The request has {num_bytes} bytes, at most {MAX_BODY_BYTES} are taken: send less at once.")
-    try:
-        return orjson.loads(await request.body())
-    except ValueError as error:
-        raise ContractError(f"invalid JSON: {error}") from error
+    return _parse(await _read_bytes(request))
 
 
 async def _read_object(request: Request) -> dict[str, Json]:
-    if not await request.body():
-        return {}
-    body = await _read_body(request)
+    content = await _read_bytes(request)
+    body = _parse(content) if content else {}
     if not isinstance(body, dict):
         raise ContractError(f"expected a JSON object, found {type(body).__name__}")
     return body
+
+
+async def _read_bytes(request: Request) -> bytearray:
+    content = bytearray()
+    async for part in request.stream():
+        content += part
+        if len(content) > MAX_BODY_BYTES:  # who sends in chunks does not say how much it will be
+            raise RequestError(
+                f"The request has more than the {MAX_BODY_BYTES} bytes that are taken: send less at once."
+            )
+    return content
+
+
+def _parse(content: bytearray) -> Json:
+    try:
+        return orjson.loads(content)
+    except ValueError as error:
+        raise ContractError(f"invalid JSON: {error}") from error
 
 
 def _string(body: dict[str, Json], name: str) -> str:

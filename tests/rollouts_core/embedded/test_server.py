@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import Awaitable, Callable, Iterator, MutableMapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, MutableMapping
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from starlette.applications import Starlette
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedModel
 
+from rollouts_core.embedded import app
 from rollouts_core.embedded.app import build_app
 from rollouts_core.embedded.decoder import Decoder
 from rollouts_core.embedded.scheduler import Scheduler
@@ -470,6 +471,28 @@ def test_the_version_can_be_renamed(scheduler: Scheduler) -> None:
 def test_control_requests_of_the_wrong_form_are_refused(scheduler: Scheduler, path: str, body: Any, words: str) -> None:
     answer = ask(scheduler, "POST", path, body)
     assert (answer.status_code, words in answer.json()["error"]) == (400, True)
+
+
+@pytest.mark.parametrize("path", ["/generate", "/pause_generation"])
+def test_no_more_is_read_of_a_request_than_is_taken(
+    scheduler: Scheduler, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who sends in chunks does not say how much it will be: without a limit the server's memory is it."""
+    monkeypatch.setattr(app, "MAX_BODY_BYTES", 1000)
+    num_read = 0
+
+    async def conversation(client: httpx.AsyncClient) -> None:
+        async def parts() -> AsyncIterator[bytes]:
+            nonlocal num_read
+            for _ in range(100):
+                num_read += 1
+                yield b" " * 100
+
+        answer = await client.post(path, content=parts())
+        assert (answer.status_code, "more than the 1000 bytes that are taken" in answer.text) == (400, True)
+
+    talk(scheduler, conversation)
+    assert num_read == 11
 
 
 def test_health_follows_the_generation_thread(scheduler: Scheduler) -> None:
