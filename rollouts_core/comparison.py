@@ -135,12 +135,13 @@ def judge_improvement(
 
 
 def select_best(mean_scores: Sequence[float]) -> int:
-    """The place of the highest mean score; of equal ones the first, which has trained least.
+    """The place of the highest mean score; of equal ones, but for rounding, the first, which has trained least.
 
     One that is no finite number is lower than every other.
     """
     ranked = [score if math.isfinite(score) else -math.inf for score in mean_scores]
-    return ranked.index(max(ranked))
+    highest = max(ranked)
+    return next(i for i, score in enumerate(ranked) if math.isclose(score, highest, rel_tol=1e-9, abs_tol=1e-9))
 
 
 def _sign_flip_p_value(differences: np.ndarray, seed: int) -> float:

@@ -130,6 +130,8 @@ def test_scores_of_different_rows_are_not_compared() -> None:
         ([-2, -1], 1),
         ([math.nan, -1.0], 1),
         ([-2.0, math.nan, -1.0, math.inf], 2),
+        ([math.nan, math.nan], 0),
+        ([0.1, (0.1 + 0.2 + 0.3) / 3, (0.3 + 0.2 + 0.1) / 3, 0.2 + 1e-16], 1),
     ],
 )
 def test_the_best_is_the_highest_and_among_equals_the_first(scores: list[float], best: int) -> None:
