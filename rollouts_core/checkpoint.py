@@ -17,7 +17,6 @@ import json
 import logging
 import math
 import re
-import struct
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -291,24 +290,6 @@ def _score_of(path: Path, is_comparable: Callable[[Mapping[str, Any]], bool]) ->
     except CheckpointError as error:
         logger.warning("a damaged checkpoint has no score: %s", error)
         return None
-
-
-def tensor_digests(directory: Path) -> dict[str, str]:
-    """sha256 of the raw bytes of every tensor in the safetensors files of a directory, by name.
-
-    Source of the layout: the safetensors format (8 bytes of header length, JSON header, data).
-    """
-    digests: dict[str, str] = {}
-    for path in sorted(directory.glob("*.safetensors")):
-        with path.open("rb") as file:
-            (header_bytes,) = struct.unpack("<Q", file.read(8))
-            header = json.loads(file.read(header_bytes))
-            for name, entry in header.items():
-                if name != "__metadata__":
-                    start, end = entry["data_offsets"]
-                    file.seek(8 + header_bytes + start)
-                    digests[name] = hashlib.sha256(file.read(end - start)).hexdigest()
-    return digests
 
 
 def _file_names(root: Path) -> list[str]:
