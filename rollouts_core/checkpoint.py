@@ -32,7 +32,6 @@ logger = logging.getLogger(__name__)
 
 FORMAT = 1
 MANIFEST = "manifest.json"
-HASH_BLOCK_BYTES = 1 << 20
 STEP_NAME = re.compile(r"step_(\d{6,})")
 LOADABLE_SUFFIXES = frozenset({".safetensors", ".bin", ".pt", ".pth", ".py", ".json", ".jinja"})
 """Files that something which loads a checkpoint may read or run: none may lie there that the manifest does not list."""
@@ -315,8 +314,5 @@ def _hash_unchanged_file(path: Path, *identity: int) -> str:
 
 
 def _hash_file(path: Path) -> str:
-    digest = hashlib.sha256()
     with path.open("rb") as file:
-        while block := file.read(HASH_BLOCK_BYTES):
-            digest.update(block)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
