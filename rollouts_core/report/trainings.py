@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rollouts_core.checks.epochs import render_epochs
 from rollouts_core.config import ModelConfig, OptimConfig
 from rollouts_core.errors import ConfigError
 from rollouts_core.job import EvalJob, InputDataset, InputFile, InputModel, Job, RLJob, SFTJob, load_job
-from rollouts_core.report.charts import (
-    format_number,
-)
+from rollouts_core.report.charts import format_number
 from rollouts_core.report.inputs import ReportInput
 from rollouts_core.run_directory import RunDirectory
 
@@ -45,6 +44,10 @@ def load_job_of(directory: Path | None) -> Job | None:
         return load_job(RunDirectory(directory).job)
     except ConfigError:
         return None
+
+
+def _read_result(directory: Path | None) -> dict[str, Any]:  # Any: JSON
+    return (RunDirectory(directory).read_result() if directory else None) or {}
 
 
 def _describe_sft(report: ReportInput, job: SFTJob) -> Training:
@@ -89,7 +92,7 @@ def _describe_rl(report: ReportInput, job: RLJob) -> Training:
 
 def _describe_epochs(job: RLJob, directory: Path | None) -> str:
     """How often the prompts were seen, behind a comma; empty where nobody knows how many there were."""
-    result = (RunDirectory(directory).read_result() if directory else None) or {}
+    result = _read_result(directory)
     if not result.get("num_prompts"):
         return ""
     num_epochs = job.training.num_steps * job.rollout.batch_size / result["num_prompts"]
@@ -128,7 +131,7 @@ def _describe_optim(optim: OptimConfig) -> str:
 
 def _describe_mixture(datasets: Sequence[InputDataset], directory: Path | None) -> str:
     """Each dataset with its share; the number of rows is that of all."""
-    result = (RunDirectory(directory).read_result() if directory else None) or {}
+    result = _read_result(directory)
     shares = [
         f"{each.path} ("
         + (f"first {each.max_samples:,} rows, " if each.max_samples else "")
@@ -142,6 +145,6 @@ def _describe_mixture(datasets: Sequence[InputDataset], directory: Path | None) 
 
 def _describe_data(file: InputFile, directory: Path | None, key: str, rows: str) -> str:
     """Path, number of rows as the stage's record has it under `key`, and the start of the digest."""
-    result = (RunDirectory(directory).read_result() if directory else None) or {}
+    result = _read_result(directory)
     count = f"{result[key]:,} {rows}, " if key in result else ""
     return f"{file.path} ({count}sha256 {file.digest[:10]}…)"
