@@ -27,7 +27,7 @@ from infra.node import NodeSettings
 from rollouts_core.config import Config
 from rollouts_core.errors import InputError
 from rollouts_core.findings import count_cautions, split_findings
-from tasks.progress import StageProgress, stage_console
+from tasks.progress import StageProgress
 from tasks.retries import TRIED_AGAIN
 
 CODES: dict[type[Exception], int] = {InputError: 2, PermanentInfraError: 3, TransientInfraError: 4}
@@ -51,7 +51,7 @@ def check_settings(
     check_trusted(config, evaluate, Path(run.store))
     parts = {"config": config, "node": node, "run": run, "evaluate": evaluate, "retrain": retrain}
     settings = {name: part.model_dump(mode="json") for name, part in parts.items() if part is not None}
-    with StageProgress("check", num_steps=0, console=stage_console()) as progress:
+    with StageProgress("check") as progress:
         checked = subprocess.run(
             [sys.executable, "-m", "flows.check"], input=json.dumps(settings), capture_output=True, text=True
         )

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -23,6 +22,7 @@ from flows.form import Pipeline, RunOptions, load_pipeline, name_of, parse_pipel
 from flows.tools import TOOLS
 from rollouts_core.config import read_settings
 from rollouts_core.errors import ConfigError
+from rollouts_core.system.files import write_json
 from tasks.watch import check_sources, watched_sources
 
 FLOW = "sft-rl"
@@ -140,9 +140,7 @@ def save_deployments(home: Path, deployments: Iterable[Deployment]) -> None:
     for deployment in given:
         if deployment.is_preset and deployment.name in known and not known[deployment.name].is_preset:
             continue
-        partial = folder / f".{deployment.name}.{os.getpid()}"
-        partial.write_text(json.dumps(asdict(deployment), indent=1))
-        partial.replace(folder / f"{deployment.name}.json")
+        write_json(folder / f"{deployment.name}.json", asdict(deployment))
 
 
 def load_deployments(home: Path) -> dict[str, Deployment]:

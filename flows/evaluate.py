@@ -1,6 +1,6 @@
 """The `evaluate` flow: score a model on held-out rows, beside another one where that is asked for.
 
-Not here: the stage that scores, which is the one of `sft-rl` (tasks/evaluate.py), what names of models mean
+Not here: the stage that scores, which is the one of `sft-rl` (tasks/stage_tasks.py), what names of models mean
 (tasks/model_names.py).
 
     check -> inputs: names become checkpoints -> provision -> bootstrap -> evaluate -> release -> report
@@ -24,11 +24,11 @@ from flows.pipeline import known_to_live, link_live_page, machine_of_the_run, op
 from infra.node import Node, settings_of_engines, without_further_nodes
 from rollouts_core.config import Config
 from rollouts_core.job import InputModel
-from tasks.evaluate import evaluate_models
 from tasks.evaluation_report import as_inputs, find_inputs, write_evaluation
 from tasks.finished import RunStage
 from tasks.plan import plan_evaluation, with_engines_of_trainer
 from tasks.records import RunScope, StageRecord
+from tasks.stage_tasks import evaluate_models
 
 
 class EvaluationResult(BaseModel):

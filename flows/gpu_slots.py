@@ -6,10 +6,10 @@ Not here: GPUs themselves, of which a job takes hold when it starts, whatever th
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 from rollouts_core.errors import ConfigError
+from rollouts_core.system.files import write_atomically
 
 DEFAULT_GPU_SLOTS = 5
 FILE = "gpu_slots"
@@ -17,9 +17,7 @@ FILE = "gpu_slots"
 
 def save_gpu_slots(home: Path, number: int) -> None:
     """Have it so from now on, and from the next `rollouts up` on."""
-    partial = home / f".{FILE}.{os.getpid()}"
-    partial.write_text(f"{number}\n")
-    partial.replace(home / FILE)
+    write_atomically(home / FILE, f"{number}\n")
 
 
 def load_gpu_slots(home: Path) -> int:

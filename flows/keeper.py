@@ -7,7 +7,6 @@ Not here: its users, and the locks' meaning (server.py). It is started by `serve
 
 import fcntl
 import gc
-import json
 import os
 import random
 import signal
@@ -20,6 +19,7 @@ from pathlib import Path
 
 from flows.pulse import Pulse
 from infra.locks import open_lock, try_lock
+from rollouts_core.system.files import write_json
 
 HOST = "127.0.0.1"
 STOP_TIMEOUT_S = 8.0
@@ -38,13 +38,8 @@ def base_url(port: int) -> str:
 
 
 def _write_address(home: Path, port: int) -> None:
-    partial = home / f"server.json.{os.getpid()}"
     url = base_url(port)
-    with partial.open("w") as file:
-        json.dump({"api_url": f"{url}/api", "ui_url": f"{url}/v2", "pid": os.getpid()}, file)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(home / "server.json")
+    write_json(home / "server.json", {"api_url": f"{url}/api", "ui_url": f"{url}/v2", "pid": os.getpid()})
 
 
 def _keep(home: Path, listener: socket.socket) -> None:

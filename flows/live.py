@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,6 +28,7 @@ from infra.ledger import LEDGER_FILE, Ledger, StageUse
 from infra.renting.rentals import all_rentals, usd_spent
 from infra.session import LOOPBACK
 from rollouts_core.report.live import LiveRun, LiveStage, render_live, render_runs
+from rollouts_core.system.files import write_json
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
@@ -69,7 +70,7 @@ def served_live_pages(store: Path) -> Iterator[LiveAddress]:
     thread = threading.Thread(target=server.run, args=([listener],), name="live pages", daemon=True)
     thread.start()
     address = LiveAddress(port=listener.getsockname()[1], pid=os.getpid())
-    _write_state(home, address)
+    write_json(home / STATE_FILE, asdict(address))
     try:
         yield address
     finally:
@@ -202,9 +203,3 @@ def _last_port(home: Path) -> int:
         return int(json.loads((home / STATE_FILE).read_text())["port"])
     except (OSError, ValueError, KeyError, TypeError):
         return 0
-
-
-def _write_state(home: Path, address: LiveAddress) -> None:
-    partial = home / f"{STATE_FILE}.{os.getpid()}"
-    partial.write_text(json.dumps({"port": address.port, "pid": address.pid}))
-    partial.replace(home / STATE_FILE)

@@ -9,7 +9,7 @@ import base64
 import secrets
 from pathlib import Path
 
-from infra.secret_file import own_secret, read_secret
+from infra.secret_file import own_secret
 
 FILE_NAME = "password"
 USER = "rollouts"
@@ -24,11 +24,6 @@ def password_file(home: Path) -> Path:
 def own_password(home: Path) -> str:
     """Return the password, `rollouts:<token>`, after making one where there is none."""
     return own_secret(password_file(home), lambda: f"{USER}:{secrets.token_urlsafe(18)}")
-
-
-def read_password(home: Path) -> str | None:
-    """Return the password of a server that was started once; None where there is none."""
-    return read_secret(password_file(home))
 
 
 def basic_authorization(password: str) -> str:

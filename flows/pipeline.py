@@ -56,7 +56,6 @@ from tasks.budget import stopped_in_time
 from tasks.caching import run_cached
 from tasks.candidate import register_candidate
 from tasks.engine import kept_alive, launch_engine, stop_engine
-from tasks.evaluate import evaluate_models
 from tasks.finished import RunStage, StageTask, placeholder_if_finished, trainings_begun
 from tasks.inputs import named_urls
 from tasks.places import note_named
@@ -74,9 +73,7 @@ from tasks.plan_node import with_enough_memory
 from tasks.provision import provision, release, release_now, release_unknown
 from tasks.records import EngineRecord, RunScope, Stage, StageRecord
 from tasks.report import write_report
-from tasks.rl import train_rl
-from tasks.select import select_checkpoint
-from tasks.sft import train_sft
+from tasks.stage_tasks import evaluate_models, select_checkpoint, train_rl, train_sft
 from tasks.stores import publish_results, reach_stores, send_from_machine
 from tasks.sync import sync_results
 from tasks.watch import digest_sources, watched_sources

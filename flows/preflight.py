@@ -235,10 +235,8 @@ def check_own_disk(config: Config, settings: NodeSettings, node: Node, *, trains
     size = find_model_size(config.model) if is_here else ModelSize()
     has_trained = any(Path(node.root).glob("stages/*/checkpoints/*"))
     needed_gb = max(settings.min_free_gb, 0 if has_trained else checkpoint_disk_bytes(config, size) / 1e9)
-    try:
+    with as_config_errors():
         check_disk(node.root, shutil.disk_usage(node.root).free / 1e9, needed_gb)
-    except PermanentInfraError as error:
-        raise ConfigError(str(error)) from error
 
 
 def check_trainer_nodes(config: Config, node: NodeSettings) -> None:
@@ -312,10 +310,8 @@ def check_copied_packages(config: Config, settings: NodeSettings, *, trains: boo
     """Raise ConfigError when a run would not install a package that its stages need, on a machine where it installs."""
     for each in (settings, *(settings_of_trainers(settings) if trains else ())):
         if is_installed_by_run(each):
-            try:
+            with as_config_errors():
                 check_sent_packages(each, config, trains=trains)
-            except PermanentInfraError as error:
-                raise ConfigError(str(error)) from error
 
 
 def check_installed_packages(config: Config, settings: NodeSettings, node: Node, *, trains: bool = True) -> None:
@@ -325,11 +321,8 @@ def check_installed_packages(config: Config, settings: NodeSettings, node: Node,
     places = [(settings, node), *zip(settings_of_trainers(settings), node.trainer_nodes, strict=True)]
     for own_settings, each in places:
         if not is_installed_by_run(own_settings):
-            with open_session(each) as session:
-                try:
-                    check_packages(session, each, config, trains=trains)
-                except PermanentInfraError as error:
-                    raise ConfigError(str(error)) from error
+            with open_session(each) as session, as_config_errors():
+                check_packages(session, each, config, trains=trains)
 
 
 def is_installed_by_run(settings: NodeSettings | FurtherNode) -> TypeGuard[PackageSettings]:

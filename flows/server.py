@@ -314,7 +314,7 @@ def _join_or_start(
         time.sleep(0.05)
     raise ServerError(
         f"the Prefect server of {home} did not answer within {START_TIMEOUT_S:.0f} s; "
-        f"its log ends with: {_log_tail(home)}"
+        f"its log ends with: {log_tail(home / 'server.log')}"
     )
 
 
@@ -465,19 +465,20 @@ def _is_healthy(address: ServerAddress, *, timeout_s: float = 1) -> bool:
 
 
 def _death_sentence(home: Path) -> str:
-    tail = _log_tail(home)
+    tail = log_tail(home / "server.log")
     for text, advice in KNOWN_DEATHS:
         if text in tail:
             return f"the Prefect server of {home} ended while it started: {advice}"
     return f"the Prefect server of {home} ended while it started; its log ends with: {tail}"
 
 
-def _log_tail(home: Path, *, max_lines: int = 15, max_bytes: int = 16_384) -> str:
+def log_tail(log: Path) -> str:
+    """The last lines of a process's log, for the message about its end."""
     try:
-        lines = (home / "server.log").read_bytes()[-max_bytes:].decode(errors="replace").splitlines()
+        lines = log.read_bytes()[-16_384:].decode(errors="replace").splitlines()
     except OSError as error:
         return f"(no log: {error})"
-    return "\n".join(lines[-max_lines:]) or "(nothing)"
+    return "\n".join(lines[-15:]) or "(nothing)"
 
 
 def _read_address(home: Path) -> ServerAddress | None:

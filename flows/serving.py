@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import json
 import logging
 import multiprocessing
 import os
@@ -41,6 +40,7 @@ from flows.store import STORE_VARIABLE
 from flows.tools import FINISH_FLOW, REAP_FLOW, TOOLS
 from flows.upkeep import look_after
 from rollouts_core.errors import ConfigError
+from rollouts_core.system.files import write_json
 
 if TYPE_CHECKING:
     from prefect import Flow
@@ -188,9 +188,7 @@ async def _register(runner: Runner, tools: Runner, store: Path, served: dict[str
 def _write_state(home: Path, served: dict[str, str], gpu_slots: int) -> tuple[dict[str, str], int]:
     """Say what is served, and return that."""
     state = {"pid": os.getpid(), "since": time.time(), "deployments": served, "gpu_slots": gpu_slots}
-    partial = home / f"serving.json.{os.getpid()}"
-    partial.write_text(json.dumps(state))
-    partial.replace(home / "serving.json")
+    write_json(home / "serving.json", state)
     return dict(served), gpu_slots
 
 

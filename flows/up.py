@@ -38,7 +38,7 @@ from flows.live import find_live_pages
 from flows.password import password_file
 from flows.preflight import check_writable
 from flows.quickstart_files import quickstart_folder, write_missing_quickstart
-from flows.server import ROOT, ServerAddress, ServerError, local_server, running_server
+from flows.server import ROOT, ServerAddress, ServerError, local_server, log_tail, running_server
 from flows.status import describe_machines, describe_reports, describe_runs, going_jobs
 from flows.terminal import DEFAULT_STORE, Port, Store, console
 from flows.tools import TOOLS
@@ -193,6 +193,7 @@ def wait_until_served(store: Path, *, gpu_slots: int = 0) -> Serving:
         ServerError: the process does not start; the message has the end of its log.
     """
     home = store / "prefect"
+    log = home / "serving.log"
     wanted = {name: each.digest for name, each in load_deployments(home).items()}
     deadline = time.monotonic() + READY_TIMEOUT_S
     while time.monotonic() < deadline:
@@ -200,9 +201,9 @@ def wait_until_served(store: Path, *, gpu_slots: int = 0) -> Serving:
         if serving and wanted.items() <= serving.deployments.items() and gpu_slots in (0, serving.gpu_slots):
             return serving
         if serving is None and not _is_locked(home):
-            raise ServerError(f"the deployments could not be served; {home / 'serving.log'} ends with: {_tail(home)}")
+            raise ServerError(f"the deployments could not be served; {log} ends with: {log_tail(log)}")
         time.sleep(POLL_S)
-    raise ServerError(f"the deployments were not served within {READY_TIMEOUT_S:.0f} s; see {home / 'serving.log'}")
+    raise ServerError(f"the deployments were not served within {READY_TIMEOUT_S:.0f} s; see {log}")
 
 
 def find_serving(store: Path) -> Serving | None:
@@ -275,8 +276,3 @@ def _wait_until_free(home: Path, timeout_s: float) -> bool:
             return False
         time.sleep(POLL_S)
     return True
-
-
-def _tail(home: Path, *, num_lines: int = 8, max_bytes: int = 8192) -> str:
-    lines = (home / "serving.log").read_bytes()[-max_bytes:].decode(errors="replace").splitlines()
-    return "\n".join(lines[-num_lines:]) or "(nothing)"

@@ -11,12 +11,11 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import NoReturn
 
 import httpx
 
-from infra.errors import JobFailedError, JobLostError, PermanentInfraError, TransientInfraError
-from infra.jobs import JobState, JobStatus, describe_exit, read_log_tail, renew_lease
+from infra.errors import PermanentInfraError, TransientInfraError
+from infra.jobs import JobState, raise_failure, read_log_tail, renew_lease
 from infra.session import LOOPBACK, Session
 
 POLL_S = 0.5
@@ -40,8 +39,6 @@ without its memory, and is started anew."""
 RESUME_TIMEOUT_S = 10.0
 CHECK_TIMEOUT_S = 60.0
 ROUTER_PACKAGE = "sglang_router"
-
-_TAIL_LINES = 20
 
 logger = logging.getLogger(__name__)
 
@@ -101,7 +98,7 @@ def wait_until_engine_ready(
                 return
             status = renew_lease(session, run_dir)  # it may load for longer than its lease lasts
             if status.state != JobState.RUNNING:
-                raise_engine_failure(session, status, explain_log)
+                raise_failure(session, status, wanted=JobState.RUNNING, explain_log=explain_log)
             if status.waits_for:
                 deadline = time.monotonic() + timeout_s
             if status.waits_for not in ("", waited_for):
@@ -188,21 +185,3 @@ def resume_generation(client: httpx.Client, kind: str, url: str) -> None:
     with suppress(httpx.TransportError):
         for path in RESUME_PATHS[kind]:
             client.post(f"{url}{path}", json={}, timeout=RESUME_TIMEOUT_S)
-
-
-def raise_engine_failure(session: Session, status: JobStatus, explain_log: Callable[[str], str]) -> NoReturn:
-    """Raise what is known about an engine that does not run.
-
-    Raises:
-        JobLostError: its supervisor is gone.
-        JobFailedError: anything else, with the reason and the last lines of its log.
-    """
-    if status.state == JobState.LOST:
-        raise JobLostError(status.run_dir, status.attempt, status.reason)
-    if status.exit is None:
-        raise JobFailedError(status.run_dir, status.attempt, -1, f"the engine is {status.state}, not RUNNING")
-    log = read_log_tail(session, status.run_dir)
-    reason = explain_log(log) or describe_exit(status.exit)
-    lines = log.splitlines()[-_TAIL_LINES:]
-    message = "\n".join([reason, "The last lines of its log:", *lines])
-    raise JobFailedError(status.run_dir, status.attempt, status.exit.code, message)

@@ -18,7 +18,7 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, NoReturn
 
 from infra import supervisor
 from infra.errors import (
@@ -49,6 +49,7 @@ __all__ = [
     "describe_exit",
     "follow_job",
     "job_status",
+    "raise_failure",
     "read_log_tail",
     "read_result",
     "renew_lease",
@@ -257,14 +258,31 @@ def require_finished(session: Session, status: JobStatus) -> JobStatus:
         JobLostError: it is LOST; starting it again resumes it.
         JobFailedError: it is EXITED, ABSENT or RUNNING; the message says why and ends with the last lines of its log.
     """
-    if status.state == JobState.FINISHED:
-        return status
+    if status.state != JobState.FINISHED:
+        raise_failure(session, status, wanted=JobState.FINISHED)
+    return status
+
+
+def raise_failure(
+    session: Session, status: JobStatus, *, wanted: JobState, explain_log: Callable[[str], str] = lambda log: ""
+) -> NoReturn:
+    """Raise what is known about a job that is not in the state that is wanted.
+
+    Args:
+        explain_log: finds out from the end of its log why it ended, a sentence; "" where that tells nothing.
+
+    Raises:
+        JobLostError: its supervisor is gone.
+        JobFailedError: anything else, with the reason and the last lines of its log.
+    """
     if status.state == JobState.LOST:
         raise JobLostError(status.run_dir, status.attempt, status.reason)
     if status.exit is None:
-        raise JobFailedError(status.run_dir, status.attempt, -1, f"it is {status.state}, not FINISHED")
-    lines = read_log_tail(session, status.run_dir).splitlines()[-_TAIL_LINES:]
-    message = "\n".join([describe_exit(status.exit), *(["The last lines of its log:", *lines] if lines else [])])
+        raise JobFailedError(status.run_dir, status.attempt, -1, f"it is {status.state}, not {wanted}")
+    log = read_log_tail(session, status.run_dir)
+    lines = log.splitlines()[-_TAIL_LINES:]
+    reason = explain_log(log) or describe_exit(status.exit)
+    message = "\n".join([reason, *(["The last lines of its log:", *lines] if lines else [])])
     raise JobFailedError(status.run_dir, status.attempt, status.exit.code, message)
 
 

@@ -201,16 +201,15 @@ def find_replaced(ledger: Ledger, line: str) -> Model:
         return _replaced(database, line)[0]
 
 
-def rollback(ledger: Ledger, line: str, *, by: str, reason: str, now: float | None = None) -> Model:
+def rollback(ledger: Ledger, line: str, *, by: str, reason: str) -> Model:
     """Put the model back into production that the present one replaced, and return it.
 
     Raises:
         PermanentInfraError: nothing was replaced.
     """
-    at = time.time() if now is None else now
     with ledger.transaction() as database:
         model, below = _replaced(database, line)
-        _change(database, line, Alias.PRODUCTION, model.id, below=below, at=at, by=by, reason=reason)
+        _change(database, line, Alias.PRODUCTION, model.id, below=below, at=time.time(), by=by, reason=reason)
     return model
 
 

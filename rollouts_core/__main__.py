@@ -114,7 +114,6 @@ def main(argv: list[str] | None = None) -> int:
         elif needs_launcher(job):
             _look_for_garbage()
             return launch(
-                "rollouts_core",
                 [job.kind, str(arguments.job.resolve())],
                 num_processes=num_processes(job),
                 log_dir=directory.root / "torchrun",

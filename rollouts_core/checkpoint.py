@@ -17,7 +17,6 @@ import json
 import logging
 import math
 import re
-import struct
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -33,7 +32,6 @@ logger = logging.getLogger(__name__)
 
 FORMAT = 1
 MANIFEST = "manifest.json"
-HASH_BLOCK_BYTES = 1 << 20
 STEP_NAME = re.compile(r"step_(\d{6,})")
 LOADABLE_SUFFIXES = frozenset({".safetensors", ".bin", ".pt", ".pth", ".py", ".json", ".jinja"})
 """Files that something which loads a checkpoint may read or run: none may lie there that the manifest does not list."""
@@ -293,24 +291,6 @@ def _score_of(path: Path, is_comparable: Callable[[Mapping[str, Any]], bool]) ->
         return None
 
 
-def tensor_digests(directory: Path) -> dict[str, str]:
-    """sha256 of the raw bytes of every tensor in the safetensors files of a directory, by name.
-
-    Source of the layout: the safetensors format (8 bytes of header length, JSON header, data).
-    """
-    digests: dict[str, str] = {}
-    for path in sorted(directory.glob("*.safetensors")):
-        with path.open("rb") as file:
-            (header_bytes,) = struct.unpack("<Q", file.read(8))
-            header = json.loads(file.read(header_bytes))
-            for name, entry in header.items():
-                if name != "__metadata__":
-                    start, end = entry["data_offsets"]
-                    file.seek(8 + header_bytes + start)
-                    digests[name] = hashlib.sha256(file.read(end - start)).hexdigest()
-    return digests
-
-
 def _file_names(root: Path) -> list[str]:
     return sorted(p.relative_to(root).as_posix() for p in root.rglob("*") if p.is_file())
 
@@ -334,8 +314,5 @@ def _hash_unchanged_file(path: Path, *identity: int) -> str:
 
 
 def _hash_file(path: Path) -> str:
-    digest = hashlib.sha256()
     with path.open("rb") as file:
-        while block := file.read(HASH_BLOCK_BYTES):
-            digest.update(block)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()

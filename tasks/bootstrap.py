@@ -34,7 +34,7 @@ from rollouts_core.run_directory import RunDirectory
 from tasks.installed_engines import check_installed, check_router, leads_engines
 from tasks.optional_packages import check_packages
 from tasks.placement import place_code
-from tasks.progress import StageProgress, stage_console
+from tasks.progress import StageProgress
 
 DISK_USE_TIMEOUT_S = 120.0
 
@@ -71,7 +71,7 @@ def bootstrap(
         engine_gpu_ranks=() if node.engine_nodes else placement.engine_gpu_ranks,
         engine_gb=engine_weight_bytes(config, size) / 1e9,
     )
-    with StageProgress("bootstrap", num_steps=0, console=stage_console()) as progress, ExitStack() as stack:
+    with StageProgress("bootstrap") as progress, ExitStack() as stack:
         if size.problem:
             progress.say(size.describe_problem(config.model.path))
         session = stack.enter_context(open_session(node))

@@ -16,7 +16,7 @@ from infra.ledger import Ledger
 from infra.node import Node
 from rollouts_core.run_directory import RunDirectory
 from tasks.artifacts import is_finished
-from tasks.progress import StageProgress, stage_console
+from tasks.progress import StageProgress
 from tasks.records import RunScope, Stage, StageRecord
 from tasks.retries import is_worth_a_retry
 from tasks.stage import why_so
@@ -53,7 +53,7 @@ def run_cached(
     if state.name != "Cached":
         return record
     with (
-        StageProgress(stage.name, num_steps=0, console=stage_console()) as progress,
+        StageProgress(stage.name) as progress,
         tracked(stage, scope, progress.say),
     ):
         # What counts is the directory that was just verified: the store may have been moved, or a flow killed after its

@@ -24,7 +24,7 @@ from tasks.leases import LEASE_S, LeasedJob, leases_renewed
 from tasks.node_job import GRACE_S, gpus_of, gpus_of_engines, job_spec, running_job
 from tasks.placement import place_stage
 from tasks.plan import plan_engine
-from tasks.progress import StageProgress, stage_console
+from tasks.progress import StageProgress
 from tasks.records import EngineRecord, RunScope, Stage
 from tasks.stage import claim_stage
 from tasks.unit_keys import own_keys
@@ -45,7 +45,7 @@ def launch_engine(
     """
     own = node.node_of_engine(index, num_per_node=rl.job["deployment"]["num_engines"])
     with (
-        StageProgress("engine", num_steps=0, console=stage_console()) as progress,
+        StageProgress("engine") as progress,
         Ledger(scope.ledger_path) as ledger,
         ExitStack() as stack,
     ):
@@ -126,7 +126,7 @@ def stop_engine(engine: EngineRecord, scope: RunScope, node: Node) -> None:
     except InfraError as error:
         if own is node:
             raise
-        with StageProgress("engine", num_steps=0, console=stage_console()) as progress:
+        with StageProgress("engine") as progress:
             progress.say(f"{engine.url} is not reached, it ends by itself within a minute ({error})")
 
 

@@ -21,7 +21,7 @@ from rollouts_core.report import describe_results, render_results_markdown
 from rollouts_core.system.files import write_json
 from tasks.model_names import NamedModel, find_named_model, with_heldout
 from tasks.places import note_named
-from tasks.progress import StageProgress, stage_console
+from tasks.progress import StageProgress
 from tasks.records import RunScope, StageRecord
 from tasks.retries import TRIED_AGAIN
 
@@ -35,7 +35,7 @@ def find_inputs(
     model: str, against: str, data: str, config: Config, scope: RunScope
 ) -> tuple[Config, dict[str, NamedModel]]:
     """The settings with the rows at hand, and the models as they are now, by their name in the evaluation."""
-    with StageProgress("inputs", num_steps=0, console=stage_console()) as progress:
+    with StageProgress("inputs") as progress:
         store = Path(scope.store)
         scored = with_heldout(config, data, store, progress.say)
         named = {BASELINE: against, MODEL: model} if against else {MODEL: model}
@@ -109,6 +109,6 @@ def write_evaluation(
         f"{score.label}: {results.display.title} {score.mean} ({score.interval})" for score in results.scores
     )
     finding = results.finding if results.differences else said
-    with StageProgress("report", num_steps=0, console=stage_console()) as progress:
+    with StageProgress("report") as progress:
         progress.say(f"{path}: {finding}")
     return str(path), render_results_markdown(results)

@@ -20,7 +20,7 @@ from infra.renting.rentals import open_rentals
 from rollouts_core.run_directory import RunDirectory
 from tasks.artifacts import is_finished
 from tasks.earlier_scores import take_earlier_scores
-from tasks.progress import StageProgress, stage_console
+from tasks.progress import StageProgress
 from tasks.records import RunScope, Stage, StageRecord
 
 StageTask = Task[[Stage, RunScope, Node], StageRecord]
@@ -47,7 +47,7 @@ def placeholder_if_finished(
         run_stages(nowhere, lambda _, stage: take_finished(stage, scope))
     except _UnfinishedError:
         return None
-    with StageProgress("provision", num_steps=0, console=stage_console()) as progress:
+    with StageProgress("provision") as progress:
         progress.say("every stage is finished: nothing is rented")
     return nowhere
 

@@ -57,7 +57,7 @@ def find_named_model(given: str, config: Config, store: Path, say: Callable[[str
         return NamedModel(title=given, model=_load_from(bring_input(path, store, say), config))
     if given == BASE:
         return NamedModel(title=given, model=config.model)
-    if (registered := _find_registered(given, config, store)) is not None:
+    if (registered := _find_registered(given, store)) is not None:
         check_whole(registered, store)
         title = given if given == registered.name else f"{given} ({registered.name})"
         return NamedModel(title=title, model=_load_from(store / registered.checkpoint, config))
@@ -85,7 +85,7 @@ def with_heldout(config: Config, data: str, store: Path, say: Callable[[str], No
     return config.model_copy(update={"data": rows})
 
 
-def _find_registered(given: str, config: Config, store: Path) -> Model | None:
+def _find_registered(given: str, store: Path) -> Model | None:
     """The model of the registry, or None where the name is none of the registry's."""
     every, match = _registered(store), ALIAS.fullmatch(given)
     if match is None:

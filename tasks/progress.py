@@ -29,12 +29,17 @@ SHOWN_METRICS = {
 
 
 class StageProgress:
-    """The progress of one stage; owns the bar while the stage runs."""
+    """The progress of one stage; owns the bar while the stage runs.
 
-    def __init__(self, stage: str, *, num_steps: int, console: Console) -> None:
+    Args:
+        num_steps: 0 shows no bar.
+        console: where it is shown; None takes standard error, so that standard output stays machine-readable.
+    """
+
+    def __init__(self, stage: str, *, num_steps: int = 0, console: Console | None = None) -> None:
         self.stage = stage
         self.num_steps = num_steps
-        self.console = console
+        self.console = console or Console(stderr=True)
         self._last_line_at = 0.0
         self._bar = Progress(
             TextColumn("{task.description:<14}"),
@@ -44,8 +49,8 @@ class StageProgress:
             TextColumn("left"),
             TimeRemainingColumn(),
             TextColumn("{task.fields[numbers]}"),
-            console=console,
-            disable=not console.is_terminal or num_steps == 0,
+            console=self.console,
+            disable=not self.console.is_terminal or num_steps == 0,
         )
         self._row = self._bar.add_task(stage, total=num_steps, numbers="")
 
@@ -79,8 +84,3 @@ class StageProgress:
             get_run_logger().info("%s: %s", self.stage, message)
         except MissingContextError:  # called as a plain function, outside any run
             return
-
-
-def stage_console() -> Console:
-    """The console that progress goes to: standard error, so that standard output stays machine-readable."""
-    return Console(stderr=True)

@@ -16,7 +16,7 @@ from infra.node import Node, NodeSettings
 from infra.providers import provision_node, release_node
 from infra.providers.rented import keep_rented, release_rentals
 from infra.renting.rentals import usd_spent
-from tasks.progress import StageProgress, stage_console
+from tasks.progress import StageProgress
 from tasks.records import RunScope
 from tasks.salvage import salvage
 from tasks.spending import note_spending
@@ -29,7 +29,7 @@ LOOKED_ALREADY = Pace(looks_s=(0.0,))
 @task(name="provision", cache_policy=NO_CACHE)
 def provision(settings: NodeSettings, scope: RunScope) -> Node:
     """The node that the settings ask for, with the others of its unit."""
-    with StageProgress("provision", num_steps=0, console=stage_console()) as progress:
+    with StageProgress("provision") as progress:
         node = provision_node(settings, Path(scope.store), run_id=scope.run_id, say=progress.say)
         for each in (node, *node.further_nodes):
             key = f" (its key: {each.believed_by})" if each.believed_by else ""
@@ -129,7 +129,7 @@ def describe_release(node: Node) -> str:
 
 def release_now(node: Node, scope: RunScope, *, keep_minutes: float = 0.0) -> None:
     """`give_back`, with what was asked for besides and has appeared since, and say what was done."""
-    with StageProgress("release", num_steps=0, console=stage_console()) as progress:
+    with StageProgress("release") as progress:
         done = give_back(node, scope, keep_minutes=keep_minutes)
         if node.is_rented and keep_minutes == 0:
             done += give_back_unknown(scope)
@@ -139,7 +139,7 @@ def release_now(node: Node, scope: RunScope, *, keep_minutes: float = 0.0) -> No
 
 def release_unknown(scope: RunScope, *, since: float = 0.0) -> None:
     """`give_back_unknown`, and say what was done and is left."""
-    with StageProgress("release", num_steps=0, console=stage_console()) as progress:
+    with StageProgress("release") as progress:
         for sentence in give_back_unknown(scope, since=since):
             progress.say(sentence)
 

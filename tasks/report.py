@@ -19,7 +19,7 @@ from rollouts_core.config import Config
 from rollouts_core.report import ReportInput, StageSummary, render_report, render_summary_markdown
 from rollouts_core.system.files import write_atomically, write_json
 from tasks.early_end import EarlyEnd
-from tasks.progress import StageProgress, stage_console
+from tasks.progress import StageProgress
 from tasks.records import RunScope, StageRecord
 from tasks.spending import RUN_FILE, Spending, spending_of_records, with_spending
 
@@ -57,7 +57,7 @@ def write_report(
     }
     write_json(scope.output_dir / RUN_FILE, with_spending(run, spending))
     create_markdown_artifact(render_summary_markdown(report), key="report", description=f"Report: {path}")
-    with StageProgress("report", num_steps=0, console=stage_console()) as progress:
+    with StageProgress("report") as progress:
         progress.say(f"{path}{': ' + verdict.sentence if verdict else ''}")
     return str(path), verdict
 

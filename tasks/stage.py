@@ -43,7 +43,7 @@ from tasks.early_end import begin_with_earlier, check_own_end, read_early_end, r
 from tasks.leases import has_lease
 from tasks.node_job import GRACE_S, gpus_of, job_spec
 from tasks.placement import place_stage
-from tasks.progress import StageProgress, stage_console
+from tasks.progress import StageProgress
 from tasks.records import How, RunScope, Stage, StageRecord
 from tasks.tracking import tracked
 from tasks.trainer_nodes import start_in_turn, trainers_beside
@@ -62,7 +62,7 @@ def run_stage(stage: Stage, scope: RunScope, node: Node) -> StageRecord:
         JobFailedError, JobLostError: it ended without its record.
     """
     began_at, began = time.time(), time.monotonic()
-    with StageProgress(stage.name, num_steps=stage.num_steps, console=stage_console()) as progress:
+    with StageProgress(stage.name, num_steps=stage.num_steps) as progress:
         if damage := set_damage_aside(stage):
             damage = f"done again, because what an earlier run left is damaged: {damage}"
         unlike = "" if Path(stage.run_dir).exists() or stage.name in scope.fresh else describe_difference(stage)

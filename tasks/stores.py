@@ -23,7 +23,7 @@ from rollouts_core.config import Config
 from rollouts_core.job import InputModel
 from tasks.inputs import bring_inputs
 from tasks.placement import exists_on_node
-from tasks.progress import StageProgress, stage_console
+from tasks.progress import StageProgress
 from tasks.records import RunScope
 from tasks.retries import TRIED_AGAIN
 
@@ -33,7 +33,7 @@ RECORDS = ("report.html", "run.json", "config.toml")
 @task(name="reach-stores", **TRIED_AGAIN)
 def reach_stores(config: Config, scope: RunScope) -> Config:
     """The configuration with the inputs in the store; also returns only if results can be published."""
-    with StageProgress("inputs", num_steps=0, console=stage_console()) as progress:
+    with StageProgress("inputs") as progress:
         if scope.publish:
             check_writable_store(ObjectStore(scope.publication_url))
             progress.say(f"results will be published at {scope.publication_url}")
@@ -52,7 +52,7 @@ def send_from_machine(final: InputModel, checkpoint_path: str, machine: Node, sc
     store, source = ObjectStore(scope.publication_url), machine.path_on_node(final.model.path)
     if not can_presign(store):
         return
-    with StageProgress("send", num_steps=0, console=stage_console()) as progress:
+    with StageProgress("send") as progress:
         try:
             with open_session(machine) as session:
                 if not exists_on_node(session, source):  # another machine made it
@@ -68,7 +68,7 @@ def send_from_machine(final: InputModel, checkpoint_path: str, machine: Node, sc
 @task(name="publish", **TRIED_AGAIN)
 def publish_results(checkpoint_path: str, scope: RunScope) -> str:
     """Publish the final checkpoint and the run's records; returns the URL that `rollouts pull` takes."""
-    with StageProgress("publish", num_steps=0, console=stage_console()) as progress:
+    with StageProgress("publish") as progress:
         num_sent_bytes = publish_run(
             ObjectStore(scope.publication_url),
             run_id=scope.run_id,

@@ -12,7 +12,7 @@ from infra.session import LocalSession
 from infra.sync.push import publish_directory
 from rollouts_core.job import InputModel
 from tasks.candidate import keep_registered
-from tasks.progress import StageProgress, stage_console
+from tasks.progress import StageProgress
 from tasks.records import RunScope
 
 
@@ -20,7 +20,7 @@ from tasks.records import RunScope
 def sync_results(model: InputModel, scope: RunScope) -> str:
     """Copy the final checkpoint to `checkpoint/` of the run's output; returns its path."""
     destination = scope.output_dir / "checkpoint"
-    with StageProgress("sync", num_steps=0, console=stage_console()) as progress:
+    with StageProgress("sync") as progress:
         destination.parent.mkdir(parents=True, exist_ok=True)
         keep_registered(destination, model.digest, scope)
         session = LocalSession(sys.executable)  # the store has everything that a node made

@@ -145,14 +145,7 @@ class ProviderAPI:
             ProviderUnavailableError, ProviderRefusedError.
         """
         answer = self._ask_patiently("GET", path, params=params)
-        if answer.status == 404:
-            return None
-        try:
-            return shape.model_validate_json(answer.content)
-        except ValidationError as error:
-            raise ProviderUnavailableError(
-                self._say(f"GET {path}", f"an unreadable answer ({_first(error)})")
-            ) from error
+        return None if answer.status == 404 else self._parse(answer, shape, f"GET {path}")
 
     def named(self, records: Sequence[Json], prefix: str, shape: type[RecordT], *, key: str = "name") -> list[RecordT]:
         """Those records of a list that are called so, in the given shape; how others look does not matter.
@@ -203,12 +196,7 @@ class ProviderAPI:
         Raises:
             ProviderUnavailableError, ProviderRefusedError.
         """
-        answer = self._ask_patiently("POST", path, body=body)
-        try:
-            return shape.model_validate_json(answer.content)
-        except ValidationError as error:
-            problem = f"an unreadable answer ({_first(error)})"
-            raise ProviderUnavailableError(self._say(f"POST {path}", problem)) from error
+        return self._parse(self._ask_patiently("POST", path, body=body), shape, f"POST {path}")
 
     def follow(self, path: str, params: Mapping[str, str], *, within_s: float) -> Iterator[str]:
         """The lines of an answer that may have no end, for about so long; none where it is not to be had."""
@@ -267,16 +255,21 @@ class ProviderAPI:
             raise OfferGoneError(self._say(what, said))
         if answer.status not in (200, 201):
             raise unclear(self._say(what, said))
-        try:
-            return shape.model_validate_json(answer.content)
-        except ValidationError as error:
-            raise unclear(self._say(what, f"an unreadable answer ({_first(error)})")) from error
+        return self._parse(answer, shape, what, unclear)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self._client.close()
+
+    def _parse(
+        self, answer: _Answer, shape: type[RecordT], what: str, unreadable: type[Exception] = ProviderUnavailableError
+    ) -> RecordT:
+        try:
+            return shape.model_validate_json(answer.content)
+        except ValidationError as error:
+            raise unreadable(self._say(what, f"an unreadable answer ({_first(error)})")) from error
 
     def _ask_patiently(
         self, method: str, path: str, *, params: Mapping[str, str] | None = None, body: Json | None = None

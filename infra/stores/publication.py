@@ -69,10 +69,8 @@ def check_writable_store(store: ObjectStore) -> None:
     Raises:
         StoreRefusedError, StoreUnavailableError: one sentence.
     """
-    probe, content = (
-        f"{PROBE}-{secrets.token_hex(4)}",
-        f"{time.time_ns()}".encode(),
-    )  # runs of one name may begin at once
+    probe = f"{PROBE}-{secrets.token_hex(4)}"  # runs of one name may begin at once
+    content = f"{time.time_ns()}".encode()
     try:
         store.write(probe, content)
         is_right = store.read_small(probe) == content

@@ -192,7 +192,7 @@ def _fetch(
     with session.pipe_program(Path(sender.__file__), ["send", source], stdin=request) as chunks:
         stream = _ByteStream(chunks)
         for name, part in parts.items():
-            head = parse_object(stream.read_line(MAX_HEAD_BYTES))
+            head = stream.read_object()
             if head is None or not _is_head_of(name, head):
                 raise TransientInfraError(f"{head} came from the node instead of {name}")
             if name == RESULT or PurePosixPath(name).name == MANIFEST:
@@ -295,7 +295,7 @@ def _receive(stream: "_ByteStream", head: Mapping[str, Any], part: _Part, *, may
         file.truncate(wrong[0] if wrong and part.is_in_place else head["size"])
         file.flush()
         os.fsync(file.fileno())
-    tail = parse_object(stream.read_line(MAX_HEAD_BYTES)) or {}
+    tail = stream.read_object() or {}
     # What is appended meanwhile is left for the next time.
     if wrong or (tail.get("is_changed", True) and not part.is_in_place) or not may_appear:
         return False
@@ -306,7 +306,7 @@ def _receive(stream: "_ByteStream", head: Mapping[str, Any], part: _Part, *, may
 def _receive_chunk(stream: "_ByteStream", file: BinaryIO, start: int, num_bytes: int, part: _Part) -> bool:
     """Take what is missing of a chunk; false when it is not what the node says that it is."""
     num_same = max(0, min(CHUNK_BYTES, part.size - start))
-    if num_same and not (parse_object(stream.read_line(MAX_HEAD_BYTES)) or {}).get("is_same"):
+    if num_same and not (stream.read_object() or {}).get("is_same"):
         num_same = 0
     # Of a file in its place what followed a chunk that differs is cut off below, whatever it was.
     is_here = file.seek(0, os.SEEK_END) >= start + num_same
@@ -319,24 +319,25 @@ def _receive_chunk(stream: "_ByteStream", file: BinaryIO, start: int, num_bytes:
     for piece in stream.read(num_bytes - num_same):
         file.write(piece)
         digest.update(piece)
-    tail = parse_object(stream.read_line(MAX_HEAD_BYTES)) or {}
+    tail = stream.read_object() or {}
     return digest.hexdigest() == tail.get("sha256")
 
 
 class _ByteStream:
-    """Lines and counted bytes from pieces of any size."""
+    """JSON objects, a line each, and counted bytes from pieces of any size."""
 
     def __init__(self, chunks: Iterator[bytes]) -> None:
         self._chunks = chunks
         self._pending = b""
 
-    def read_line(self, max_bytes: int) -> bytes:
+    def read_object(self) -> dict[str, Any] | None:  # Any: JSON
+        """The next line; None where it is no JSON object."""
         while b"\n" not in self._pending:
-            if len(self._pending) > max_bytes:
+            if len(self._pending) > MAX_HEAD_BYTES:
                 raise TransientInfraError("the node sends something else than lines")
             self._pending += self._next()
         line, _, self._pending = self._pending.partition(b"\n")
-        return line
+        return parse_object(line)
 
     def read(self, num_bytes: int) -> Iterator[bytes]:
         """The next bytes; none for a negative number."""

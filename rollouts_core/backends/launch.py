@@ -55,14 +55,13 @@ def is_follower() -> bool:
 
 
 def launch(
-    module: str,
     arguments: Sequence[str],
     *,
     num_processes: int,
     log_dir: Path,
     join: Callable[[], AbstractContextManager[Unit | None]] = nullcontext,
 ) -> int:
-    """Run `python -m module arguments` as several processes of this machine; returns the exit code.
+    """Run `python -m rollouts_core arguments` as several processes of this machine; returns the exit code.
 
     Args:
         log_dir: folder of torchrun's own files while they run; what a launcher left there that was killed is removed.
@@ -81,9 +80,8 @@ def launch(
         if unit is not None:
             shutdown = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(SHUTDOWN_S)}
             os.environ.update(network_variables(unit.meeting) | shutdown | dict(os.environ))  # what is set stays
-        exit_codes = _run_agent(
-            [*where, "--nproc-per-node", str(num_processes), "--log-dir", str(log_dir), "-m", module, *arguments]
-        )
+        program = ["-m", "rollouts_core", *arguments]
+        exit_codes = _run_agent([*where, "--nproc-per-node", str(num_processes), "--log-dir", str(log_dir), *program])
         code = choose_exit_code(exit_codes) if exit_codes else 0
         if unit is not None:
             unit.conclude(code)

@@ -22,6 +22,8 @@ from torch import Tensor
 from torch import distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # torch does not list them
 
+TIMEOUT_S = 120.0
+"""For the others to join, and for one bucket to be sent or to come."""
 POLL_S = 0.001
 
 
@@ -33,9 +35,9 @@ def find_address_towards(host: str, port: int) -> str:
         return str(probe.getsockname()[0])
 
 
-def join_store(address: str, port: int, *, timeout_s: float) -> TCPStore:
+def join_store(address: str, port: int) -> TCPStore:
     """The store that the trainer opened, over which the members find each other; RuntimeError where it is not."""
-    timeout = timedelta(seconds=timeout_s)
+    timeout = timedelta(seconds=TIMEOUT_S)
     return TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timeout)
 
 
@@ -44,7 +46,7 @@ def name_store(store: TCPStore, name: str, device: str) -> PrefixStore:
     return PrefixStore(f"{device}/", PrefixStore(f"{name}/", PrefixStore(name, store)))
 
 
-def connect_gloo(store: PrefixStore, *, rank: int, size: int, address: str, timeout_s: float) -> Any:
+def connect_gloo(store: PrefixStore, *, rank: int, size: int, address: str) -> Any:
     """One end of a group; returns when all others are there, RuntimeError where they do not come.
 
     The type, ProcessGroupGloo, is one that only some builds of torch have.
@@ -54,14 +56,14 @@ def connect_gloo(store: PrefixStore, *, rank: int, size: int, address: str, time
     """
     options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # as torch's own tests do
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
-    options._timeout = timedelta(seconds=timeout_s)
+    options._timeout = timedelta(seconds=TIMEOUT_S)
     return dist.ProcessGroupGloo(store, rank, size, options)
 
 
-def connect_nccl(store: PrefixStore, *, rank: int, size: int, timeout_s: float) -> Any:
+def connect_nccl(store: PrefixStore, *, rank: int, size: int) -> Any:
     """One end of a group of GPUs, ProcessGroupNCCL, which only builds for CUDA have."""
     options = dist.ProcessGroupNCCL.Options()
-    options._timeout = timedelta(seconds=timeout_s)
+    options._timeout = timedelta(seconds=TIMEOUT_S)
     # Groups that are made from now on raise where a rank is gone; others end the process, with its work. It stays set:
     # engines are joined by several threads.
     os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"
@@ -78,18 +80,18 @@ def begin_broadcast(group: Any, flat: Tensor) -> Any:
     return group.broadcast([flat], options)
 
 
-def wait_for(work: Any, *, timeout_s: float, is_left: Callable[[], bool]) -> None:  # Any: torch's Work
+def wait_for(work: Any, *, is_left: Callable[[], bool]) -> None:  # Any: torch's Work
     """Return when the work of a group is done.
 
     Raises:
         RuntimeError: what it ended with, or that it was given up, or took too long.
     """
-    deadline = time.monotonic() + timeout_s
+    deadline = time.monotonic() + TIMEOUT_S
     while not work.is_completed():
         if is_left():
             raise RuntimeError("it was given up")
         if time.monotonic() > deadline:
-            raise RuntimeError(f"not within {timeout_s:g} s")
+            raise RuntimeError(f"not within {TIMEOUT_S:g} s")
         time.sleep(POLL_S)
     work.wait()  # raises what it ended with
 

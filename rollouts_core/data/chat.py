@@ -394,20 +394,16 @@ def _render(
     *,
     add_generation_prompt: bool,
 ) -> str:
-    text: str = _apply(tokenizer, messages, tools, tokenize=False, add_generation_prompt=add_generation_prompt)
-    return text
-
-
-def _apply(
-    tokenizer: PreTrainedTokenizerBase,
-    messages: Sequence[Message],
-    tools: Sequence[dict[str, Any]] | None,  # Any: JSON schemas
-    **settings: bool,
-) -> Any:  # Any: text, or the tokenizer's own record
     if tokenizer.chat_template is None:
         raise DataError(NO_TEMPLATE)
     with _named_refusal(messages):
-        return tokenizer.apply_chat_template(list(messages), tools=list(tools) if tools else None, **settings)
+        text: str = tokenizer.apply_chat_template(
+            list(messages),
+            tools=list(tools) if tools else None,
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
+        )
+    return text
 
 
 @contextmanager

@@ -165,11 +165,6 @@ class SFTDataset:
         """Rows of all datasets, also those that are left out."""
         return sum(self.sizes)
 
-    @property
-    def num_visits_per_epoch(self) -> int:
-        """How many samples an epoch has, at most: rows times repeats."""
-        return sum(int(size * repeat) for size, repeat in zip(self.sizes, self._repeats, strict=True))
-
     def iterate_epoch(self, epoch: int, *, seed: int, start: int = 0) -> Iterator[Sample | None]:
         """The samples of an epoch from its visit `start` on; None for a row that is left out."""
         order = epoch_order(self.sizes, self._repeats, seed=seed, epoch=epoch)

@@ -20,14 +20,14 @@ import re
 import zlib
 from array import array
 from collections.abc import Iterator, Sequence
+from io import BufferedReader
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, Protocol
 
 from rollouts_core.config.messages import first_line
 from rollouts_core.data.conversations import Row
 from rollouts_core.errors import DataError
 
-HASH_BLOCK_BYTES = 1 << 20
 TABLE_READ_ROWS = 1024
 PARQUET_MAGIC = b"PAR1"
 JSONL_SUFFIXES = (".jsonl", ".json")
@@ -321,7 +321,7 @@ def _is_array(path: str) -> DataError:
     )
 
 
-def _opened(path: Path) -> BinaryIO:
+def _opened(path: Path) -> BufferedReader:
     """The file, to be read.
 
     Raises:
@@ -402,8 +402,5 @@ def _without_nulls(value: Any) -> Any:  # Any: a column's value
 
 
 def _digest_file(path: Path) -> str:
-    digest = hashlib.sha256()
     with _opened(path) as file:
-        while block := file.read(HASH_BLOCK_BYTES):
-            digest.update(block)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -16,11 +16,7 @@ from rollouts_core.errors import EngineError, NoNumbersError
 
 
 def generate_tokens(
-    decoder: Decoder,
-    prompts: Sequence[Sequence[int]],
-    params: Sequence[SamplingParams],
-    *,
-    weight_version: str = "default",
+    decoder: Decoder, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]
 ) -> list[Completion]:
     """One completion per prompt, in order, `decoder.num_slots` at a time.
 
@@ -28,7 +24,6 @@ def generate_tokens(
         decoder: no other batch may be using it.
         prompts: token ids, each shorter than the decoder's context.
         params: one entry per prompt; entries without a seed get a random one.
-        weight_version: what the completions name as the version of their weights.
 
     Raises:
         ValueError: a prompt that the decoder cannot take.
@@ -48,7 +43,7 @@ def generate_tokens(
             if reason.kind == "error":
                 raise (NoNumbersError if reason is NO_NUMBERS else EngineError)(reason.message)
             request_id = partial.request.request_id
-            completions[request_id] = complete(partial, reason, weight_version=weight_version)
+            completions[request_id] = complete(partial, reason, weight_version="default")
     return [completions[str(index)] for index in range(len(prompts))]
 
 

@@ -34,10 +34,6 @@ from rollouts_core.embedded.scheduler import RequestError
 from rollouts_core.errors import EngineUnavailableError
 from rollouts_core.system.concurrency import in_short_thread
 
-TIMEOUT_S = 120.0
-"""For the trainer to be there, and for one bucket to arrive."""
-
-
 NO_SESSION = "no weight-update session is open; call begin_weight_update() first"
 OPEN_SESSION = "a weight-update session is already open; call end_weight_update() first"
 
@@ -152,14 +148,14 @@ class WeightReceiver:
 
     def _receive_bytes(self, name: str, flat: Tensor) -> None:
         work = begin_broadcast(self._groups[name], flat)
-        wait_for(work, timeout_s=TIMEOUT_S, is_left=lambda: name not in self._groups)
+        wait_for(work, is_left=lambda: name not in self._groups)
 
 
 def _connect(call: GroupCall) -> Any:  # Any: see WeightReceiver
-    store = join_store(call.address, call.port, timeout_s=TIMEOUT_S)
+    store = join_store(call.address, call.port)
     address = find_address_towards(call.address, call.port)
     place = name_store(store, call.name, "cpu")
-    return connect_gloo(place, rank=call.rank, size=call.size, address=address, timeout_s=TIMEOUT_S)
+    return connect_gloo(place, rank=call.rank, size=call.size, address=address)
 
 
 @contextmanager

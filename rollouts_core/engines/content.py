@@ -130,13 +130,12 @@ def check_same_model(name: str, served_dir: Path, published_dir: Path) -> None:
             )
 
 
-def find_unproven(name: str, weights: Path | Mapping[str, Tensor], version: str, held: HeldTensors) -> list[str]:
-    """The tensors, of a directory or as they were sent, that a server's checksums say nothing about.
+def find_unproven(name: str, published: Mapping[str, Tensor], version: str, held: HeldTensors) -> list[str]:
+    """The published tensors that a server's checksums say nothing about.
 
     Raises:
         WeightSyncError: a checksum says that a tensor is another one.
     """
-    published = read_tensors(weights) if isinstance(weights, Path) else weights
     known = {tensor: digest for tensor, digest in held.digests.items() if digest != EMPTY_DIGEST}
     if held.dtype is None:
         return sorted(published)

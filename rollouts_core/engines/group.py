@@ -32,6 +32,7 @@ from torch import distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # torch does not list them
 
 from rollouts_core.backends.process_group import (
+    TIMEOUT_S,
     begin_broadcast,
     connect_gloo,
     connect_nccl,
@@ -43,8 +44,6 @@ from rollouts_core.backends.process_group import find_address_towards as find_ow
 from rollouts_core.errors import EngineUnavailableError
 
 GroupBackend = Literal["gloo", "nccl"]
-TIMEOUT_S = 120.0
-"""For the server's ranks to come, and for one bucket to be received."""
 JOIN_POLL_S = 0.02
 LEFT = "it was given up"
 DEVICES: dict[GroupBackend, str] = {"gloo": "cpu", "nccl": "cuda"}
@@ -81,7 +80,7 @@ class WeightGroup:
         store = name_store(self._store, self.name, self.device)
         with self._failures_named("did not join"):
             if self.backend == "nccl":
-                self._group = connect_nccl(store, rank=0, size=1 + self.num_ranks, timeout_s=TIMEOUT_S)
+                self._group = connect_nccl(store, rank=0, size=1 + self.num_ranks)
             else:
                 self._group = self._connect_gloo(store)
             if self._is_left:
@@ -97,7 +96,7 @@ class WeightGroup:
         assert self._group is not None, "the group is not connected"
         with self._failures_named("did not take a bucket of weights"):
             work = begin_broadcast(self._group, flat.to(self.device))
-            wait_for(work, timeout_s=TIMEOUT_S, is_left=lambda: self._is_left)
+            wait_for(work, is_left=lambda: self._is_left)
 
     def close(self) -> None:
         """Leave the group, whatever its other ranks do; a broadcast that is under way fails."""
@@ -107,7 +106,7 @@ class WeightGroup:
 
     def _connect_gloo(self, store: PrefixStore) -> Any:  # Any: see __init__
         self._wait_for_a_rank()
-        return connect_gloo(store, rank=0, size=1 + self.num_ranks, address=self.address, timeout_s=TIMEOUT_S)
+        return connect_gloo(store, rank=0, size=1 + self.num_ranks, address=self.address)
 
     def _wait_for_a_rank(self) -> None:
         """Return when a rank of the server has come; gloo's own wait cannot be given up before its timeout."""

@@ -48,7 +48,12 @@ class EngineConnection:
     """The connections to one server."""
 
     def __init__(
-        self, url: str, *, request_timeout_s: float, transport: httpx.AsyncBaseTransport | None, api_key: str = ""
+        self,
+        url: str,
+        *,
+        request_timeout_s: float,
+        transport: httpx.AsyncBaseTransport | None = None,
+        api_key: str = "",
     ) -> None:
         self.url = url.rstrip("/")
         self._client = httpx.AsyncClient(

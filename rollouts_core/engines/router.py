@@ -21,7 +21,6 @@ from itertools import dropwhile
 from typing import TYPE_CHECKING
 
 import anyio
-import httpx
 
 from rollouts_core.engines.canary import Canary
 from rollouts_core.engines.completion import Completion, GenerationRequest
@@ -50,17 +49,8 @@ class SGLangRouter(ClosedOnExit):
         api_key: what it, and each of its engines, asks for; empty sends none.
     """
 
-    def __init__(
-        self,
-        url: str,
-        *,
-        request_timeout_s: float = 600.0,
-        api_key: str = "",
-        transport: httpx.AsyncBaseTransport | None = None,
-    ) -> None:
-        self._connection = EngineConnection(
-            url, request_timeout_s=request_timeout_s, transport=transport, api_key=api_key
-        )
+    def __init__(self, url: str, *, request_timeout_s: float = 600.0, api_key: str = "") -> None:
+        self._connection = EngineConnection(url, request_timeout_s=request_timeout_s, api_key=api_key)
         self._api_key = api_key
 
     @property

@@ -11,7 +11,7 @@ import ast
 import os
 import re
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -104,9 +104,14 @@ def extract_program(text: str) -> str:
 
     What stands in a block without a name beside a program is what it prints, more often than another program.
     """
+    return find_last_block(text, PYTHON)
+
+
+def find_last_block(text: str, languages: Collection[str]) -> str:
+    """The last fenced block of one of the languages, else the last one, or the whole text where there is none."""
     blocks = find_blocks(text)
-    in_python = [program for language, program in blocks if language in PYTHON]
-    return (in_python or [program for _, program in blocks] or [text])[-1]
+    named = [block for language, block in blocks if language in languages]
+    return (named or [block for _, block in blocks] or [text])[-1]
 
 
 def find_blocks(text: str) -> list[tuple[str, str]]:

@@ -13,7 +13,7 @@ from referencing import Registry
 from referencing.exceptions import Unresolvable
 from referencing.jsonschema import DRAFT202012
 
-from rollouts_core.environments.code import find_blocks
+from rollouts_core.environments.code import find_last_block
 from rollouts_core.types import Sample
 
 BOOLEANS = {"True": True, "False": False}
@@ -80,10 +80,7 @@ def parse_json(text: str) -> Any:  # Any: JSON
     Raises:
         ValueError: neither is JSON.
     """
-    blocks = find_blocks(text)
-    in_json = [block for language, block in blocks if language == "json"]
-    written = (in_json or [block for _, block in blocks] or [text])[-1]
-    return json.loads(written, parse_constant=_refuse_constant)
+    return json.loads(find_last_block(text, ["json"]), parse_constant=_refuse_constant)
 
 
 def _equals(found: Any, expected: Any) -> bool:  # Any: JSON

@@ -6,7 +6,6 @@ the files in the run directories; here they are read while a job, or the mirror 
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,9 +16,9 @@ from rollouts_core.metrics import read_json_lines, read_metrics
 from rollouts_core.report.charts import Chart, format_number, format_seconds
 from rollouts_core.report.curves import CURVES, draw_curve, draw_gpu_use, draw_seconds
 from rollouts_core.report.page import page_templates
-from rollouts_core.report.transcripts import ShownText, completion_text, shorten_text
+from rollouts_core.report.transcripts import ShownText, completion_text, read_without_tokens, shorten_text
 from rollouts_core.run_directory import RunDirectory
-from rollouts_core.types import Sample, sample_from_json
+from rollouts_core.types import Sample
 
 REFRESH_S = 3.0
 MAX_EVENTS = 8
@@ -166,7 +165,7 @@ def newest_samples(directory: Path) -> tuple[str, tuple[ShownSample, ...]]:
     for path in reversed(paths[-2:]):  # the newest may have no whole line yet
         with path.open("rb") as file:
             lines = [line for line in file.readlines(MAX_SAMPLE_BYTES) if line.endswith(b"\n")]
-        samples = [_without_tokens(json.loads(line)) for line in lines]
+        samples = [read_without_tokens(line) for line in lines]
         if samples:
             graded = sorted((sample for sample in samples if sample.reward is not None), key=lambda s: s.reward or 0.0)
             chosen = [samples[0], *graded[-1:], *graded[:1]]
@@ -186,10 +185,6 @@ def _step_name(stem: str) -> str:
     """What step_000030 is for people."""
     name, _, number = stem.rpartition("_")
     return f"{name} {int(number)}" if name and number.isdigit() else stem
-
-
-def _without_tokens(record: Mapping[str, Any]) -> Sample:  # Any: JSON
-    return sample_from_json({**record, "tokens": [], "loss_mask": [], "rollout_log_probs": None})
 
 
 def _show(sample: Sample) -> ShownSample:

@@ -11,9 +11,7 @@ from rollouts_core.checks.epochs import render_epochs
 from rollouts_core.config import ModelConfig, OptimConfig
 from rollouts_core.errors import ConfigError
 from rollouts_core.job import EvalJob, InputDataset, InputFile, InputModel, Job, RLJob, SFTJob, load_job
-from rollouts_core.report.charts import (
-    format_number,
-)
+from rollouts_core.report.charts import format_number
 from rollouts_core.report.inputs import ReportInput
 from rollouts_core.run_directory import RunDirectory
 
@@ -46,6 +44,11 @@ def load_job_of(directory: Path | None) -> Job | None:
         return load_job(RunDirectory(directory).job)
     except ConfigError:
         return None
+
+
+def _read_result(directory: Path | None) -> dict[str, Any]:  # Any: JSON
+    """The record of a stage; empty where there is none."""
+    return (RunDirectory(directory).read_result() if directory else None) or {}
 
 
 def _describe_sft(report: ReportInput, job: SFTJob) -> Training:
@@ -90,13 +93,13 @@ def _describe_rl(report: ReportInput, job: RLJob) -> Training:
 
 def _describe_steps(num_steps: int, directory: Path | None) -> str:
     """How many steps were trained, and of how many where somebody had the stage end early."""
-    early = _result_of(directory).get("finished_early")
+    early = _read_result(directory).get("finished_early")
     return f"{early['step']:,} of {num_steps:,} steps" if early else f"{num_steps:,} steps"
 
 
 def _describe_epochs(directory: Path | None) -> str:
     """How often the prompts were seen, behind a comma; empty where nobody knows how many were."""
-    result = _result_of(directory)
+    result = _read_result(directory)
     if not result.get("num_drawn"):
         return ""
     return f", about {render_epochs(result['num_drawn'] / result['num_prompts'])} of the prompts"
@@ -134,7 +137,7 @@ def _describe_optim(optim: OptimConfig) -> str:
 
 def _describe_mixture(datasets: Sequence[InputDataset], directory: Path | None) -> str:
     """Each dataset with its share; the number of rows is that of all."""
-    result = _result_of(directory)
+    result = _read_result(directory)
     shares = [
         f"{each.path} ("
         + (f"first {each.max_samples:,} rows, " if each.max_samples else "")
@@ -148,11 +151,6 @@ def _describe_mixture(datasets: Sequence[InputDataset], directory: Path | None) 
 
 def _describe_data(file: InputFile, directory: Path | None, key: str, rows: str) -> str:
     """Path, number of rows as the stage's record has it under `key`, and the start of the digest."""
-    result = _result_of(directory)
+    result = _read_result(directory)
     count = f"{result[key]:,} {rows}, " if key in result else ""
     return f"{file.path} ({count}sha256 {file.digest[:10]}…)"
-
-
-def _result_of(directory: Path | None) -> dict[str, Any]:  # Any: JSON
-    """The record of a stage; empty where there is none."""
-    return (RunDirectory(directory).read_result() if directory else None) or {}

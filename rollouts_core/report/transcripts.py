@@ -113,9 +113,12 @@ def _first_samples(path: Path) -> dict[int, Sample]:
 
 def iterate_samples(path: Path) -> Iterator[Sample]:
     with path.open(encoding="utf-8") as lines:
-        for line in lines:
-            record = json.loads(line)
-            yield sample_from_json({**record, "tokens": [], "loss_mask": [], "rollout_log_probs": None})
+        yield from map(read_without_tokens, lines)
+
+
+def read_without_tokens(line: str | bytes) -> Sample:
+    """The sample in a line of a file of samples, of which a page shows no token."""
+    return sample_from_json({**json.loads(line), "tokens": [], "loss_mask": [], "rollout_log_probs": None})
 
 
 def _describe_transcript(samples: Mapping[str, Sample]) -> Transcript:

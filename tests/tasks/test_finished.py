@@ -21,9 +21,7 @@ from rollouts_core.checkpoint import load_manifest, new_checkpoint
 from rollouts_core.run_directory import RunDirectory
 from tasks.finished import RunStage, placeholder_if_finished, trainings_begun
 from tasks.records import RunScope, Stage, StageRecord
-from tasks.rl import train_rl
-from tasks.select import select_checkpoint
-from tasks.sft import train_sft
+from tasks.stage_tasks import select_checkpoint, train_rl, train_sft
 
 RENTED = RentedNode(max_usd=5.0)
 

@@ -18,8 +18,6 @@ from typing import Any
 
 import torch
 
-TIMEOUT_S = 120.0
-"""For the others to join, and for one bucket to come."""
 DEVICES = {"gloo": "cpu", "nccl": "cuda"}
 
 
@@ -31,12 +29,12 @@ class WeightReceiver:
         worker: Any = self  # Any: vLLM's types are not here
         worker.leave_weight_group()
         groups, rank = _groups(), 1 + int(worker.rank)
-        store = groups.name_store(groups.join_store(address, port, timeout_s=TIMEOUT_S), name, DEVICES[backend])
+        store = groups.name_store(groups.join_store(address, port), name, DEVICES[backend])
         if backend == "nccl":
-            group = groups.connect_nccl(store, rank=rank, size=size, timeout_s=TIMEOUT_S)
+            group = groups.connect_nccl(store, rank=rank, size=size)
         else:
             own = groups.find_address_towards(address, port)
-            group = groups.connect_gloo(store, rank=rank, size=size, address=own, timeout_s=TIMEOUT_S)
+            group = groups.connect_gloo(store, rank=rank, size=size, address=own)
         worker._rollouts_held, worker._rollouts_device = [group], DEVICES[backend]
 
     def reload_sent_weights(self, buckets: list[list[tuple[str, str, list[int]]]]) -> None:
@@ -76,7 +74,7 @@ def _receive(worker: Any, buckets: list[list[tuple[str, str, list[int]]]]) -> It
         sizes = [_count_bytes(dtype, shape) for _, dtype, shape in bucket]
         flat = torch.empty(sum(sizes), dtype=torch.uint8, device=worker._rollouts_device)
         work = _groups().begin_broadcast(worker._rollouts_held[0], flat)
-        _groups().wait_for(work, timeout_s=TIMEOUT_S, is_left=lambda: False)
+        _groups().wait_for(work, is_left=lambda: False)
         for (name, dtype, shape), part in zip(bucket, torch.split(flat, sizes), strict=True):
             yield name, part.view(getattr(torch, dtype)).view(shape)
 

@@ -338,7 +338,8 @@ def open_mixture(
 
 def test_a_mixture_has_its_shares(parts: list[DatasetConfig], tokenizer: PreTrainedTokenizerBase) -> None:
     dataset = open_mixture(parts, tokenizer, streaming=False)
-    assert (len(dataset), dataset.num_visits_per_epoch) == (CHUNK_ROWS + 90 + 30 + 5, CHUNK_ROWS + 90 + 15 + 15)
+    num_visits = len(list(dataset.iterate_epoch(0, seed=0)))
+    assert (len(dataset), num_visits) == (CHUNK_ROWS + 90 + 30 + 5, CHUNK_ROWS + 90 + 15 + 15)
     # Texts of 10 to 39 tokens and an end: those of more than 29 are too long.
     assert dataset.num_dropped == 10
     epochs = [[s for s in dataset.iterate_epoch(e, seed=0) if s is not None] for e in (0, 1)]
@@ -357,7 +358,7 @@ def test_streaming_gives_the_same_samples_in_the_same_order(
         assert [each and (each.tokens, each.loss_mask, each.status) for each in found] == [
             each and (each.tokens, each.loss_mask, each.status) for each in expected
         ]
-        assert len(expected) == kept.num_visits_per_epoch - start
+        assert len(expected) == CHUNK_ROWS + 90 + 15 + 15 - start
 
 
 def test_an_epoch_from_a_later_visit_is_the_end_of_the_whole_one(

@@ -22,8 +22,8 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from rollouts_core.backends import process_group
 from rollouts_core.config import SamplingConfig
-from rollouts_core.embedded import receiving
 from rollouts_core.embedded.weights import digest_tensors, read_tensors
 from rollouts_core.engines import Completion, GenerationRequest, SGLangEngine, sending
 from rollouts_core.engines.group import WeightGroup
@@ -325,7 +325,7 @@ def test_a_server_that_waits_for_weights_ends_when_it_is_told_to(model_dir: Path
 
 @pytest.mark.slow
 def test_a_trainer_that_is_not_there_is_waited_for_until_a_deadline(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(receiving, "TIMEOUT_S", 1.0)
+    monkeypatch.setattr(process_group, "TIMEOUT_S", 1.0)
     body = {"master_address": "127.0.0.1", "master_port": 1, "rank_offset": 1, "world_size": 2, "backend": "gloo"}
     answer = post(url, "/init_weights_update_group", **body)
     assert (answer.status_code, "127.0.0.1:1 is not there as a trainer" in answer.text) == (503, True)

@@ -107,7 +107,7 @@ def test_of_tensors_without_a_usable_checksum_nothing_is_demanded(tied_dir: Path
 def test_fused_padded_and_rounded_tensors_are_recognised(tied_dir: Path, dtype: torch.dtype, num_digits: int) -> None:
     served = held_by_a_fusing_server(tied_dir, dtype)
     digests = {name: tensor_digest(tensor)[:num_digits] for name, tensor in served.items()}
-    assert find_unproven("http://e", tied_dir, "v1", HeldTensors(digests=digests, dtype=dtype)) == []
+    assert find_unproven("http://e", read_tensors(tied_dir), "v1", HeldTensors(digests=digests, dtype=dtype)) == []
 
 
 @pytest.mark.parametrize("name", [QKV, HEAD, EMBEDDING, "model.norm.weight"])
@@ -116,19 +116,21 @@ def test_any_tensor_that_differs_is_named(tied_dir: Path, name: str) -> None:
     served[name] = served[name] + 1e-6
     digests = {each: tensor_digest(tensor) for each, tensor in served.items()}
     with pytest.raises(WeightSyncError, match=f"http://e says it serves v1, but 1 tensors differ, {name} first"):
-        find_unproven("http://e", tied_dir, "v1", HeldTensors(digests=digests, dtype=torch.float32))
+        find_unproven("http://e", read_tensors(tied_dir), "v1", HeldTensors(digests=digests, dtype=torch.float32))
 
 
 def test_the_checksum_of_nothing_proves_nothing(tied_dir: Path) -> None:
     served = held_by_a_fusing_server(tied_dir, torch.float32)
     digests = {name: tensor_digest(tensor) for name, tensor in served.items()} | {QKV: EMPTY_DIGEST}
-    unproven = find_unproven("http://e", tied_dir, "v1", HeldTensors(digests=digests, dtype=torch.float32))
+    held = HeldTensors(digests=digests, dtype=torch.float32)
+    unproven = find_unproven("http://e", read_tensors(tied_dir), "v1", held)
     assert unproven == [f"{LAYER}.self_attn.{part}_proj.weight" for part in "kqv"]
 
 
 def test_checksums_of_an_unknown_kind_prove_nothing(tied_dir: Path) -> None:
-    unproven = find_unproven("http://e", tied_dir, "v1", HeldTensors(digests={EMBEDDING: "0" * 16}, dtype=None))
-    assert unproven == sorted(read_tensors(tied_dir))
+    published = read_tensors(tied_dir)
+    held = HeldTensors(digests={EMBEDDING: "0" * 16}, dtype=None)
+    assert find_unproven("http://e", published, "v1", held) == sorted(published)
 
 
 @pytest.mark.parametrize("shard_size", ["1GB", "10KB"])

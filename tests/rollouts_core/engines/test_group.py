@@ -17,6 +17,7 @@ from threading import Thread
 import pytest
 import torch
 
+from rollouts_core.backends.process_group import TIMEOUT_S
 from rollouts_core.engines import group as group_module
 from rollouts_core.engines.group import WeightGroup, find_address_towards
 from rollouts_core.engines.sending import _count_ranks
@@ -150,7 +151,7 @@ def test_a_group_that_the_server_refused_to_join_is_waited_for_by_nobody() -> No
     joining = Thread(target=connect)
     joining.start()
     group.close()
-    joining.join(group_module.TIMEOUT_S / 2)
+    joining.join(TIMEOUT_S / 2)
     assert not joining.is_alive()
     assert [str(error) for error in errors] == [f"{URL} did not join by gloo: it was given up"]
 
