@@ -68,7 +68,8 @@ def yaml_schedule_options(deployment: Deployment) -> dict[str, Any]:  # Any: YAM
 
 def data_trigger(deployment: Deployment) -> DeploymentEventTrigger:
     """Has the retraining look when somebody says that its data, or all data, were updated."""
-    own = f"{DATA_RESOURCE}.{deployment.name.removesuffix(retraining_name(''))}"
+    configuration = deployment.name.partition("@")[0].removesuffix(retraining_name(""))
+    own = f"{DATA_RESOURCE}.{configuration}"
     return DeploymentEventTrigger(
         name=f"{DATA_UPDATED}: {deployment.name}",
         expect={DATA_UPDATED},
