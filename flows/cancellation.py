@@ -32,7 +32,7 @@ from prefect.states import Cancelled
 from pydantic import BaseModel, TypeAdapter
 
 from flows.credentials import run_with_credentials
-from flows.form import FormNode
+from flows.form import HeldNode
 from flows.store import with_store
 from infra.errors import InfraError, PermanentInfraError, TransientInfraError
 from infra.ledger import Ledger
@@ -49,7 +49,7 @@ LOOK_S = 5.0
 SERVED_LOOK_S = 15.0
 SERVED_END_S = 60.0
 """How long a served run that is to be cancelled waits for its serving process, which polls, and kills it after 30 s."""
-NODE_SETTINGS: TypeAdapter[NodeSettings] = TypeAdapter(FormNode)
+NODE_SETTINGS: TypeAdapter[NodeSettings] = TypeAdapter(HeldNode)
 _ended_by_themselves: set[str] = set()
 """Ids of the runs of this process that it ended because somebody asked Prefect to cancel them."""
 NOT_ENDED = "its jobs could not be ended ({error}): end them on the node, or start the run again and cancel it"
