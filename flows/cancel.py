@@ -20,7 +20,7 @@ from flows.finish import MIN_ID_CHARS
 from flows.models_cli import open_registry
 from flows.prefect_api import ask
 from flows.server import ServerAddress, local_server, named_url, prefect_environment, run_url
-from flows.status import FLOWS, NOT_ENDED, without_later_looks
+from flows.status import FLOWS, NOT_ENDED, of_store, without_later_looks
 from flows.terminal import DEFAULT_STORE, Store, console
 from flows.up import find_serving
 from infra.ledger import Ledger
@@ -50,7 +50,7 @@ def cancel(
     on from the checkpoint.
     """
     with open_registry(store) as ledger, local_server(store) as address:
-        found = find_flow_run(address, ledger, run)
+        found = find_flow_run(address, ledger, store.resolve(), run)
         console.print(f"cancelling     {_name(found)}: {run_url(address, found['id'])}", markup=False)
         said = f"{_name(found)}: {cancel_run(address, ledger, store.resolve(), found)}"
         if _holds(ledger, found["id"]):
@@ -90,8 +90,8 @@ def cancel_run(address: ServerAddress, ledger: Ledger, store: Path, run: FlowRun
     )
 
 
-def find_flow_run(address: ServerAddress, ledger: Ledger, given: str) -> FlowRunJson:
-    """The run that is meant: of several with a name the only one that has not ended, or that holds something.
+def find_flow_run(address: ServerAddress, ledger: Ledger, store: Path, given: str) -> FlowRunJson:
+    """The store's run that is meant: of several with a name the only one that has not ended, or that holds something.
 
     Raises:
         InputError: there is none, or there are several.
@@ -102,7 +102,7 @@ def find_flow_run(address: ServerAddress, ledger: Ledger, given: str) -> FlowRun
     holding = {lease.run_id for lease in ledger.leases()} | {rental.run_id for rental in open_rentals(ledger)}
     by_id = [*sorted(holding), *([given] if FULL_ID.fullmatch(given) else [])]
     asked = [*_filtered(address, id={"any_": by_id}), *_filtered(address, name={"any_": _names(given)})]
-    every = {run["id"]: run for run in [*under_way, *asked]}.values()
+    every = {run["id"]: run for run in of_store(address, store, [*under_way, *asked])}.values()
     meant = [run for run in every if _is_meant(run, given)]
     for those in (
         [run for run in meant if run["state_type"] not in (*ENDED, "CRASHED")],

@@ -18,7 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from uuid import UUID
 
@@ -26,13 +26,13 @@ import httpx
 from prefect import Flow
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import FlowRun, State
-from prefect.exceptions import PrefectException
+from prefect.exceptions import ObjectNotFound, PrefectException
 from prefect.logging.loggers import flow_run_logger
-from prefect.states import Cancelled
+from prefect.states import Cancelled, Running
 from pydantic import BaseModel, TypeAdapter
 
 from flows.credentials import run_with_credentials
-from flows.form import FormNode
+from flows.form import HeldNode
 from flows.store import with_store
 from infra.errors import InfraError, PermanentInfraError, TransientInfraError
 from infra.ledger import Ledger
@@ -49,9 +49,13 @@ LOOK_S = 5.0
 SERVED_LOOK_S = 15.0
 SERVED_END_S = 60.0
 """How long a served run that is to be cancelled waits for its serving process, which polls, and kills it after 30 s."""
-NODE_SETTINGS: TypeAdapter[NodeSettings] = TypeAdapter(FormNode)
+NODE_SETTINGS: TypeAdapter[NodeSettings] = TypeAdapter(HeldNode)
 _ended_by_themselves: set[str] = set()
 """Ids of the runs of this process that it ended because somebody asked Prefect to cancel them."""
+NOT_PAUSED = (
+    "a run is not paused, it goes on: Cancel saves a checkpoint, and a new run with the same settings goes on from it"
+)
+"""Prefect only writes down that it is, and after some minutes that it failed, while its process knows nothing of it."""
 NOT_ENDED = "its jobs could not be ended ({error}): end them on the node, or start the run again and cancel it"
 
 
@@ -65,15 +69,34 @@ class HeldByRun(BaseModel):
 
 
 def is_cancelled(run_id: str) -> bool:
-    """True when somebody asked Prefect to cancel the run; False also where that cannot be found out."""
+    """True when somebody asked Prefect to cancel the run, or deleted it; False also where that cannot be found out."""
     if run_id in _ended_by_themselves:
         return True
     try:
         with get_client(sync_client=True) as client:
             state = client.read_flow_run(UUID(run_id)).state
+    except ObjectNotFound as error:
+        return is_of_deleted_run(error)
     except (httpx.HTTPError, PrefectException):
         return False  # nothing may be ended because something is wrong with the server
     return state is not None and state.is_cancelling()
+
+
+def is_of_deleted_run(error: Exception) -> bool:
+    """Whether Prefect's server says that it has no such run; a proxy whose server is away says less."""
+    return isinstance(error, ObjectNotFound) and "Flow run" in str(error.http_exc)
+
+
+def undo_pause(run_id: str) -> None:
+    """Have Prefect call a run Running on whose page somebody pressed Pause; nothing happens where it cannot be asked.
+
+    A retraining that asks a person is Suspended with a question, and its process ends.
+    """
+    with suppress(httpx.HTTPError, PrefectException), get_client(sync_client=True) as client:
+        run = client.read_flow_run(UUID(run_id))
+        if run.state is not None and run.state.is_paused() and run.state.state_details.run_input_keyset is None:
+            client.set_flow_run_state(run.id, Running(message=NOT_PAUSED), force=True)
+            flow_run_logger(run).warning(NOT_PAUSED)
 
 
 @contextmanager
@@ -88,6 +111,7 @@ def ended_when_cancelled(run_id: str, *, is_served: bool) -> Iterator[None]:
             return  # a second signal would disturb what the first one ends
         if not is_cancelled(run_id):
             asked_at = None
+            undo_pause(run_id)
             return
         asked_at = time.monotonic() if asked_at is None else asked_at
         if time.monotonic() - asked_at >= patience_s:

@@ -379,7 +379,13 @@ def run_checked(
                 return run_it(pipeline, address)
             except InputError:
                 raise
-            except Exception:
+            except Exception as error:
+                from flows.cancellation import is_of_deleted_run  # imports prefect, which the run has done
+
+                if is_of_deleted_run(error):
+                    raise RolloutsError(
+                        "the run was deleted in Prefect, and ended: the same command goes on"
+                    ) from error
                 console.print()  # what Prefect says when its server refuses ends without a line break
                 check_writable(store)  # on a full disk Prefect, or a job, fails in ways that do not name the disk
                 raise

@@ -19,7 +19,9 @@ from typing import Any
 from pydantic import BaseModel
 
 from flows.form import Pipeline, RunOptions, load_pipeline, name_of, parse_pipeline
+from flows.server import named_url
 from flows.tools import TOOLS
+from infra.ledger import LEDGER_FILE, Ledger
 from rollouts_core.config import read_settings
 from rollouts_core.errors import ConfigError
 from rollouts_core.system.files import write_json
@@ -114,6 +116,17 @@ def check_names(deployments: Iterable[Deployment]) -> None:
 def retraining_name(name: str) -> str:
     """What the deployment is called that retrains the one of this name."""
     return f"{name}-retrain"
+
+
+def offered_name(store: Path, name: str) -> str:
+    """What a deployment of the store is called in Prefect.
+
+    A server that the user named has those of other stores, too: under one name each store would do the others' runs.
+    """
+    if not named_url():
+        return name
+    with Ledger(store / LEDGER_FILE) as ledger:
+        return f"{name}@{ledger.identity}"
 
 
 def evaluation_name(name: str) -> str:

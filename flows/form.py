@@ -69,7 +69,10 @@ def without_stale(settings: Any) -> Any:  # Any: unchecked input
     Providers share names of fields. What is the default of the other one was not meant for this one where it is empty,
     or where fields are there that only the other one has.
     """
-    if not isinstance(settings, dict) or settings.get("provider") not in NODE_TYPES:
+    if not isinstance(settings, dict):
+        return settings
+    settings = {"provider": "local", **settings}  # what is asked for over HTTP may leave it out, as a file may
+    if settings["provider"] not in NODE_TYPES:
         return settings
     own = NODE_TYPES[settings["provider"]].model_fields
     stale: set[str] = set()
@@ -82,6 +85,14 @@ def without_stale(settings: Any) -> Any:  # Any: unchecked input
             if settings[key] == other[key].default != own[key].default and (was_open or settings[key] == "")
         }
     return {key: value for key, value in settings.items() if key not in stale and key in own}
+
+
+def with_known_keys(settings: Any) -> Any:  # Any: unchecked input
+    """What is posted about a node, whose keys must be some provider's: the form leaves those of another tab there."""
+    known = {key for node_type in NODE_TYPES.values() for key in node_type.model_fields}
+    for key in settings.keys() - known if isinstance(settings, dict) else ():
+        raise ValueError(f"unknown key node.{key}{suggest_key(['node', key], list(known))} ({OTHER_VERSION})")
+    return settings
 
 
 def in_sentences(
@@ -104,7 +115,9 @@ OTHER_VERSION = (
     "server rollouts prefect-yaml and prefect deploy --all"
 )
 
-FormNode = Annotated[NodeSettings, BeforeValidator(without_stale)]
+HeldNode = Annotated[NodeSettings, BeforeValidator(without_stale)]
+"""The settings of a node that a run has, whichever version began it."""
+FormNode = Annotated[HeldNode, BeforeValidator(with_known_keys)]
 """A node's settings as Prefect's form posts them; files are read strictly."""
 FormConfig = Annotated[Config, WrapValidator(partial(in_sentences, Config))]
 

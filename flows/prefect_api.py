@@ -5,14 +5,12 @@ Not here: what the answers mean (status.py, trigger.py), the server (server.py).
 
 from __future__ import annotations
 
-import os
 import time
 from typing import Any
 
 import httpx
 
-from flows.password import basic_authorization
-from flows.server import ServerAddress, ServerError
+from flows.server import ServerAddress, ServerError, authorization
 
 TIMEOUT_S = 30.0
 BUSY_TIMEOUT_S = 30.0
@@ -32,7 +30,9 @@ def ask(address: ServerAddress, method: str, path: str, question: Any = None) ->
         ServerError: it cannot be asked.
     """
     deadline = time.monotonic() + BUSY_TIMEOUT_S
-    with httpx.Client(trust_env=not address.is_local, timeout=TIMEOUT_S, headers=_authorization(address)) as client:
+    with httpx.Client(
+        trust_env=not address.is_local, timeout=TIMEOUT_S, headers=authorization(address.password)
+    ) as client:
         while True:
             try:
                 answer = client.request(method, f"{address.api_url}{path}", json=question)
@@ -46,14 +46,6 @@ def ask(address: ServerAddress, method: str, path: str, question: Any = None) ->
     if answer.is_error:
         raise ServerError(f"the Prefect server at {address.api_url} answers {answer.status_code}: {_reason(answer)}")
     return answer.json() if answer.content else None
-
-
-def _authorization(address: ServerAddress) -> dict[str, str]:
-    password = address.password or os.environ.get("PREFECT_API_AUTH_STRING", "")
-    if password:
-        return {"Authorization": basic_authorization(password)}
-    key = os.environ.get("PREFECT_API_KEY", "")
-    return {"Authorization": f"Bearer {key}"} if key else {}
 
 
 def _reason(answer: httpx.Response) -> str:

@@ -13,6 +13,7 @@ from zoneinfo import ZoneInfo
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.actions import DeploymentScheduleCreate
 from prefect.client.schemas.objects import ConcurrencyLimitConfig, ConcurrencyLimitStrategy
+from prefect.client.schemas.responses import DeploymentResponse
 from prefect.events import DeploymentEventTrigger, ResourceSpecification
 from prefect.exceptions import ObjectNotFound
 from prefect.schedules import Cron, Interval, Schedule
@@ -32,15 +33,23 @@ DATA_RESOURCE = "rollouts.data"
 async def schedule_options(deployment: Deployment) -> dict[str, Any]:  # Any: keywords of Prefect's
     """Keywords for `Runner.aadd_flow`; of what runs by itself one at a time. A paused schedule stays so.
 
-    Registering a deployment drops the schedules that it has, so those that people made in Prefect are given again.
+    Registering a deployment drops what it has, so schedules, tags and a limit of runs at once that people gave it in
+    Prefect are given again.
     """
-    known = await known_schedules(deployment)
-    of_people = [schedule for schedule in known if schedule.slug != SLUG]
+    known = await known_deployment(deployment)
+    schedules = known_schedules(known) if known else []
+    of_people = [schedule for schedule in schedules if schedule.slug != SLUG]
+    kept: dict[str, Any] = {"tags": known.tags} if known else {}
     if deployment.flow != RETRAIN_FLOW and not deployment.schedule:
-        return {"schedules": of_people, "paused": False} if of_people else {}
-    is_active = all(schedule.active for schedule in known if schedule.slug == SLUG)
+        if of_people:
+            kept |= {"schedules": of_people, "paused": False}
+        if known and (at_once := known.global_concurrency_limit):
+            overlap = known.concurrency_options.model_dump() if known.concurrency_options else {}
+            kept["concurrency_limit"] = ConcurrencyLimitConfig(limit=at_once.limit, **overlap)
+        return kept
+    is_active = all(schedule.active for schedule in schedules if schedule.slug == SLUG)
     settings = ScheduleConfig.model_validate(deployment.schedule) if deployment.schedule else None
-    return {
+    return kept | {
         "concurrency_limit": ConcurrencyLimitConfig(limit=1, collision_strategy=_overlap_strategy(settings)),
         "triggers": [data_trigger(deployment)] if deployment.flow == RETRAIN_FLOW else [],
         "paused": False,  # Prefect pauses deployments when the process that serves them ends
@@ -68,7 +77,8 @@ def yaml_schedule_options(deployment: Deployment) -> dict[str, Any]:  # Any: YAM
 
 def data_trigger(deployment: Deployment) -> DeploymentEventTrigger:
     """Has the retraining look when somebody says that its data, or all data, were updated."""
-    own = f"{DATA_RESOURCE}.{deployment.name.removesuffix(retraining_name(''))}"
+    configuration = deployment.name.partition("@")[0].removesuffix(retraining_name(""))
+    own = f"{DATA_RESOURCE}.{configuration}"
     return DeploymentEventTrigger(
         name=f"{DATA_UPDATED}: {deployment.name}",
         expect={DATA_UPDATED},
@@ -76,13 +86,17 @@ def data_trigger(deployment: Deployment) -> DeploymentEventTrigger:
     )
 
 
-async def known_schedules(deployment: Deployment) -> list[DeploymentScheduleCreate]:
-    """The schedules that a deployment has in Prefect, as it can be given them again."""
+async def known_deployment(deployment: Deployment) -> DeploymentResponse | None:
+    """What Prefect has of a deployment."""
     async with get_client() as client:
         try:
-            known = await client.read_deployment_by_name(f"{deployment.flow}/{deployment.name}")
+            return await client.read_deployment_by_name(f"{deployment.flow}/{deployment.name}")
         except ObjectNotFound:
-            return []
+            return None
+
+
+def known_schedules(known: DeploymentResponse) -> list[DeploymentScheduleCreate]:
+    """The schedules that a deployment has in Prefect, as it can be given them again."""
     kept = set(DeploymentScheduleCreate.model_fields)
     return [DeploymentScheduleCreate(**schedule.model_dump(include=kept)) for schedule in known.schedules]
 

@@ -39,7 +39,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from flows.keeper import HOST, base_url
-from flows.password import own_password
+from flows.password import basic_authorization, own_password
 from infra.locks import lock_file, open_lock, try_lock
 from infra.repeating import repeating
 
@@ -129,8 +129,8 @@ def local_server(
         ServerError: On entering: the store cannot be written, the port is taken, the server does not come up,
             or the one of PREFECT_API_URL does not answer.
     """
-    if url := named_url():
-        return _named_server(url, meanwhile)
+    if named_url():
+        return _used_server(named_server(), meanwhile)
     check_path(store)
     return _shared_server(_home(store), port, meanwhile)
 
@@ -232,29 +232,61 @@ def _without_proxy(environment: Mapping[str, str]) -> dict[str, str]:
 # --- the server that the user named -----------------------------------------------------------------------
 
 
-@contextmanager
-def _named_server(api_url: str, meanwhile: Callable[[ServerAddress], object] | None = None) -> Iterator[ServerAddress]:
-    request = urllib.request.Request(f"{api_url}/health")
-    if key := os.environ.get("PREFECT_API_KEY"):
-        request.add_header("Authorization", f"Bearer {key}")
-    try:
-        with urllib.request.urlopen(request, timeout=10):
-            pass
-    except urllib.error.HTTPError as error:
-        # Whether a key is accepted is for Prefect's client to say; somebody is there.
-        if error.code not in (401, 403):
-            raise ServerError(
-                f"PREFECT_API_URL is set, but {api_url}/health answers {error}: unset or correct it"
-            ) from error
-    except (OSError, ValueError, http.client.HTTPException) as error:
+def named_server() -> ServerAddress:
+    """Return the address of the server of PREFECT_API_URL, which answers.
+
+    Raises:
+        ServerError: it does not, or it knows another password.
+    """
+    api_url = named_url()
+    if (status := _named_status(f"{api_url}/health")) not in (200, 401, 403):
         raise ServerError(
-            f"PREFECT_API_URL is set to {api_url}, where nothing answers ({error}): "
-            "start that server, or unset it to use one of this store"
-        ) from error
-    address = ServerAddress(api_url=api_url, ui_url=_named_ui_url(api_url), is_local=False)
+            f"PREFECT_API_URL is set, but {api_url}/health answers {status}: unset or correct it; it ends with /api "
+            "where a Prefect server is meant"
+        )
+    if _named_status(f"{api_url}/admin/version") == 401 and (authorization() or not _has_profiles()):
+        raise ServerError(
+            f"the Prefect server at {api_url} knows another password: set PREFECT_API_AUTH_STRING to the one that it "
+            "was started with (PREFECT_API_KEY at Prefect Cloud)"
+        )
+    return ServerAddress(api_url=api_url, ui_url=_named_ui_url(api_url), is_local=False)
+
+
+@contextmanager
+def _used_server(
+    address: ServerAddress, meanwhile: Callable[[ServerAddress], object] | None
+) -> Iterator[ServerAddress]:
     if meanwhile:
         meanwhile(address)
     yield address
+
+
+def _named_status(url: str) -> int:
+    """Return the code with which the server that the user named answers."""
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url, headers=authorization()), timeout=10) as answer:
+            return int(answer.status)
+    except urllib.error.HTTPError as error:
+        return error.code
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        raise ServerError(
+            f"PREFECT_API_URL is set to {named_url()}, where nothing answers ({error}): "
+            "start that server, or unset it to use one of this store"
+        ) from error
+
+
+def authorization(password: str = "") -> dict[str, str]:
+    """Return the header with a password, or with what the environment has for the server that it names."""
+    if password := password or os.environ.get("PREFECT_API_AUTH_STRING", ""):
+        return {"Authorization": basic_authorization(password)}
+    key = os.environ.get("PREFECT_API_KEY", "")
+    return {"Authorization": f"Bearer {key}"} if key else {}
+
+
+def _has_profiles() -> bool:
+    """Return whether Prefect's client may know a password that the environment does not have."""
+    home = Path(os.environ.get("PREFECT_HOME") or "~/.prefect").expanduser()
+    return Path(os.environ.get("PREFECT_PROFILES_PATH") or home / "profiles.toml").is_file()
 
 
 def _named_ui_url(api_url: str) -> str:

@@ -27,12 +27,13 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
-from flows.deployments import EVALUATE_FLOW, FLOW, RETRAIN_FLOW, load_deployments, parameters_for
+from flows.deployments import EVALUATE_FLOW, FLOW, RETRAIN_FLOW, load_deployments, offered_name, parameters_for
 from flows.gpu_slots import load_gpu_slots
 from flows.live import served_live_pages
 from flows.server import ServerAddress, ServerError, local_server, prefect_environment
@@ -172,12 +173,13 @@ async def _register(runner: Runner, tools: Runner, store: Path, served: dict[str
         return
     fresh = [each for each in wanted.values() if served.get(each.name) != each.digest]
     for deployment in fresh:
-        deployment_id = await (tools if deployment.flow in TOOLS else runner).aadd_flow(
-            flows[deployment.flow],
-            name=deployment.name,
-            description=deployment.description,
-            parameters=parameters_for(store, deployment.parameters),
-            **await schedule_options(deployment),
+        offered = replace(deployment, name=offered_name(store, deployment.name))
+        deployment_id = await (tools if offered.flow in TOOLS else runner).aadd_flow(
+            flows[offered.flow],
+            name=offered.name,
+            description=offered.description,
+            parameters=parameters_for(store, offered.parameters),
+            **await schedule_options(offered),
         )
         if deployment.flow == RETRAIN_FLOW and deployment.schedule is None:
             await drop_schedule(deployment_id)

@@ -33,6 +33,8 @@ SUFFIX = re.compile(r"-[0-9a-f]{3}$")
 """What Prefect puts after the name of a task that gives none of its own."""
 LATEST = 5
 """So many runs that ended are shown, besides all that did not."""
+MANY = 200
+"""So many are looked through where others may have run most of them; Prefect's server answers no more at once."""
 UNDER_WAY = ("SCHEDULED", "PENDING", "RUNNING", "PAUSED", "CANCELLING")
 FLOWS = {"name": {"any_": [FLOW, RETRAIN_FLOW, EVALUATE_FLOW]}}
 NOT_ENDED = {"flows": FLOWS, "flow_runs": {"state": {"type": {"any_": UNDER_WAY}}}}
@@ -65,10 +67,11 @@ class GoingJob:
 
 def describe_runs(address: ServerAddress, store: Path) -> list[str]:
     """A line for every run that has not ended, and for the latest that have."""
-    ended = ask(address, "POST", "/flow_runs/filter", {**ENDED, "sort": "END_TIME_DESC", "limit": LATEST})
+    latest = {**ENDED, "sort": "END_TIME_DESC", "limit": LATEST if address.is_local else MANY}
+    ended = of_store(address, store, ask(address, "POST", "/flow_runs/filter", latest))[:LATEST]
     # From the earliest on: what schedules foresee is more than the server answers at once, and comes last.
     under_way = ask(address, "POST", "/flow_runs/filter", {**NOT_ENDED, "sort": "EXPECTED_START_TIME_ASC"})
-    runs = without_later_looks(under_way)[::-1]
+    runs = of_store(address, store, without_later_looks(under_way))[::-1]
     tasks: list[dict[str, Any]] = []  # Any: JSON
     if runs:
         of_runs = {"flow_runs": {"id": {"any_": [run["id"] for run in runs]}}}
@@ -113,6 +116,18 @@ def early_ends(store: Path) -> dict[str, list[str]]:
             if early is not None and early.asked_by == use.run_id:
                 said.setdefault(use.run_id, []).append(f"{use.stage.rpartition('-')[0]} {early.sentence}")
     return said
+
+
+def of_store(address: ServerAddress, store: Path, runs: list[dict[str, Any]]) -> list[dict[str, Any]]:  # Any: JSON
+    """Those runs that are the store's: a server that the user named has others, too."""
+    if address.is_local:
+        return runs
+    own: set[str] = set()
+    if (path := store / LEDGER_FILE).is_file():
+        with Ledger(path) as ledger:
+            began = {run["id"] for run in runs if ledger.is_alive(run["id"]) or ledger.has_died(run["id"])}
+            own = {use.run_id for use in ledger.stage_uses()} | began
+    return [run for run in runs if run["id"] in own or run["parameters"].get("run", {}).get("store") == str(store)]
 
 
 def without_later_looks(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:  # Any: JSON

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 
-from flows.deployments import EVALUATE_FLOW, FLOW, load_deployments, overridden
+from flows.deployments import EVALUATE_FLOW, FLOW, load_deployments, offered_name, overridden
 from flows.prefect_api import RefusedError, ask
 from flows.server import local_server, run_url
 from flows.tools import TOOLS, overridden_tool
@@ -30,7 +30,7 @@ def trigger_run(store: Path, name: str, assignments: Iterable[str]) -> str:
     flow = known[name].flow if name in known else FLOW
     with local_server(store) as address:
         try:
-            deployment = ask(address, "GET", f"/deployments/name/{flow}/{name}")
+            deployment = ask(address, "GET", f"/deployments/name/{flow}/{offered_name(store.resolve(), name)}")
         except RefusedError as error:
             raise ConfigError(f"there is no deployment {name}{closest_name(name, list(known))}") from error
         change = partial(overridden_tool if flow in TOOLS else overridden, flow)

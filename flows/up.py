@@ -29,6 +29,7 @@ from flows.deployments import (
     deployments_of,
     evaluation_name,
     load_deployments,
+    offered_name,
     preset_deployments,
     save_deployments,
     tool_deployments,
@@ -38,7 +39,16 @@ from flows.live import find_live_pages
 from flows.password import password_file
 from flows.preflight import check_writable
 from flows.quickstart_files import quickstart_folder, write_missing_quickstart
-from flows.server import ROOT, ServerAddress, ServerError, local_server, log_tail, running_server
+from flows.server import (
+    ROOT,
+    ServerAddress,
+    ServerError,
+    local_server,
+    log_tail,
+    named_server,
+    named_url,
+    running_server,
+)
 from flows.status import describe_machines, describe_reports, describe_runs, going_jobs
 from flows.terminal import DEFAULT_STORE, Port, Store, console
 from flows.tools import TOOLS
@@ -96,6 +106,8 @@ def up(
         serving = wait_until_served(store.resolve(), gpu_slots=gpu_slots)
     console.print(f"{'started' if is_new else 'joined'}        process {serving.pid}, which outlives this terminal")
     console.print(f"deployments    {describe_deployments(serving)}")
+    if named := offered_name(store.resolve(), ""):
+        console.print(f"named          NAME{named} at this server, which other stores may use, too", markup=False)
     console.print(f"gpu slots      {describe_gpu_slots(serving)}")
     at_store = "" if store == DEFAULT_STORE else f" --store {shlex.quote(str(store))}"
     begin_by = f"rollouts run --deployment quickstart{at_store}"
@@ -135,11 +147,12 @@ def down(store: Store = DEFAULT_STORE) -> None:
 
 def status(store: Store = DEFAULT_STORE) -> None:
     """Show the server, the process that serves the deployments, the runs, jobs without a run, and rented machines."""
-    address, serving = running_server(store), find_serving(store)
+    address, said = find_server(store)
+    serving = find_serving(store)
     if not store.is_dir():
         state = "is a file" if store.exists() else "does not exist"
         typer.echo(f"store        {store} {state}: nothing was run in it, or --store names another folder")
-    typer.echo(f"server       {address.ui_url if address else 'none: rollouts up starts one'}")
+    typer.echo(f"server       {said}")
     if serving:
         since = datetime.fromtimestamp(serving.since).astimezone().strftime("%Y-%m-%d %H:%M:%S")
         typer.echo(f"serving      process {serving.pid} since {since}: {describe_deployments(serving)}")
@@ -157,6 +170,15 @@ def status(store: Store = DEFAULT_STORE) -> None:
             typer.echo(f"job          {job.sentence()}")
     for line in describe_machines(store.resolve()):
         typer.echo(f"machine      {line}")
+
+
+def find_server(store: Path) -> tuple[ServerAddress | None, str]:
+    """The server that commands of this store use, where one answers, and what is to be said of it."""
+    try:
+        address = named_server() if named_url() else running_server(store)
+    except ServerError as error:
+        return None, str(error)
+    return address, address.ui_url if address else "none: rollouts up starts one"
 
 
 def begin_serving(store: Path, own: list[Deployment], *, gpu_slots: int = 0) -> bool:

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from flows.cancellation import NOT_PAUSED
 from flows.cli import app
 from flows.prefect_api import ask
 from flows.server import local_server
@@ -63,6 +64,27 @@ def test_a_run_of_a_terminal_that_lives_is_cancelled_and_waited_for(rollouts: Ro
     code, output = rollouts.run("cancel", "smaller")
     assert code == 2
     assert "there is no run smaller: those that can be cancelled are " in output
+
+
+def test_pause_changes_nothing_and_delete_on_the_page_of_a_run_cancels_it(rollouts: Rollouts, tmp_path: Path) -> None:
+    """Prefect writes down what was pressed, and the process that trains hears nothing of it."""
+    longer = LONG | {"training__sft__num_steps": 100_000}
+    process, sft = run_until(rollouts, write_small_pipeline(tmp_path / "small", mode="sft", **longer), "sft")
+    with Ledger(rollouts.store / LEDGER_FILE) as ledger:
+        (lease,) = ledger.leases()
+    page = f"/flow_runs/{lease.run_id}"
+    with local_server(rollouts.store) as address:
+        details = {"pause_timeout": "2100-01-01T00:00:00Z", "pause_reschedule": True}
+        pause = {"type": "PAUSED", "name": "Suspended", "state_details": details}
+        ask(address, "POST", f"{page}/set_state", {"state": pause, "force": True})
+        wait_until(lambda: ask(address, "GET", page)["state_name"] == "Running", what="the run, Running", every_s=0.5)
+        assert ask(address, "GET", page)["state"]["message"] == NOT_PAUSED
+        ask(address, "DELETE", page)
+        assert process.wait(60) == 1, rollouts.said()
+    assert rollouts.said().endswith("rollouts: the run was deleted in Prefect, and ended: the same command goes on\n")
+    assert "Traceback" not in rollouts.said()
+    assert json.loads((sft / "exit-1.json").read_text())["cancelled"]
+    assert_nothing_is_left(rollouts)
 
 
 def test_the_job_of_a_run_whose_process_was_killed_is_ended(rollouts: Rollouts, tmp_path: Path) -> None:

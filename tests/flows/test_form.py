@@ -119,6 +119,12 @@ def test_what_another_version_posts_is_a_sentence_each_with_what_to_do() -> None
     assert what_to_do.startswith("(if another version made the deployment, make it again")
 
 
+def test_a_node_that_is_asked_for_without_the_form_is_read_as_in_a_file() -> None:
+    assert NODE.validate_python({"min_free_gb": 5}) == LocalNode(min_free_gb=5)
+    [said] = sentences(node={"min_fre_gb": 5})
+    assert "unknown key node.min_fre_gb; did you mean min_free_gb? (if another version" in said
+
+
 @pytest.mark.parametrize(
     "settings",
     [

@@ -292,7 +292,7 @@ def test_a_schedule_fires_by_itself_and_ends_with_its_table(served: Rollouts, fo
 
 
 @pytest.mark.matrix
-def test_schedules_that_people_made_in_prefect_outlive_a_restart_and_a_changed_file(
+def test_what_people_gave_deployments_in_prefect_outlives_a_restart_and_a_changed_file(
     served: Rollouts,  # noqa: F811
     folder: Path,
 ) -> None:
@@ -304,6 +304,8 @@ def test_schedules_that_people_made_in_prefect_outlive_a_restart_and_a_changed_f
     assert of_small.keys() == {"small", "small-retrain", "small-evaluate"}
     for deployment_id in of_small.values():
         api(served, "POST", f"/deployments/{deployment_id}/schedules", [own])
+    given = {"tags": ["ours"], "concurrency_limit": 2, "concurrency_options": {"collision_strategy": "CANCEL_NEW"}}
+    api(served, "PATCH", f"/deployments/{of_small['small']}", given)
     before = {name: ["0 3 * * 1"] for name in of_small}
     before["small-retrain"].append("17 4 1 1 *")
     assert crons(served) == before
@@ -313,6 +315,9 @@ def test_schedules_that_people_made_in_prefect_outlive_a_restart_and_a_changed_f
     assert not any(each["paused"] for each in small_deployments(served))
     kept = [schedule for each in small_deployments(served) for schedule in each["schedules"] if not schedule["slug"]]
     assert [(each["schedule"]["timezone"], each["parameters"]["name"]) for each in kept] == [("Europe/Berlin", "x")] * 3
+    small = api(served, "GET", "/deployments/name/sft-rl/small")
+    assert (small["tags"], small["global_concurrency_limit"]["limit"]) == (["ours"], 2)
+    assert small["concurrency_options"]["collision_strategy"] == "CANCEL_NEW"
 
     write_config(folder)
     up(served, str(config))

@@ -354,6 +354,27 @@ def test_a_server_named_by_the_user_that_does_not_answer_is_an_error(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
+def test_another_password_or_address_for_the_server_named_by_the_user_is_said_at_once(
+    store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with local_server(store) as running:
+        for url, password, said in (
+            (running.api_url, "people:guessed", "knows another password: set PREFECT_API_AUTH_STRING"),
+            (running.api_url, "", "knows another password: set PREFECT_API_AUTH_STRING"),
+            (running.api_url.removesuffix("/api"), running.password, "it ends with /api"),
+        ):
+            monkeypatch.setenv("PREFECT_API_URL", url)
+            monkeypatch.setenv("PREFECT_API_AUTH_STRING", password)
+            monkeypatch.setenv("PREFECT_HOME", str(store / "no profiles"))
+            with pytest.raises(ServerError, match=said), local_server(store):
+                pass
+        monkeypatch.setenv("PREFECT_API_URL", running.api_url)
+        monkeypatch.setenv("PREFECT_API_AUTH_STRING", running.password)
+        with local_server(store) as named:
+            assert named.api_url == running.api_url
+
+
 def test_a_fastapi_that_is_too_new_is_named_as_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     broken = tmp_path / "packages" / "prefect"
     broken.mkdir(parents=True)

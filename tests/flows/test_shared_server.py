@@ -26,6 +26,7 @@ from flows.deployments import RETRAIN_FLOW, Deployment, deployments_of
 from flows.lost_runs import GONE
 from flows.prefect_yaml import render_prefect_yaml
 from flows.silent_runs import SILENT, mark_silent_runs
+from infra.ledger import Ledger
 from rollouts_core.errors import ConfigError
 from tests.flows.conftest import Rollouts, pids_of, processes_of
 from tests.flows.shared_server import SharedServer, shared_server
@@ -169,17 +170,65 @@ def test_a_serving_process_waits_for_a_server_that_is_away_for_minutes(server: S
         server.kill()
         time.sleep(280)  # Prefect's own patience is three to four minutes
         server.start()
-        run_id = start(server, "waiting")
+        run_id = start(server, offered_by(store, "waiting"))
         assert end_of(server, run_id, store / "prefect/serving.log") == "COMPLETED"
         assert json.loads((store / "prefect/serving.json").read_text())["pid"] == serving
     finally:
         assert rollouts_command(server, store, "down") == 0
 
 
+@pytest.mark.slow
+def test_stores_with_deployments_of_one_name_do_their_own_runs_and_cannot_cancel_each_others(
+    server: SharedServer, tmp_path: Path
+) -> None:
+    stores = [tmp_path / "ada", tmp_path / "ben"]
+    try:
+        for store in stores:
+            longer = LONG | {"training__sft__num_steps": 100_000}
+            config = write_small_pipeline(tmp_path / f"of-{store.name}", mode="sft", **longer)
+            assert rollouts_command(server, store, "up", str(config)) == 0
+        assert rollouts_command(server, stores[0], "run", "--deployment", "small", "run.name=mine") == 0
+        [sft] = wait_for_sft(stores[0])
+        [run] = server.ask("POST", "/flow_runs/filter", {"flow_runs": {"name": {"any_": ["mine"]}}})
+        assert run["parameters"]["config"]["data"]["sft"] == str(tmp_path / "of-ada/sft.jsonl")
+        assert not list(stores[1].glob("stages/*"))
+        said = [said_by(server, store, "status") for store in stores]
+        assert [run["id"] in text for text in said] == [True, False]
+        assert all(f"server       {server.address.ui_url}/v2" in text for text in said)
+        with pytest.raises(subprocess.CalledProcessError) as refused:
+            said_by(server, stores[1], "cancel", "mine")
+        assert "there is no run mine: those that can be cancelled are none" in refused.value.stdout
+        assert ": cancelled" in said_by(server, stores[0], "cancel", "mine")
+        wait_until(lambda: len(exits_of(sft)) == 1, what="the end of the job")
+    finally:
+        for store in stores:
+            assert rollouts_command(server, store, "down") == 0
+
+
+def offered_by(store: Path, name: str) -> str:
+    """What a deployment of a store is called on the server."""
+    with Ledger(store / "ledger.db") as ledger:
+        return f"{name}@{ledger.identity}"
+
+
 def rollouts_command(server: SharedServer, store: Path, *arguments: str) -> int:
     """The exit code of a command of somebody who named the server."""
     command = [sys.executable, "-m", "flows.cli", *arguments, "--store", str(store)]
     return subprocess.run(command, env=server.environment, stdin=subprocess.DEVNULL, timeout=180).returncode
+
+
+def said_by(server: SharedServer, store: Path, *arguments: str) -> str:
+    """What such a command says."""
+    return subprocess.run(
+        [sys.executable, "-m", "flows.cli", *arguments, "--store", str(store)],
+        env=server.environment | {"COLUMNS": "400"},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=True,
+        timeout=180,
+    ).stdout
 
 
 @contextmanager

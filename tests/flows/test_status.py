@@ -5,6 +5,7 @@ Without it a run that waits for a GPU looks like one that hangs.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import sys
@@ -12,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from flows.server import ServerAddress
+from flows.status import of_store
 from flows.up import status
 from infra.jobs import cancel_job, start_or_attach
 from infra.ledger import LEDGER_FILE, Ledger
@@ -62,6 +65,24 @@ def test_without_a_server_the_latest_reports_are_named(tmp_path: Path, capsys: p
     assert reports == [
         [f"{tmp_path}/runs/small-{i}/report.html", *(["RL improved"] if i == 5 else [])] for i in (6, 5, 4, 3, 2)
     ]
+
+
+def test_of_a_server_for_several_people_only_the_stores_runs_are_shown(tmp_path: Path) -> None:
+    """Those that began are known here; those that did not name the store."""
+    server = ServerAddress(api_url="", ui_url="", is_local=False)
+    runs = [
+        {"id": name, "parameters": {"run": {"store": store}}}
+        for name, store in (
+            ("alive", "relative"),
+            ("waits", str(tmp_path)),
+            ("theirs", "relative"),
+            ("other", "/other"),
+        )
+    ]
+    assert [run["id"] for run in of_store(server, tmp_path, runs)] == ["waits"]
+    with Ledger(tmp_path / LEDGER_FILE) as ledger, ledger.living_run("alive"):
+        assert [run["id"] for run in of_store(server, tmp_path, runs)] == ["alive", "waits"]
+    assert of_store(dataclasses.replace(server, is_local=True), tmp_path, runs) == runs
 
 
 def test_a_store_that_is_a_file_or_none_is_told_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
