@@ -91,7 +91,7 @@ def with_known_keys(settings: Any) -> Any:  # Any: unchecked input
     """What is posted about a node, whose keys must be some provider's: the form leaves those of another tab there."""
     known = {key for node_type in NODE_TYPES.values() for key in node_type.model_fields}
     for key in settings.keys() - known if isinstance(settings, dict) else ():
-        raise ValueError(f"unknown key node.{key}{suggest_key(['node', key], list(known))} ({OTHER_VERSION})")
+        raise ValueError(f"unknown key node.{key}{suggest_key(['node', key], list(known), Config)} ({OTHER_VERSION})")
     return settings
 
 
