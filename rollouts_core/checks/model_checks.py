@@ -110,6 +110,17 @@ def _check_weights(folder: Path, config: Config) -> None:
             f"model.path: the weights at {folder} are pickled, which the embedded engine does not read: convert them "
             "to safetensors"
         )
+    if jax := _stages_of_jax(config):
+        raise CheckpointError(
+            f'model.path: the weights at {folder} are pickled, which {jax[0]}.policy.backend "jax" does not read: '
+            'convert them to safetensors, or set backend = "pytorch"'
+        )
+
+
+def _stages_of_jax(config: Config) -> list[str]:
+    """The stages of the run that train with JAX."""
+    policies = {"sft": config.training.sft.policy, "rl": config.training.rl.policy}
+    return [f"training.{kind}" for kind, each in policies.items() if kind in config.mode and each.backend == "jax"]
 
 
 def _check_shards(folder: Path) -> None:
@@ -144,8 +155,7 @@ def check_jax_model(config: Config) -> None:
     Raises:
         CheckpointError, ConfigError: one sentence about the model.
     """
-    policies = {"sft": config.training.sft.policy, "rl": config.training.rl.policy}
-    if any(kind in config.mode and policy.backend == "jax" for kind, policy in policies.items()):
+    if _stages_of_jax(config):
         load_jax_architecture(config.model)
 
 

@@ -74,6 +74,7 @@ def load_hf_model(
             attn_implementation=_asked_attention(attention),
             trust_remote_code=config.trust_remote_code,
             use_safetensors=None if config.allow_pickle else True,
+            ignore_mismatched_sizes=True,  # told of below, in one sentence
             output_loading_info=True,
         )
     except ImportError as error:
@@ -84,6 +85,11 @@ def load_hf_model(
         raise CheckpointError(_say_unloadable("model", config.path, error)) from error
     if missing := sorted(loading["missing_keys"]):
         raise CheckpointError(f"the weights at {config.path} lack {len(missing)} tensors, {missing[0]} first")
+    for name, found, expected in sorted(loading["mismatched_keys"])[:1]:
+        raise CheckpointError(
+            f"the weights at {config.path} are not of its config.json: {name} has shape {tuple(found)}, expected "
+            f"{tuple(expected)}"
+        )
     placed = model.to(device)
     check_logits(placed)
     return placed.train()

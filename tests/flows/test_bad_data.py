@@ -239,7 +239,7 @@ def test_a_model_that_does_not_fit_is_named(folder: Path, change: Change, words:
     assert_refused(folder / "small.toml", words)
 
 
-def test_pickled_weights_that_are_allowed_are_refused_only_where_the_embedded_engine_reads_them(folder: Path) -> None:
+def test_pickled_weights_that_are_allowed_are_refused_only_where_somebody_cannot_read_them(folder: Path) -> None:
     pickle_weights(folder / "base_model")
     allowed = {"mode": "sft", "model__allow_pickle": True}
     assert_refused(write_config(folder, **allowed), "are pickled, which the embedded engine does not read: convert")
@@ -248,6 +248,9 @@ def test_pickled_weights_that_are_allowed_are_refused_only_where_the_embedded_en
     config = write_config(folder, **allowed, evaluation__metric="loss")
     outcome = CliRunner().invoke(app, ["validate", str(config)])
     assert outcome.exit_code == 0, outcome.output
+    jax = {"training__sft__policy": {"backend": "jax"}}
+    config = write_config(folder, **allowed, evaluation__metric="loss", **jax)
+    assert_refused(config, 'are pickled, which training.sft.policy.backend "jax" does not read: convert')
 
 
 def test_a_model_that_has_no_room_for_what_selection_samples_is_named_before_sft(folder: Path) -> None:

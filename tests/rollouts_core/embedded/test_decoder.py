@@ -133,6 +133,17 @@ def test_sharded_weights_load_like_one_file(model: PreTrainedModel, tmp_path: Pa
     torch.testing.assert_close(logits_V, expected_logits(model, prompt)[-1], atol=TOLERANCE, rtol=0)
 
 
+def test_the_rotation_that_old_llama_checkpoints_hold_per_layer_is_passed_over(
+    model: PreTrainedModel, model_dir: Path, tmp_path: Path
+) -> None:
+    save_model(model, tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    frequencies = {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": torch.ones(8) for i in range(2)}
+    save_file({**weights, **frequencies}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    decoders = [Decoder(folder, num_slots=1) for folder in (tmp_path, model_dir)]
+    assert decoders[0].weight_digests() == decoders[1].weight_digests()
+
+
 def test_digests_are_those_of_the_published_file(decoder: Decoder, other_dir: Path) -> None:
     decoder.load_weights(other_dir)
     published = load_file(other_dir / "model.safetensors")

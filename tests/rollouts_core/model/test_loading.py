@@ -272,6 +272,15 @@ def test_code_in_pickled_weights_does_not_run_even_when_they_are_allowed(
     assert not (tmp_path / "ran").exists()
 
 
+def test_weights_of_other_shapes_than_config_json_says_are_named(base_model: ModelConfig, tmp_path: Path) -> None:
+    shutil.copytree(base_model.path, tmp_path / "model")
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    changed = {**config, "intermediate_size": 2 * config["intermediate_size"]}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(changed))
+    with pytest.raises(CheckpointError, match=r"not of its config\.json: .*down_proj\.weight has shape .*, expected "):
+        load_hf_model(ModelConfig(path=str(tmp_path / "model")))
+
+
 def test_how_a_tokenizer_was_loaded_is_not_written_into_checkpoints(base_model: ModelConfig, tmp_path: Path) -> None:
     load_tokenizer(base_model).save_pretrained(tmp_path)
     written = json.loads((tmp_path / "tokenizer_config.json").read_text())
