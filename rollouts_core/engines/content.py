@@ -10,6 +10,7 @@ Servers fuse projections and may hold another number format than the files:
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,6 +42,9 @@ SHAPE_KEYS = ("model_type", "hidden_size", "num_hidden_layers", "num_attention_h
 SINGLE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 BODY_FILE, HEAD_FILE = "model-body.safetensors", "model-head.safetensors"
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+GPT2_EMBEDDING = "transformer.wte.weight"
+GPT2_MATRIX = re.compile(r"\.c_(attn|proj|fc)\.weight$")
+"""Matrices that GPT-2 multiplies from the other side than servers, which keep them transposed."""
 HEADLESS = ("gemma2", "gemma3n", "gemma3n_text", "cohere", "cohere2", "cohere2_moe")
 """Models whose hidden states vLLM multiplies by the embedding itself: no head of theirs can be old, or be given."""
 COPY_MARK = "-untied-"
@@ -202,9 +206,11 @@ def expected_digests(
     digests: dict[str, tuple[str, ...]] = {
         name: (tensor_digest(tensor),) for name, tensor in _fuse(tensors, served).items()
     }
-    for name in (EMBEDDING, HEAD):
+    for name in (EMBEDDING, GPT2_EMBEDDING, HEAD):
         if name in tensors and len(tensors[name]) % VOCABULARY_PADDING:
             digests[name] += (tensor_digest(_pad_rows(tensors[name])),)
+    for name in filter(GPT2_MATRIX.search, digests):
+        digests[name] += (tensor_digest(tensors[name].T.contiguous()),)
     return digests
 
 

@@ -6,16 +6,18 @@ Without it an update that a server did not take would pass, or one that it took 
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
 from rollouts_core.embedded.weights import read_tensors, tensor_digest
 from rollouts_core.engines.content import (
     EMBEDDING,
     EMPTY_DIGEST,
+    GPT2_MATRIX,
     HEAD,
     HeldTensors,
     check_same_model,
@@ -108,6 +110,18 @@ def test_fused_padded_and_rounded_tensors_are_recognised(tied_dir: Path, dtype: 
     served = held_by_a_fusing_server(tied_dir, dtype)
     digests = {name: tensor_digest(tensor)[:num_digits] for name, tensor in served.items()}
     assert find_unproven("http://e", read_tensors(tied_dir), "v1", HeldTensors(digests=digests, dtype=dtype)) == []
+
+
+@pytest.mark.parametrize("stale", ["", "transformer.h.0.attn.c_proj.weight", "transformer.wte.weight"])
+def test_matrices_of_gpt2_are_recognised_transposed_and_its_embedding_padded(stale: str) -> None:
+    published = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=1, n_embd=8, vocab_size=30, n_positions=4)).state_dict()
+    published.pop("lm_head.weight")
+    served = {name: tensor.T.contiguous() if GPT2_MATRIX.search(name) else tensor for name, tensor in published.items()}
+    served["transformer.wte.weight"] = torch.nn.functional.pad(published["transformer.wte.weight"], (0, 0, 0, 34))
+    digests = {name: tensor_digest(tensor + (name == stale)) for name, tensor in served.items()}
+    refused = pytest.raises(WeightSyncError, match=f"1 tensors differ, {stale}") if stale else nullcontext()
+    with refused:
+        assert find_unproven("http://e", published, "v1", HeldTensors(digests=digests, dtype=torch.float32)) == []
 
 
 @pytest.mark.parametrize("name", [QKV, HEAD, EMBEDDING, "model.norm.weight"])
