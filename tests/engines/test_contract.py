@@ -284,6 +284,15 @@ def test_a_server_that_a_killed_trainer_left_paused_generates_again_when_it_is_r
         assert has_generated(client, kind, server.url, timeout_s=30.0)
 
 
+@pytest.mark.parametrize(
+    "server",
+    [
+        pytest.param("embedded", marks=pytest.mark.slow),
+        pytest.param("sglang", marks=[pytest.mark.engine, pytest.mark.matrix]),
+        pytest.param("vllm", marks=pytest.mark.engine),
+    ],
+    indirect=True,
+)
 def test_a_server_that_was_killed_and_came_back_is_brought_up_to_date(server: Server, trained: SavedModel) -> None:
     """The last test of a server, so that the others do not pay for its start."""
 

@@ -15,10 +15,10 @@ from rollouts_core.engines import sweep
 from tests.engines.conftest import SavedModel
 from tests.engines.servers import serving
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.engine, pytest.mark.matrix, pytest.mark.timeout(400)]
 
 
-@pytest.mark.parametrize("kind", [pytest.param("sglang", marks=pytest.mark.matrix), "vllm"])
+@pytest.mark.parametrize("kind", ["sglang", "vllm"])
 def test_a_killed_engine_leaves_no_shared_memory_behind(kind: EngineKind, start: SavedModel, tmp_path: Path) -> None:
     with serving(kind, start.directory, tmp_path / "run") as server:
         assert server.process is not None

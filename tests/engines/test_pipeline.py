@@ -35,7 +35,8 @@ HIDDEN_SIZE = 128
         # What test_sending.py does without a run.
         pytest.param("sglang", "gloo", marks=pytest.mark.matrix),
         pytest.param("sglang", "tensors", marks=pytest.mark.matrix),
-        ("vllm", "auto"),
+        # test_evaluation.py has a run with vLLM.
+        pytest.param("vllm", "auto", marks=pytest.mark.matrix),
         pytest.param("vllm", "gloo", marks=pytest.mark.matrix),
     ],
 )
