@@ -245,8 +245,14 @@ def check_longest(source: str, num_tokens: int, model: ModelConfig) -> list[Caut
 
 
 def check_model_vocabulary(model: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise DataError when a local model embeds fewer tokens than its tokenizer has."""
-    vocab_size = num_embedded_tokens(model)
+    """Raise DataError when a local model embeds fewer tokens than its tokenizer has, CheckpointError than it names."""
+    vocab_size, folder = num_embedded_tokens(model), Path(model.path)
+    padding = read_model_number(folder, "pad_token_id")
+    if vocab_size is not None and padding is not None and padding >= vocab_size:
+        raise CheckpointError(
+            f"model.path: pad_token_id in {folder / 'config.json'} is {padding}, but the model embeds {vocab_size} "
+            "tokens: give it that of the tokenizer, or null"
+        )
     if vocab_size is not None and vocab_size < len(tokenizer):
         raise DataError(
             f"the tokenizer at {model.path} has {len(tokenizer)} tokens but the model embeds {vocab_size}: "

@@ -27,7 +27,7 @@ from transformers import (
 )
 
 from rollouts_core.checks.demonstrations import check_demonstrations
-from rollouts_core.checks.model_checks import check_packing, check_updatable, warn_of_dropout
+from rollouts_core.checks.model_checks import check_model_vocabulary, check_packing, check_updatable, warn_of_dropout
 from rollouts_core.checks.validate import (
     validate_config,
 )
@@ -159,6 +159,18 @@ def test_a_quantized_model_is_refused_before_a_training_and_by_it(
     config = with_rollout(environment="arithmetic").model_copy(update={"model": ModelConfig(path=str(folder))})
     with pytest.raises(ConfigError, match=rf"{folder} are quantized \({method}, .*give the model that they were made"):
         create_policy(config.model, PolicyConfig()) if is_loaded else validate_config(config)
+
+
+@pytest.mark.parametrize(("padding", "is_refused"), [(10**6, True), (0, False), (-1, False), (None, False)])
+def test_a_token_of_padding_that_the_model_does_not_embed_is_refused(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, padding: int | None, is_refused: bool
+) -> None:
+    """torch ends the job by an assertion about padding_idx there."""
+    settings = {"model_type": "llama", "vocab_size": len(tokenizer), "pad_token_id": padding}
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    refused = pytest.raises(CheckpointError, match=r"pad_token_id in .* give it that of the tokenizer, or null")
+    with refused if is_refused else nullcontext():
+        check_model_vocabulary(ModelConfig(path=str(tmp_path)), tokenizer)
 
 
 @pytest.mark.parametrize("family", MODELS)
