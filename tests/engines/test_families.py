@@ -54,7 +54,7 @@ FAMILIES: dict[str, PreTrainedConfig] = {
     "gemma2": Gemma2Config(**WINDOWED),
     "gemma3": Gemma3TextConfig(**WINDOWED),
     "cohere": CohereConfig(**SHAPE, logit_scale=1.0),
-    "smollm3": SmolLM3Config(**SHAPE),
+    "smollm3": SmolLM3Config(**SHAPE, pad_token_id=None),
     "granite": GraniteConfig(**SHAPE, tie_word_embeddings=True),
     "gpt2": GPT2Config(**GPT2),
 }
@@ -76,7 +76,8 @@ def make(family: str, seed: int, directory: Path) -> SavedModel:
     ("kind", "family"),
     [
         *(("vllm", family) for family in FAMILIES if family != "gpt2"),  # refused: tests/rollouts_core/checks
-        *(("sglang", family) for family in FAMILIES if family != "gemma2"),  # SGLang 0.5.23 does not start on a CPU
+        # SGLang 0.5.23 keeps Gemma 1's norms with 1 added, of which its checksums are, and starts no Gemma 2 on a CPU.
+        *(("sglang", family) for family in FAMILIES if family not in ("gemma", "gemma2")),
     ],
 )
 def test_new_weights_of_every_family_are_served(kind: EngineKind, family: str, tmp_path: Path) -> None:
