@@ -81,6 +81,7 @@ def test_a_run_whose_supervisor_is_killed_resumes_by_itself(rollouts: Rollouts, 
     assert_resumed(sft, attempt=2)
 
 
+@pytest.mark.matrix
 def test_ctrl_c_ends_the_job_although_a_dead_flow_wanted_it_too_and_the_next_run_resumes_it(
     rollouts: Rollouts, tmp_path: Path
 ) -> None:

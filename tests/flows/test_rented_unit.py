@@ -74,6 +74,7 @@ def states(rollouts: Rollouts) -> list[RentalState]:
         return [rental.state for rental in all_rentals(ledger)]
 
 
+@pytest.mark.matrix  # with machines of the user's own in test_cluster.py, rented ones in tests/infra/renting
 def test_two_machines_that_are_rented_train_together_and_are_given_back(
     rollouts: Rollouts, served_home: Path, cluster: Cluster, sky: Installed, key: Path, tmp_path: Path
 ) -> None:

@@ -7,8 +7,8 @@ go on from half a checkpoint, or pay for a second machine, and would still end w
 A case has four factors: where it breaks, how, on which node, and by what it is asked for again. These cases
 meet all pairs of their values that make sense, every place in every way among them: first, in few cases, every
 place, and all pairs of the other factors and of each of them with whether there is a job at the place. Of these few,
-`make test` takes as many as meet every way in which a run on this machine can break without what serves it, `make
-test-matrix` the others: a case takes half a minute to two. Rented machines are in test_rented.py, too.
+`make test` takes three that break in other places and ways, `make test-matrix` the others: a case takes half a minute to
+two. Rented machines are in test_rented.py, too.
 
                  exception  job  flow  serving  sigterm  server  node
     provision        x       -    x      x        x        x      x       -: EXCLUDED says why
@@ -221,7 +221,7 @@ POSSIBLE = [
     if is_possible(case := Case(place=place, way=way, node=node, again=again))
 ]
 FEW = cover(POSSIBLE, pairs_by_job)
-FEWEST = cover([case for case in FEW if case.node == "local" and case.way != "serving"], values_of)
+FEWEST = cover([case for case in FEW if case.node == "local" and case.way != "serving"], values_of)[:3]
 REST = cover(POSSIBLE, pairs_of, known=FEW)
 
 
@@ -243,7 +243,7 @@ def test_every_place_is_broken_in_every_way_and_few_cases_meet_every_place_and_w
     for factor in ("place", "way", "node", "again"):
         assert {getattr(case, factor) for case in FEW} == {getattr(case, factor) for case in POSSIBLE}
     assert all(is_possible(case) for case in every)
-    assert {case.way for case in FEWEST} == WAYS.keys() - {"node", "serving"}
+    assert len({case.way for case in FEWEST}) == len({case.place for case in FEWEST}) == 3
     assert {case.again for case in FEWEST} == set(AGAINS)
 
 

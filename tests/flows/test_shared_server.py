@@ -92,6 +92,7 @@ def test_a_worker_runs_what_was_deployed_cancel_ends_its_job_and_a_retry_attache
 
 
 @pytest.mark.slow
+@pytest.mark.matrix
 def test_cancel_ends_a_run_whose_worker_stopped_looking_while_the_server_was_away(
     server: SharedServer, tmp_path: Path
 ) -> None:
