@@ -74,7 +74,7 @@ def test_a_change_that_cannot_be_taken_over_is_tried_again_and_ends_nothing(serv
     up(served)
     home = served.store / "prefect"
     pid = json.loads((home / "serving.json").read_text())["pid"]
-    obstacle = home / f"serving.json.{pid}"  # where it writes what takes the place of the other one
+    obstacle = home / f".serving.json.{pid}.partial"  # where it writes what takes the place of the other one
     obstacle.mkdir()
     save_gpu_slots(home, 2)
     log = home / "serving.log"
