@@ -9,7 +9,7 @@ import importlib
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -547,12 +547,15 @@ def test_a_kept_machine_that_cannot_be_used_any_more_is_given_back_and_another_t
 def test_of_several_runs_that_want_a_kept_machine_one_gets_it(world: World) -> None:
     kept = fail_and_keep(world)
     taken: list[Rental] = []
-    requests = [REQUEST, *(replace(REQUEST, run_id=f"other{number}") for number in range(4))]
+    requests = [replace(REQUEST, run_id=f"other{number}") for number in range(5)]
     threads = [threading.Thread(target=lambda each=each: taken.append(world.rent(each))) for each in requests]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
+    with Ledger(world.path) as ledger, ExitStack() as living:
+        for request in requests:  # what a dead one had been given, the next one could take over
+            living.enter_context(ledger.living_run(request.run_id))
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
     assert len(taken) == 5 and len({rental.instance_id for rental in taken}) == 5
     assert kept.instance_id in {rental.instance_id for rental in taken} and len(world.fake.alive()) == 5
 
