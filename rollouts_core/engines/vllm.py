@@ -133,6 +133,7 @@ class VLLMEngine(EngineClient):
 
         Raises:
             WeightSyncError: the server serves a model of other shapes, or cannot be updated as it was started.
+            CheckpointError: no vLLM could take new weights of this model.
         """
         await self._check_updatable(path)
         async with self._update(version), _untied(path) as loaded:
@@ -148,6 +149,7 @@ class VLLMEngine(EngineClient):
 
         Raises:
             WeightSyncError: the server serves a model of other shapes, or cannot be updated as it was started.
+            CheckpointError: no vLLM could take new weights of this model.
         """
         await self._check_updatable(weights.model_dir)
         parallel = await self._config_of("parallel_config")

@@ -2,7 +2,7 @@
 
 vLLM answers 200 to `reload_weights` of a model whose output head is its embedding, takes all tensors over but the head,
 and samples from half of each. Without these tests an RL run on a small Qwen or Llama model trains on noise.
-When the last assertion of the first test fails, vLLM has mended it: then `content.untied` can go.
+When the last assertion of the first test fails, vLLM has mended it: then `content.write_untied` can go.
 """
 
 from __future__ import annotations
