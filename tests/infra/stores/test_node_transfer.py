@@ -148,7 +148,13 @@ def test_a_transfer_ends_at_its_limit(server: Server, tmp_path: Path) -> None:
     assert (code, answer) == (1, {"error": "it takes longer than 0.2 s"})
 
 
-@pytest.mark.parametrize("url", ["nonsense?X-Amz-Signature=CANARY", "http://127.0.0.1:1/a b?X-Amz-Signature=CANARY"])
+@pytest.mark.parametrize(
+    "url",
+    [
+        pytest.param("nonsense?X-Amz-Signature=CANARY", id="no scheme"),
+        pytest.param("http://127.0.0.1:1/a b?X-Amz-Signature=CANARY", id="a space"),
+    ],
+)
 def test_a_url_that_cannot_be_used_is_not_repeated(tmp_path: Path, url: str) -> None:
     code, answer, stderr = run("fetch", tmp_path, files=[{"path": "file", "size": 1, "url": url}])
     assert code == 1 and "cannot be reached" in answer["error"]
