@@ -70,7 +70,7 @@ def cancel_run(address: ServerAddress, ledger: Ledger, store: Path, run: FlowRun
     is_alive = ledger.is_alive(run["id"])
     if run["state_type"] in ENDED and is_alive:
         raise InputError(f"{_name(run)} is {run['state_name']}, and its process gives back what it holds just now")
-    if (run["state_type"] in (*ENDED, "CRASHED") and not is_alive) or is_left_alone(ledger, store, run):
+    if (run["state_type"] in (*ENDED, "CRASHED") and not is_alive) or is_left_alone(address, ledger, store, run):
         return _give_back_here(address, store, run)
     _set_state(address, run["id"], "CANCELLING")
     deadline = time.monotonic() + WAIT_S
@@ -81,7 +81,7 @@ def cancel_run(address: ServerAddress, ledger: Ledger, store: Path, run: FlowRun
             return "cancelled"
         if state["state_type"] in ("COMPLETED", "FAILED"):
             return f"it came to its end meanwhile, {state['state_name']}"
-        if is_left_alone(ledger, store, run):
+        if is_left_alone(address, ledger, store, run):
             return _give_back_here(address, store, state)
         time.sleep(POLL_S)
     raise RolloutsError(
@@ -118,11 +118,14 @@ def find_flow_run(address: ServerAddress, ledger: Ledger, store: Path, given: st
     raise InputError(f"there is no run {given}: those that can be cancelled are {going}")
 
 
-def is_left_alone(ledger: Ledger, store: Path, run: FlowRunJson) -> bool:
+def is_left_alone(address: ServerAddress, ledger: Ledger, store: Path, run: FlowRunJson) -> bool:
     """Whether the run was one of this store, its process is gone, and nobody is there who would see to it."""
-    if not ledger.has_died(run["id"]):
+    if not ledger.has_died(run["id"]) or find_serving(store) is not None:
         return False
-    return run["deployment_id"] is None or (not named_url() and find_serving(store) is None)
+    if run["deployment_id"] is None or not named_url():
+        return True
+    # Served from elsewhere, perhaps: the server has heard of whoever serves it within the last minute.
+    return bool(ask(address, "GET", f"/deployments/{run['deployment_id']}")["status"] == "NOT_READY")
 
 
 def _give_back_here(address: ServerAddress, store: Path, run: FlowRunJson) -> str:

@@ -9,18 +9,21 @@ import dataclasses
 import json
 import signal
 import subprocess
+import sys
+import uuid
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
+from flows.cancel import is_left_alone
 from flows.cancellation import NOT_PAUSED
 from flows.cli import app
 from flows.prefect_api import ask
 from flows.server import local_server
 from infra.ledger import LEDGER_FILE, Ledger
 from rollouts_core.checkpoint import list_checkpoints, verify_checkpoint
-from tests.flows.conftest import Rollouts
+from tests.flows.conftest import ROOT, Rollouts
 from tests.flows.test_faults import (
     LONG,
     assert_goes_on,
@@ -126,6 +129,28 @@ def test_a_served_run_that_nobody_serves_any_more_is_cancelled_and_not_started_a
     assert f"ended the job in {sft}" in output
     up(served)
     assert state_of(served, run_id) == "CANCELLED"
+
+
+def test_a_named_server_says_whether_somebody_serves_what_a_lost_run_was_started_by(
+    rollouts: Rollouts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else whoever cancels it waits twelve minutes for a process that may be on no machine at all."""
+    store, run_id = rollouts.store, str(uuid.uuid4())
+    with local_server(store) as address, Ledger(store / LEDGER_FILE) as ledger:
+        flow = ask(address, "POST", "/flows/", {"name": "sft-rl"})
+        deployment = ask(address, "POST", "/deployments/", {"name": "lost", "flow_id": flow["id"]})
+        run = {"id": run_id, "deployment_id": deployment["id"]}
+        monkeypatch.setenv("PREFECT_API_URL", address.api_url)
+        assert not is_left_alone(address, ledger, store, run), "it never said that it lived"
+        killed = "import os; run = Ledger(Path(sys.argv[1])).living_run(sys.argv[2]); run.__enter__(); os._exit(0)"
+        program = f"import sys; from pathlib import Path; from infra.ledger import Ledger; {killed}"
+        subprocess.run([sys.executable, "-c", program, store / LEDGER_FILE, run_id], check=True, cwd=ROOT)
+        assert is_left_alone(address, ledger, store, run)
+        # As a serving process asks, on whatever machine it is.
+        ask(address, "POST", "/deployments/get_scheduled_flow_runs", {"deployment_ids": [deployment["id"]]})
+        wait_until(
+            lambda: not is_left_alone(address, ledger, store, run), what="the sign of a serving process", every_s=0.5
+        )
 
 
 def run_that_holds(rollouts: Rollouts) -> str:
