@@ -213,7 +213,7 @@ def parse_pipeline(settings: dict[str, Any], path: Path) -> Pipeline:  # Any: un
     retrain, schedule = sections.pop("retrain", None), sections.pop("schedule", None)
     evaluate = sections.pop("evaluate", None)
     known = [*Config.model_fields, "node", "run", "retrain", "schedule", "evaluate"]
-    if unknown := [f"unknown key {key}{suggest_key([key], known, Config)}" for key in sections if key not in known]:
+    if unknown := [f"unknown key {key}{_suggest_table(key, known)}" for key in sections if key not in known]:
         raise ConfigError(list_mistakes(unknown, source=str(path)))
     optional = {"retrain": retrain or {}, "schedule": schedule or {}, "evaluate": evaluate or {}}
     for name, section in {"node": node, "run": run, **optional}.items():
@@ -240,6 +240,21 @@ def parse_pipeline(settings: dict[str, Any], path: Path) -> Pipeline:  # Any: un
     )
     check_retraining(pipeline.config, pipeline.retrain, pipeline.schedule, source=str(path))
     return pipeline
+
+
+def _suggest_table(key: str, known: list[str]) -> str:
+    """What may be meant by an unknown key at the top of a file: also a setting of a table that is not the core's."""
+    hint = suggest_key([key], known, Config)
+    tables = {
+        "run": [RunOptions],
+        "node": NODE_TYPES.values(),
+        "retrain": [RetrainConfig],
+        "schedule": [ScheduleConfig],
+    }
+    meant = [table for table, records in tables.items() if any(key in record.model_fields for record in records)]
+    if not meant or not hint.startswith("; known are"):
+        return hint
+    return f"; did you mean {' or '.join(f'{table}.{key}' for table in meant)}?"
 
 
 def _expected_provider(given: object) -> str:

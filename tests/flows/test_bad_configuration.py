@@ -29,6 +29,9 @@ from tests.small_pipeline import small_settings
     [
         ("modle", {}, "unknown key modle; did you mean model?"),
         ("nodes", {}, "unknown key nodes; did you mean node?"),
+        ("report_to", ["wandb"], "unknown key report_to; did you mean run.report_to?"),
+        ("max_usd", 3, "unknown key max_usd; did you mean node.max_usd?"),
+        ("cron", "0 3 * * *", "unknown key cron; did you mean schedule.cron?"),
         (
             "zzz",
             1,
