@@ -19,6 +19,7 @@ import pytest
 
 from flows.quickstart_files import quickstart_folder, write_missing_quickstart
 from flows.server import local_server
+from infra.locks import locked
 from rollouts_core.checkpoint import verify_checkpoint
 from tests.processes import dies_with_us
 from tests.small_pipeline import write_small_pipeline
@@ -93,11 +94,16 @@ def pids_of(store: Path) -> dict[int, str]:
 
 @pytest.fixture(scope="session")
 def prefect_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Prefect home whose database is migrated."""
-    store = tmp_path_factory.mktemp("template")
-    with local_server(store):
-        pass
-    wait_until(lambda: not processes_of(store), what="the end of the template's server")
+    """A Prefect home whose database is migrated; one for all processes of tests, since it takes one 6 s to make."""
+    base = tmp_path_factory.getbasetemp()
+    store = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "template"
+    store.mkdir(exist_ok=True)
+    with locked(store / "made.lock"):
+        if not (store / "is-made").exists():
+            with local_server(store):
+                pass
+            wait_until(lambda: not processes_of(store), what="the end of the template's server")
+            (store / "is-made").touch()
     return store / "prefect"
 
 
