@@ -43,9 +43,8 @@ def make_mistral() -> PreTrainedModel:
     return transformers.MistralForCausalLM(config)
 
 
-@pytest.mark.parametrize(
-    ("kind", "family"), [pytest.param("sglang", "qwen3", marks=pytest.mark.matrix), ("vllm", "mistral")]
-)
+@pytest.mark.matrix
+@pytest.mark.parametrize(("kind", "family"), [("sglang", "qwen3"), ("vllm", "mistral")])
 def test_an_evaluation_asks_the_engine_for_what_the_model_says(kind: EngineKind, family: str, tmp_path: Path) -> None:
     saved = save(make(0) if family == "qwen3" else make_mistral(), tmp_path / "model")
     write_quickstart_files(tmp_path / "rows", size=SIZE)

@@ -22,7 +22,6 @@ from tests.rollouts_core.data.hub import Hub, serve_hub
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(400)]
 
 END_TIMEOUT_S = 300.0
-KINDS: tuple[EngineKind, ...] = ("sglang", "vllm")
 COMMANDS = {
     "sglang": ("-m", "sglang.launch_server", "--device", "cpu", "--model-path"),
     "vllm": ("-m", "vllm.entrypoints.openai.api_server", "--enforce-eager", "--max-model-len", "64", "--model"),
@@ -53,14 +52,14 @@ def end_of(kind: EngineKind, model: str, folder: Path, hub: Hub, *, port: int = 
     return ended.stdout
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["sglang", pytest.param("vllm", marks=pytest.mark.matrix)])
 def test_a_gated_model_is_refused_by_the_hub(kind: EngineKind, hub: Hub, tmp_path: Path) -> None:
     hub.gated.add("team/gated")
     log = end_of(kind, "team/gated", tmp_path, hub)
     assert "the hub refuses the model: accept its terms" in explain_engine_log(log), log
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [pytest.param("sglang", marks=pytest.mark.matrix), "vllm"])
 def test_a_model_that_the_hub_does_not_show_is_missing_or_private(kind: EngineKind, hub: Hub, tmp_path: Path) -> None:
     log = end_of(kind, "team/nothing", tmp_path, hub)
     assert "missing at the hub, or private" in explain_engine_log(log), log

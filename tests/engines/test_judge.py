@@ -81,7 +81,7 @@ def judging(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Se
         pytest.param("embedded", marks=pytest.mark.slow),
         # Asked as the embedded engine is.
         pytest.param("sglang", marks=[pytest.mark.engine, pytest.mark.matrix]),
-        pytest.param("vllm", marks=pytest.mark.engine),
+        pytest.param("vllm", marks=[pytest.mark.engine, pytest.mark.matrix]),
     ],
     indirect=True,
 )

@@ -37,7 +37,7 @@ OPEN = {"embedded": (), "sglang": (), "vllm": ("/collective_rpc", "/update_weigh
     "kind",
     [
         pytest.param("embedded", marks=pytest.mark.slow),
-        pytest.param("sglang", marks=pytest.mark.engine),
+        pytest.param("sglang", marks=[pytest.mark.engine, pytest.mark.matrix]),
         pytest.param("vllm", marks=[pytest.mark.engine, pytest.mark.matrix]),
     ],
 )
