@@ -22,7 +22,7 @@ from flows.prefect_api import ask
 from flows.server import ServerAddress, local_server, named_url, prefect_environment, run_url
 from flows.status import FLOWS, NOT_ENDED, of_store, without_later_looks
 from flows.terminal import DEFAULT_STORE, Store, console
-from flows.up import find_serving
+from flows.up import check_server, find_serving
 from infra.ledger import Ledger
 from infra.renting.rentals import open_rentals
 from infra.run_ids import short_id
@@ -49,6 +49,7 @@ def cancel(
     Also of a run whose process was killed, or that failed and keeps its machine. A new run with the same settings goes
     on from the checkpoint.
     """
+    check_server(store)
     with open_registry(store) as ledger, local_server(store) as address:
         found = find_flow_run(address, ledger, store.resolve(), run)
         console.print(f"cancelling     {_name(found)}: {run_url(address, found['id'])}", markup=False)

@@ -9,7 +9,8 @@ looking after its runs (upkeep.py).
 
     serving.lock   held as long as this process lives
     gpu_slots      how many runs go at once; a change takes effect within a second (gpu_slots.py)
-    serving.json   written when every deployment is registered: pid, since, deployments with their digests, gpu_slots
+    serving.json   written when every deployment is registered: pid, since, deployments with their digests, gpu_slots,
+                   named_url
     serving.log    what this process and its flows said
 
 SIGTERM ends it and the flows, and leaves their jobs: the next start, or Retry, attaches to them.
@@ -36,7 +37,7 @@ from uuid import UUID
 from flows.deployments import EVALUATE_FLOW, FLOW, RETRAIN_FLOW, load_deployments, offered_name, parameters_for
 from flows.gpu_slots import load_gpu_slots
 from flows.live import served_live_pages
-from flows.server import ServerAddress, ServerError, local_server, prefect_environment
+from flows.server import ServerAddress, ServerError, local_server, named_url, prefect_environment
 from flows.store import STORE_VARIABLE
 from flows.tools import FINISH_FLOW, REAP_FLOW, TOOLS
 from flows.upkeep import look_after
@@ -189,7 +190,13 @@ async def _register(runner: Runner, tools: Runner, store: Path, served: dict[str
 
 def _write_state(home: Path, served: dict[str, str], gpu_slots: int) -> tuple[dict[str, str], int]:
     """Say what is served, and return that."""
-    state = {"pid": os.getpid(), "since": time.time(), "deployments": served, "gpu_slots": gpu_slots}
+    state = {
+        "pid": os.getpid(),
+        "since": time.time(),
+        "deployments": served,
+        "gpu_slots": gpu_slots,
+        "named_url": named_url(),
+    }
     write_json(home / "serving.json", state)
     return dict(served), gpu_slots
 

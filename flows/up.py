@@ -54,6 +54,7 @@ from flows.terminal import DEFAULT_STORE, Port, Store, console
 from flows.tools import TOOLS
 from infra.locks import is_locked, lock_file, open_lock, try_lock
 from infra.supervisor.variables import with_absolute_paths
+from rollouts_core.errors import InputError
 
 READY_TIMEOUT_S = 180.0
 DOWN_TIMEOUT_S = 45.0
@@ -73,6 +74,8 @@ class Serving:
     """Digests by name."""
     gpu_slots: int = DEFAULT_GPU_SLOTS
     """So many runs go at once."""
+    named_url: str | None = None
+    """The server of PREFECT_API_URL that it uses; empty where it uses the store's own, None where it did not say."""
 
 
 def up(
@@ -96,6 +99,7 @@ def up(
     own = [deployment for path in configs or [] for deployment in deployments_of(path)]
     check_names(own)
     check_writable(store)
+    check_server(store)
     is_new = False
 
     def begin(_: ServerAddress) -> None:
@@ -154,6 +158,8 @@ def status(store: Store = DEFAULT_STORE) -> None:
         typer.echo(f"store        {store} {state}: nothing was run in it, or --store names another folder")
     typer.echo(f"server       {said}")
     if serving:
+        if elsewhere := _served_elsewhere(serving):
+            typer.echo(f"             {elsewhere}")
         since = datetime.fromtimestamp(serving.since).astimezone().strftime("%Y-%m-%d %H:%M:%S")
         typer.echo(f"serving      process {serving.pid} since {since}: {describe_deployments(serving)}")
         typer.echo(f"gpu slots    {describe_gpu_slots(serving)}")
@@ -238,6 +244,22 @@ def find_serving(store: Path) -> Serving | None:
     return Serving(**state) if _is_locked(home) else None
 
 
+def check_server(store: Path) -> None:
+    """Raise InputError where the store's deployments are served at another server than this command would ask."""
+    serving = find_serving(store)
+    if serving and (elsewhere := _served_elsewhere(serving)):
+        raise InputError(f"{store}: {elsewhere}")
+
+
+def _served_elsewhere(serving: Serving) -> str:
+    """Where the deployments are served, if not at the server that commands of this terminal use."""
+    if serving.named_url in (None, named_url()):
+        return ""
+    if url := serving.named_url:
+        return f"its deployments are served, and its runs shown, at {url}: export PREFECT_API_URL={url}"
+    return "its deployments are served at a server of its own, and PREFECT_API_URL names another: unset PREFECT_API_URL"
+
+
 def describe_deployments(serving: Serving) -> str:
     """The names of what is served; those that evaluate, one for each pipeline, by their ending."""
     evaluations = {evaluation_name(name) for name in serving.deployments}
@@ -256,7 +278,9 @@ def require_serving(store: Path) -> Serving:
 
     Raises:
         ServerError: there is none, so that nobody would start a run.
+        InputError: it serves them at another server than this command would ask.
     """
+    check_server(store)
     if (serving := find_serving(store)) is None:
         raise ServerError(f"nothing serves the deployments of {store}: rollouts up --store {store} starts it")
     return serving

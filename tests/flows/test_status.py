@@ -12,17 +12,21 @@ import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from flows.cli import app
 from flows.server import ServerAddress
 from flows.status import of_store
 from flows.up import status
 from infra.jobs import cancel_job, start_or_attach
 from infra.ledger import LEDGER_FILE, Ledger
+from infra.locks import locked
 from infra.node import LocalNode
 from infra.providers import provision_node
 from infra.session import LocalSession
 from infra.supervisor.gpu_slots import GPU_LOCKS_VARIABLE
 from tests.infra.shell_jobs import shell_spec
+from tests.small_pipeline import write_small_pipeline
 
 
 @pytest.mark.slow
@@ -50,6 +54,39 @@ def test_a_job_that_waits_for_a_gpu_says_for_whom(
     waits = f"waits for GPU 0, held by run run-a (job {first.run_dir}) since"
     assert [waits in line for line in lines if second.run_dir in line] == [True]
     assert not any("waits for" in line for line in lines if line.split()[1] == first.run_dir)
+
+
+@pytest.mark.parametrize(
+    ("served_at", "asked", "words"),
+    [
+        (
+            "http://team:4200/api",
+            "",
+            "its runs shown, at http://team:4200/api: export PREFECT_API_URL=http://team:4200",
+        ),
+        ("", "http://team:4200/api/", "at a server of its own, and PREFECT_API_URL names another: unset"),
+    ],
+)
+def test_commands_say_at_which_other_server_the_deployments_are_served(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, served_at: str, asked: str, words: str
+) -> None:
+    """Without it somebody in a second terminal looks at an empty server, and starts what nobody runs."""
+    monkeypatch.setenv("PREFECT_API_URL", asked)
+    home = tmp_path / "prefect"
+    home.mkdir()
+    state = {"pid": os.getpid(), "since": 0.0, "deployments": {}, "named_url": served_at}
+    (home / "serving.json").write_text(json.dumps(state))
+    (tmp_path / "config").mkdir()
+    config = str(write_small_pipeline(tmp_path / "config"))
+    with locked(home / "serving.lock"):
+        for arguments in (["up", config], ["cancel", "small"], ["run", "--deployment", "quickstart"]):
+            outcome = CliRunner().invoke(app, [*arguments, "--store", str(tmp_path)])
+            assert outcome.exit_code == 2, outcome.output
+            assert words in outcome.stderr
+        assert not (home / "deployments").exists()
+        assert words in CliRunner().invoke(app, ["status", "--store", str(tmp_path)]).stdout
+        monkeypatch.setenv("PREFECT_API_URL", served_at)
+        assert "are served" not in CliRunner().invoke(app, ["status", "--store", str(tmp_path)]).stdout
 
 
 def test_without_a_server_the_latest_reports_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
