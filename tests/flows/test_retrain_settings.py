@@ -122,8 +122,14 @@ def test_a_schedule_of_data_that_cannot_change_is_refused(folder: Path) -> None:
     ("retrain", "words"),
     [
         ({"margin": 1.0}, "retrain.margin 1 lets no model into production"),
-        ({"max_p_value": 0.00001}, "retrain.max_p_value 1e-05 lets nothing count"),
-        ({"sources": ["nowhere"]}, "nowhere, which is watched for new data, does not exist"),
+        pytest.param(
+            {"max_p_value": 0.00001}, "retrain.max_p_value 1e-05 lets nothing count", marks=pytest.mark.matrix
+        ),
+        pytest.param(
+            {"sources": ["nowhere"]},
+            "nowhere, which is watched for new data, does not exist",
+            marks=pytest.mark.matrix,
+        ),
         ({"sources": ["."]}, "/small, which is watched for new data, has the store"),
     ],
 )

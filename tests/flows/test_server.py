@@ -167,6 +167,7 @@ def test_kill_9_of_the_only_user_ends_the_server(store: Path) -> None:
     wait_until(lambda: not processes_of(store))
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 def test_kill_9_of_a_user_during_the_start_ends_the_server(store: Path) -> None:
     user = subprocess.Popen([sys.executable, "-c", STAYING_USER, str(store)], cwd=ROOT, stdin=subprocess.PIPE)
@@ -176,6 +177,7 @@ def test_kill_9_of_a_user_during_the_start_ends_the_server(store: Path) -> None:
     wait_until(lambda: not processes_of(store))
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 def test_who_joins_while_the_server_stops_gets_one_that_stays(store: Path) -> None:
     with local_server(store) as address:
@@ -186,6 +188,7 @@ def test_who_joins_while_the_server_stops_gets_one_that_stays(store: Path) -> No
         wait_until(lambda: is_healthy(joined))
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 def test_the_address_left_by_a_killed_keeper_is_not_believed(store: Path) -> None:
     with local_server(store) as address:
@@ -210,7 +213,7 @@ def test_a_killed_server_comes_back_on_its_port_where_runs_look_for_it(store: Pa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.matrix)])
 def test_a_server_that_ends_is_started_again_by_whoever_uses_it(store: Path, number: signal.Signals) -> None:
     """Otherwise no schedule fires until somebody gives a command, and runs end for want of an answer."""
     with local_server(store) as address:
@@ -221,6 +224,7 @@ def test_a_server_that_ends_is_started_again_by_whoever_uses_it(store: Path, num
         assert keeper_pid(store) != first
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 def test_what_a_server_said_before_it_ended_is_there_when_another_one_has_taken_its_place(store: Path) -> None:
     with local_server(store) as address:
@@ -252,6 +256,7 @@ def test_a_server_whose_services_stand_still_begins_anew_at_its_address(
         assert keeper_pid(store) == second, log
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 def test_a_server_that_was_stopped_and_goes_on_is_no_server_that_stands_still(
     store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -268,6 +273,7 @@ def test_a_server_that_was_stopped_and_goes_on_is_no_server_that_stands_still(
         assert "stand still" not in (store / "prefect/server.log").read_text()
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 def test_the_only_run_of_a_deployment_keeps_its_slot_when_the_server_is_killed(store: Path) -> None:
     """Otherwise Prefect ends a retraining at its next renewal: within four minutes, without a word of the server."""
