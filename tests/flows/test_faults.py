@@ -182,6 +182,7 @@ def test_ctrl_c_of_one_of_two_runs_leaves_their_common_sft_to_the_other(rollouts
     assert exits_of(sft) == ["exit-1.json"]
 
 
+@pytest.mark.matrix
 def test_cancel_in_prefect_ends_a_run_of_a_terminal_as_ctrl_c_does(rollouts: Rollouts, tmp_path: Path) -> None:
     process, sft = run_until(rollouts, write_small_pipeline(tmp_path / "small", mode="sft", **LONG), "sft")
     (run_id,) = re.findall(r"/runs/flow-run/(\S+)", rollouts.said())
@@ -199,6 +200,7 @@ def test_cancel_in_prefect_ends_a_run_of_a_terminal_as_ctrl_c_does(rollouts: Rol
 # ── what an earlier run left ──
 
 
+@pytest.mark.matrix
 def test_sft_alone_ends_with_the_selected_sft_checkpoint(finished_sft: Path) -> None:
     (run,) = (finished_sft / "store/runs").iterdir()
     record = json.loads((run / "run.json").read_text())

@@ -69,6 +69,7 @@ def test_runs_beyond_the_slots_are_queued_until_there_is_one(served: Rollouts, t
     assert "gpu slots      1: as many" in up(served)
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 def test_a_change_that_cannot_be_taken_over_is_tried_again_and_ends_nothing(served: Rollouts) -> None:  # noqa: F811
     up(served)

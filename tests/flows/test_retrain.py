@@ -337,6 +337,7 @@ def crons(rollouts: Rollouts) -> dict[str, list[str]]:
     }
 
 
+@pytest.mark.matrix
 def test_a_run_of_a_person_registers_its_checkpoint_where_it_is_asked_to(rollouts: Rollouts, folder: Path) -> None:
     code, output = rollouts.run("run", str(write_config(folder, run__register_as="mine")))
     assert code == 0, output
