@@ -490,7 +490,8 @@ def _is_i64(value: Json) -> bool:
 
 
 def _is_bias(token: str, value: Json) -> bool:
-    return token.isdecimal() and (_is_integer(value) or isinstance(value, float))
+    # Python refuses to read a number of more than 4,300 digits.
+    return token.isdecimal() and len(token) < 20 and (_is_integer(value) or isinstance(value, float))
 
 
 def _unsupported(name: str) -> RequestError:

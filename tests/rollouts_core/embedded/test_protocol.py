@@ -139,6 +139,7 @@ def test_text_goes_through_the_tokenizer() -> None:
         ({"input_ids": [1], "sampling_params": {"stop_regex": 3}}, "for `stop_regex`, expected a string or a list"),
         ({"input_ids": [1], "sampling_params": {"logit_bias": {"x": 1}}}, "expected token ids with a number each"),
         ({"input_ids": [1], "sampling_params": {"logit_bias": {"3": "1"}}}, "expected token ids with a number each"),
+        ({"input_ids": [1], "sampling_params": {"logit_bias": {"3" * 5000: 1}}}, "expected token ids with a number"),
         ({"input_ids": [1], "sampling_params": {"n": 1.5}}, "for `n`, expected i64"),
         ({"input_ids": [1], "rid": 3}, "expected a string"),
     ],
