@@ -468,7 +468,7 @@ def _check_sampling_type(name: str, value: Json) -> None:
         case "ignore_eos" | "skip_special_tokens" | "no_stop_trim":
             is_fine, expected = isinstance(value, bool), "a boolean"
         case "temperature" | "top_p" | "min_p" | "frequency_penalty" | "presence_penalty" | "repetition_penalty":
-            is_fine, expected = _is_integer(value) or isinstance(value, float), "f64"
+            is_fine, expected = _is_f64(value), "f64"
         case _:
             is_fine, expected = _is_integer(value), "i64"
     if not is_fine:
@@ -489,9 +489,13 @@ def _is_i64(value: Json) -> bool:
     return _is_integer(value) and -(2**63) <= value < 2**63
 
 
+def _is_f64(value: Json) -> bool:
+    return isinstance(value, float) or (_is_integer(value) and value.bit_length() < 1024)  # what is longer is no float
+
+
 def _is_bias(token: str, value: Json) -> bool:
     # Python refuses to read a number of more than 4,300 digits.
-    return token.isdecimal() and len(token) < 20 and (_is_integer(value) or isinstance(value, float))
+    return token.isdecimal() and len(token) < 20 and _is_f64(value)
 
 
 def _unsupported(name: str) -> RequestError:

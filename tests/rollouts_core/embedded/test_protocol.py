@@ -132,6 +132,8 @@ def test_text_goes_through_the_tokenizer() -> None:
             "^unknown field `max_tokens`, expected one of `max_",
         ),
         ({"input_ids": [1], "sampling_params": {"temperature": "hot"}}, "str `hot` for `temperature`, expected f64"),
+        ({"input_ids": [1], "sampling_params": {"temperature": 10**400}}, "for `temperature`, expected f64"),
+        ({"input_ids": [1], "sampling_params": {"logit_bias": {"3": 10**400}}}, "expected token ids with a number"),
         ({"input_ids": [1], "sampling_params": {"max_new_tokens": 1.5}}, "expected i64"),
         ({"input_ids": [1], "sampling_params": {"stop_token_ids": 3}}, "expected a list of i64"),
         ({"input_ids": [1], "sampling_params": {"stop_token_ids": [2**63]}}, "expected a list of i64"),
