@@ -1,6 +1,7 @@
 """Sessions, run directories whose jobs are gone when the test is over, and a disk of 2 MB.
 
-`session` is every kind of session in turn: what holds for one holds for all. Over SSH it is marked slow.
+`session` is every kind of session in turn: what holds for one holds for all. Over SSH it is marked slow, and for the
+matrix where the server is 20 ms away, or the one that takes OpenSSH's place.
 """
 
 import sys
@@ -18,12 +19,12 @@ from tests.infra.delay_proxy import delayed_port
 from tests.infra.ssh_server import SSHServer, find_sshd, running_server
 from tests.mounts import mounted_tmpfs
 
-SESSIONS_OF_JOBS = [
+SESSIONS = [
     "local",
-    *(pytest.param(name, marks=pytest.mark.slow) for name in ("ssh", "far")),
-    pytest.param("stand_in", marks=[pytest.mark.slow, pytest.mark.matrix]),  # a minute: test_ssh_session.py has some
+    pytest.param("ssh", marks=pytest.mark.slow),
+    *(pytest.param(name, marks=[pytest.mark.slow, pytest.mark.matrix]) for name in ("far", "stand_in")),
 ]
-"""What jobs are tested over: parameters of a fixture that returns `session_called(request)`."""
+"""Parameters of a fixture that returns `session_called(request)`."""
 
 
 @pytest.fixture(scope="session")
@@ -62,7 +63,7 @@ def far_session(ssh_server: SSHServer, tmp_path_factory: pytest.TempPathFactory)
             yield session
 
 
-@pytest.fixture(params=["local", *(pytest.param(name, marks=pytest.mark.slow) for name in ("ssh", "far", "stand_in"))])
+@pytest.fixture(params=SESSIONS)
 def session(request: pytest.FixtureRequest) -> Session:
     return session_called(request)
 

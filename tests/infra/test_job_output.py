@@ -20,13 +20,7 @@ from infra.jobs import (
     start_or_attach,
 )
 from infra.session import Session
-from tests.infra.conftest import SESSIONS_OF_JOBS, session_called
 from tests.infra.shell_jobs import kill_follower, shell_spec, wait_for_end
-
-
-@pytest.fixture(params=SESSIONS_OF_JOBS)
-def session(request: pytest.FixtureRequest) -> Session:
-    return session_called(request)
 
 
 def test_the_log_keeps_its_beginning_and_its_end_within_the_limit(session: Session, run_dir: Path) -> None:

@@ -32,7 +32,6 @@ from infra.jobs import (
 )
 from infra.session import LocalSession, Session
 from infra.supervisor.files import read_json
-from tests.infra.conftest import SESSIONS_OF_JOBS, session_called
 from tests.infra.shell_jobs import is_alive, kill_follower, read_pid, shell_spec, wait_for_end
 from tests.mounts import mounted_tmpfs
 from tests.waiting import wait_until
@@ -41,11 +40,6 @@ LEASE_S = 10.0
 """Renewing a lease starts a process, which takes a busy machine a while."""
 SAVING = "trap 'echo ends; sleep 2; echo saved >> saved; exit 0' TERM; echo up; while :; do sleep 0.05; done"
 WRITE_RESULT = """echo '{"loss": 0.5}' > result.part; mv result.part result.json"""
-
-
-@pytest.fixture(params=SESSIONS_OF_JOBS)
-def session(request: pytest.FixtureRequest) -> Session:
-    return session_called(request)
 
 
 def supervisor_pid(run_dir: Path, attempt: int = 1) -> int:

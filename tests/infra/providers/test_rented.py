@@ -236,7 +236,7 @@ def test_a_machine_whose_ssh_server_never_comes_up_is_given_back(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("demand", ["min_link_mbit_s", "min_disk_mb_s"])
+@pytest.mark.parametrize("demand", [pytest.param("min_link_mbit_s", marks=pytest.mark.matrix), "min_disk_mb_s"])
 def test_a_machine_that_is_too_slow_is_given_back_and_the_next_offer_taken(
     fake: FakeRunPod, ssh_server: SSHServer, tmp_path: Path, demand: str
 ) -> None:
