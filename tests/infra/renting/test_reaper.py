@@ -404,8 +404,13 @@ def test_a_run_that_is_interrupted_while_its_machine_is_being_made_gives_it_back
     assert (row.state, fake.alive(), len(fake.machines)) == (RentalState.GONE, [], 1)
 
 
-@pytest.mark.parametrize("num_machines", [1, pytest.param(2, marks=pytest.mark.matrix)])
-def test_kills_at_thirty_moments_leave_nothing_behind_at_any_provider(tmp_path: Path, num_machines: int) -> None:
+@pytest.mark.parametrize(
+    ("num_kills", "num_machines"),
+    [(15, 1), pytest.param(30, 1, marks=pytest.mark.matrix), pytest.param(30, 2, marks=pytest.mark.matrix)],
+)
+def test_kills_at_any_moment_leave_nothing_behind_at_any_provider(
+    tmp_path: Path, num_kills: int, num_machines: int
+) -> None:
     chance = random.Random(20)
     fakes: list[FakeCloud] = []
     with ExitStack() as stack:
@@ -417,7 +422,7 @@ def test_kills_at_thirty_moments_leave_nothing_behind_at_any_provider(tmp_path: 
         started = time.monotonic()
         assert run_once(tmp_path, places[0][1], "whole", provider=places[0][0], num_machines=num_machines).wait(60) == 0
         whole_s = time.monotonic() - started
-        for number in range(30):
+        for number in range(num_kills):
             provider, url = places[number % 5]
             if number % 3 == 0:
                 fakes[number % 5].faults.drop_creates = 1
@@ -439,7 +444,7 @@ def test_kills_at_thirty_moments_leave_nothing_behind_at_any_provider(tmp_path: 
         rows = all_rentals(ledger)
     assert report.failures == [] and [fake.alive() for fake in fakes] == [[]] * 5
     created = {machine.name for fake in fakes for machine in fake.machines.values()}
-    assert num_left > 0 and len(created) > 20, "the kills came at moments that test nothing"
+    assert num_left > 0 and len(created) > num_kills * 2 / 3, "the kills came at moments that test nothing"
     assert max(fake.most_at_once for fake in fakes) == num_machines, "a run had more machines at once than it wants"
     assert all(row.state.is_over or row.name not in created for row in rows) and created <= {row.name for row in rows}
 
