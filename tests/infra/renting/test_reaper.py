@@ -419,15 +419,19 @@ def test_kills_at_any_moment_leave_nothing_behind_at_any_provider(
             fakes.append(fake_type())
             places.append((name, stack.enter_context(fakes[-1].served()) + base))
             fakes[-1].faults = Faults(list_lag_s=0.3, boot_s=0.1, end_lag_s=0.1)
+        whole = run_once(tmp_path, places[0][1], "whole", provider=places[0][0], num_machines=num_machines)
+        wait_for_request(fakes[0], whole)
         started = time.monotonic()
-        assert run_once(tmp_path, places[0][1], "whole", provider=places[0][0], num_machines=num_machines).wait(60) == 0
+        assert whole.wait(60) == 0
         whole_s = time.monotonic() - started
         for number in range(num_kills):
             provider, url = places[number % 5]
             if number % 3 == 0:
                 fakes[number % 5].faults.drop_creates = 1
+            fakes[number % 5].requests.clear()
             run_id = f"n{number:02d}"
             process = run_once(tmp_path, url, run_id, provider=provider, num_machines=num_machines)
+            wait_for_request(fakes[number % 5], process)
             time.sleep(chance.uniform(0.0, whole_s))
             os.kill(process.pid, signal.SIGKILL)
             process.wait()
@@ -447,6 +451,11 @@ def test_kills_at_any_moment_leave_nothing_behind_at_any_provider(
     assert num_left > 0 and len(created) > num_kills * 2 / 3, "the kills came at moments that test nothing"
     assert max(fake.most_at_once for fake in fakes) == num_machines, "a run had more machines at once than it wants"
     assert all(row.state.is_over or row.name not in created for row in rows) and created <= {row.name for row in rows}
+
+
+def wait_for_request(fake: FakeCloud, process: subprocess.Popen[bytes]) -> None:
+    """Return when the provider was asked something: a kill before that tests nothing."""
+    wait_until(lambda: bool(fake.requests) or process.poll() is not None, what="a request", every_s=0.005)
 
 
 def begin_run(
