@@ -26,6 +26,9 @@ from tests.processes import dies_with_us
 
 _PRIVILEGE_SEPARATION_DIR = Path("/run/sshd")
 """Where sshd locks itself up when root starts it."""
+NO_BASHRC = "SetEnv SHLVL=1"
+"""Bash reads the user's file where sshd starts it and it is the first shell. What pyenv has there takes longer than the
+command, and waits a minute for the lock of one that a test has killed."""
 _STAND_IN = Path(__file__).with_name("stand_in_sshd.py")
 
 
@@ -113,7 +116,8 @@ class SSHServer:
 
     def _write_config(self, more: str) -> None:
         text = sshd_config("127.0.0.1", self.port, self.host_key_file, self.folder / "authorized_keys")
-        (self.folder / "sshd_config").write_text(text + more)
+        # Of several lines with SetEnv sshd takes the first.
+        (self.folder / "sshd_config").write_text(f"{text}{more}\n{NO_BASHRC}\n")
 
 
 def sshd_config(address: str, port: int, host_key: Path, authorized_keys: Path) -> str:
