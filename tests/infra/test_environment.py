@@ -106,7 +106,7 @@ def test_an_index_with_a_password_is_no_setting(index: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("installer", ["pip", "uv"])
+@pytest.mark.parametrize("installer", ["pip", pytest.param("uv", marks=pytest.mark.matrix)])
 def test_an_environment_has_the_versions_and_is_made_once(session: Session, node: Node, installer: Installer) -> None:
     python = ensure_environment(session, node, SMALL, installer=installer)
     assert Path(python).is_relative_to(node.root)
@@ -129,7 +129,7 @@ def write_wheel(folder: Path, name: str, version: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("installer", ["pip", "uv"])
+@pytest.mark.parametrize("installer", [pytest.param("pip", marks=pytest.mark.matrix), "uv"])
 def test_what_variables_of_the_machine_say_about_packages_counts(
     node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, installer: Literal["pip", "uv"]
 ) -> None:
