@@ -7,7 +7,7 @@ go on from half a checkpoint, or pay for a second machine, and would still end w
 A case has four factors: where it breaks, how, on which node, and by what it is asked for again. These cases
 meet all pairs of their values that make sense, every place in every way among them: first, in few cases, every
 place, and all pairs of the other factors and of each of them with whether there is a job at the place. Of these few,
-`make test` takes three that break in other places and ways, `make test-matrix` the others: a case takes half a minute
+`make test` takes two that break in other places and ways, `make test-matrix` the others: a case takes half a minute
 to two. Rented machines are in test_rented.py, too.
 
                  exception  job  flow  serving  sigterm  server  node
