@@ -142,7 +142,8 @@ def check_logits(hf_model: PreTrainedModel) -> None:
         return
     hf_model.eval()
     token_ids = torch.arange(2, device=hf_model.device)[None]
-    products = head(hf_model.base_model(input_ids=token_ids, use_cache=False).last_hidden_state).float()
+    hidden = hf_model.base_model(input_ids=token_ids, use_cache=False).last_hidden_state
+    products = head(hidden.to(head.weight.dtype)).float()  # Mamba keeps its hidden states in float32
     if products.isnan().any():
         raise DivergedError(describe_diverged(hf_model.name_or_path))
     largest = max(float(products.abs().max()), torch.finfo(torch.float32).tiny)
