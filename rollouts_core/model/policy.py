@@ -163,12 +163,22 @@ def find_mixed_samples(hf_model: PreTrainedModel) -> bool:
 
 
 def recompute_activations(hf_model: PreTrainedModel) -> None:
-    """Make the layers compute their activations again in the backward pass, under either name of transformers 5."""
+    """Make the layers compute their activations again in the backward pass, under either name of transformers 5.
+
+    Raises:
+        ConfigError: the model's layers cannot.
+    """
     options = {"use_reentrant": False}
-    if hasattr(hf_model, "activation_checkpointing_enable"):
-        hf_model.activation_checkpointing_enable(options)
-    else:
-        hf_model.gradient_checkpointing_enable(options)
+    try:
+        if hasattr(hf_model, "activation_checkpointing_enable"):
+            hf_model.activation_checkpointing_enable(options)
+        else:
+            hf_model.gradient_checkpointing_enable(options)
+    except ValueError as error:
+        raise ConfigError(
+            f"{hf_model.config.model_type} models cannot compute activations again: set "
+            "policy.activation_checkpointing = false"
+        ) from error
 
 
 def score_targets(

@@ -24,6 +24,8 @@ from transformers import (
     MistralConfig,
     MistralForCausalLM,
     MptConfig,
+    OpenAIGPTConfig,
+    OpenAIGPTLMHeadModel,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2Config,
@@ -38,7 +40,7 @@ from rollouts_core.batch import TrainBatch, build_batch, place_samples, split_by
 from rollouts_core.config import PLAIN_POLICY, LoRAConfig, ModelConfig, OptimConfig, PolicyConfig
 from rollouts_core.errors import ConfigError
 from rollouts_core.model import policy
-from rollouts_core.model.policy import compute_hidden_states, compute_logprobs, create_policy
+from rollouts_core.model.policy import compute_hidden_states, compute_logprobs, create_policy, recompute_activations
 from tests.rollouts_core.make import (
     STATE_OF_ITS_OWN,
     TINY_MODEL,
@@ -205,6 +207,12 @@ def test_layers_compute_their_activations_again_in_the_backward_pass(
         layer.mlp.register_forward_pre_hook(lambda *_: calls.append(1))
     asyncio.run(backend.forward_backward(make_batch()).result())
     assert len(calls) == 2 * len(backend.model.base_model.layers)
+
+
+def test_a_model_that_cannot_recompute_activations_is_one_sentence() -> None:
+    model = OpenAIGPTLMHeadModel(OpenAIGPTConfig(vocab_size=VOCABULARY, n_positions=8, n_embd=8, n_layer=1, n_head=2))
+    with pytest.raises(ConfigError, match=r"openai-gpt models cannot .*: set policy\.activation_checkpointing = false"):
+        recompute_activations(model)
 
 
 def test_recomputed_activations_give_the_same_gradient(base_model: ModelConfig) -> None:
