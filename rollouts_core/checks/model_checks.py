@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from safetensors import SafetensorError, safe_open
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from rollouts_core.backends.jax_architecture import load_jax_architecture
 from rollouts_core.config import ENGINE_MARGINS, Config, EngineKind, ModelConfig
@@ -157,6 +158,31 @@ def check_jax_model(config: Config) -> None:
     """
     if _stages_of_jax(config):
         load_jax_architecture(config.model)
+
+
+def check_language_model(config: Config) -> list[Caution]:
+    """A warning where a model can do more than the language model that is trained of it.
+
+    Raises:
+        ConfigError: transformers knows no language model of this kind.
+    """
+    settings = find_settings(config.model)
+    if settings is None or (config.model.trust_remote_code and getattr(settings, "auto_map", None)):
+        return []
+    if type(settings) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ConfigError(
+            f"model.path: {config.model.path} holds a {settings.model_type} model, and transformers has no language "
+            "model of this kind (AutoModelForCausalLM), which is what is trained here: give a model that it has"
+        )
+    has_parts = settings.get_text_config() is not settings
+    if not has_parts or MODEL_FOR_CAUSAL_LM_MAPPING[type(settings)].config_class is type(settings):
+        return []
+    return [
+        Caution(
+            f"model.path: of the {settings.model_type} model at {config.model.path} the language model alone is "
+            "trained, and checkpoints hold nothing else of it: they cannot see images"
+        )
+    ]
 
 
 def check_packing(config: Config) -> None:

@@ -23,6 +23,7 @@ from rollouts_core.checks.learning_rates import check_learning_rates
 from rollouts_core.checks.model_checks import (
     check_generable,
     check_jax_model,
+    check_language_model,
     check_model_files,
     check_model_vocabulary,
     check_packing,
@@ -66,10 +67,11 @@ def validate_config(config: Config) -> list[str]:
     check_generable(config)
     check_updatable(config)
     check_jax_model(config)
+    cautions = check_language_model(config)
     check_packing(config)
     tokenizer = load_tokenizer(config.model)
     check_model_vocabulary(config.model, tokenizer)
-    findings = [f"model {config.model.path}: tokenizer with {len(tokenizer)} tokens"]
+    findings = [f"model {config.model.path}: tokenizer with {len(tokenizer)} tokens", *cautions]
     findings += [*find_settings_without_effect(config), *check_learning_rates(config), *warn_of_dropout(config)]
     findings += check_adapters(config)
     held_out = _read_held_out(config)

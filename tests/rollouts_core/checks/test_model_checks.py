@@ -4,6 +4,7 @@ Without it a run would train on masks, places or lengths that its model does not
 """
 
 import json
+import re
 import shutil
 from contextlib import nullcontext
 from pathlib import Path
@@ -15,6 +16,7 @@ from safetensors.torch import save_file
 from transformers import (
     BloomConfig,
     FalconConfig,
+    Gemma3Config,
     GPT2Config,
     GPTJConfig,
     GPTNeoConfig,
@@ -23,11 +25,20 @@ from transformers import (
     OPTConfig,
     PreTrainedConfig,
     PreTrainedTokenizerBase,
+    Qwen3_5Config,
+    Qwen3VLConfig,
     SeedOssConfig,
+    T5Config,
 )
 
 from rollouts_core.checks.demonstrations import check_demonstrations
-from rollouts_core.checks.model_checks import check_model_vocabulary, check_packing, check_updatable, warn_of_dropout
+from rollouts_core.checks.model_checks import (
+    check_language_model,
+    check_model_vocabulary,
+    check_packing,
+    check_updatable,
+    warn_of_dropout,
+)
 from rollouts_core.checks.validate import (
     validate_config,
 )
@@ -95,6 +106,26 @@ def test_a_model_that_counts_distances_along_the_row_is_refused_where_completion
     words = r"gpt_neo models would see a prompt .* further away .*: set training\.rl\.packing = false"
     with pytest.raises(ConfigError, match=words) if is_refused else nullcontext():
         check_packing(Config.model_validate(settings))
+
+
+@pytest.mark.parametrize(
+    ("settings", "refused", "warned"),
+    [
+        (LlamaConfig(), "", ""),
+        (Gemma3Config(), "", ""),  # trained with what sees images
+        (Qwen3_5Config(), "", "of the qwen3_5 model at .* the language model alone is trained"),
+        (Qwen3VLConfig(), "a qwen3_vl model, and transformers has no language model of this kind", ""),
+        (T5Config(), "a t5 model, and transformers has no language model of this kind", ""),
+    ],
+)
+def test_what_is_no_language_model_is_refused_and_what_is_more_than_one_warned_of(
+    tmp_path: Path, settings: PreTrainedConfig, refused: str, warned: str
+) -> None:
+    settings.save_pretrained(tmp_path)
+    data = dict.fromkeys(("sft", "prompts", "selection", "heldout"), "rows.jsonl")
+    config = Config.model_validate({"mode": "sft", "model": {"path": str(tmp_path)}, "data": data})
+    with pytest.raises(ConfigError, match=refused) if refused else nullcontext():
+        assert [bool(re.search(warned, sentence)) for sentence in check_language_model(config)] == [True] * bool(warned)
 
 
 @pytest.mark.parametrize(
