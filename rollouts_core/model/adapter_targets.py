@@ -20,6 +20,8 @@ READ_PAST_ADAPTERS = re.compile(r"(.*\.)(x|dt|out)_proj")
 would not be trained."""
 MAMBA_PARAMETERS = ("A_log", "D")
 """What a Mamba mixer has beside those layers, and linear attention has not both of."""
+WEIGHTS_ALONE = re.compile(r".*\.(router\.classifier|altup\.correction_coefs)")
+"""Names of the layers of which LongCat and Gemma 3n take no more than the weight, for the same reason."""
 BEFORE_LAYER_NUMBER = re.compile(r"^.*?\.(?=\d+\.)")
 MAX_SHOWN = 20
 
@@ -42,6 +44,8 @@ def linear_layers(tensors: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int
 
 def is_read_past_adapters(layer: str, tensors: Collection[str]) -> bool:
     """Whether the model takes a layer's weight without calling the layer, by the names of its tensors."""
+    if WEIGHTS_ALONE.fullmatch(layer):
+        return True
     found = READ_PAST_ADAPTERS.fullmatch(layer)
     return found is not None and all(found[1] + name in tensors for name in MAMBA_PARAMETERS)
 
