@@ -249,6 +249,21 @@ def find_positions(config: ModelConfig) -> Positions | None:
     return Positions(num, are_all=not grows) if isinstance(num, int) else None
 
 
+def find_rotation_limit(config: ModelConfig) -> int | None:
+    """The positions up to which a model rotates by its short factors; None where all lengths are rotated alike.
+
+    transformers rotates all rows of a batch by the long factors as soon as one position lies beyond (LongRoPE).
+    """
+    if (settings := find_settings(config)) is None:
+        return None
+    text = settings.get_text_config()
+    rotation = getattr(text, "rope_parameters", None) or {}
+    if rotation.get("rope_type") != "longrope":
+        return None
+    limit = rotation.get("original_max_position_embeddings") or getattr(text, "original_max_position_embeddings", None)
+    return int(limit) if limit else None
+
+
 def _build_without_values(config: ModelConfig, *, dtype: torch.dtype, attention: str) -> PreTrainedModel:
     try:
         settings = AutoConfig.from_pretrained(
