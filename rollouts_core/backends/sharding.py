@@ -47,6 +47,7 @@ def create_sharded_policy(
     _give_values(policy, source, ranks.device)
     # The head's weight is read outside of the head, and everything here is used first and last: keep it gathered.
     fully_shard(policy, mesh=mesh, mp_policy=outside, reshard_after_forward=False)
+    [policy.mixes_samples, *_] = ranks.gather(source is not None and source.mixes_samples)  # rank 0 is the leader
     if source is not None:  # what the model's files say beside weights goes into checkpoints
         policy.hf_model.generation_config = source.hf_model.generation_config
     return policy

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from safetensors import SafetensorError, safe_open
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from rollouts_core.backends.jax_architecture import load_jax_architecture
 from rollouts_core.config import ENGINE_MARGINS, Config, EngineKind, ModelConfig
@@ -20,7 +21,13 @@ from rollouts_core.embedded.architecture import load_architecture
 from rollouts_core.engines.content import check_can_be_untied, is_tied
 from rollouts_core.errors import CheckpointError, ConfigError, DataError
 from rollouts_core.findings import Caution
-from rollouts_core.model.loading import check_packable, find_positions, find_settings, refuse_pickled_weights
+from rollouts_core.model.loading import (
+    check_packable,
+    find_positions,
+    find_rotation_limit,
+    find_settings,
+    refuse_pickled_weights,
+)
 from rollouts_core.model.model_size import INDEX, WHOLE
 
 if TYPE_CHECKING:
@@ -159,6 +166,31 @@ def check_jax_model(config: Config) -> None:
         load_jax_architecture(config.model)
 
 
+def check_language_model(config: Config) -> list[Caution]:
+    """A warning where a model can do more than the language model that is trained of it.
+
+    Raises:
+        ConfigError: transformers knows no language model of this kind.
+    """
+    settings = find_settings(config.model)
+    if settings is None or (config.model.trust_remote_code and getattr(settings, "auto_map", None)):
+        return []
+    if type(settings) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ConfigError(
+            f"model.path: {config.model.path} holds a {settings.model_type} model, and transformers has no language "
+            "model of this kind (AutoModelForCausalLM), which is what is trained here: give a model that it has"
+        )
+    has_parts = settings.get_text_config() is not settings
+    if not has_parts or MODEL_FOR_CAUSAL_LM_MAPPING[type(settings)].config_class is type(settings):
+        return []
+    return [
+        Caution(
+            f"model.path: of the {settings.model_type} model at {config.model.path} the language model alone is "
+            "trained, and checkpoints hold nothing else of it: they cannot see images"
+        )
+    ]
+
+
 def check_packing(config: Config) -> None:
     """Raise ConfigError when a stage is to pack rows of a model that would not compute a sample as it does alone."""
     stages = {"sft": config.training.sft.packing, "rl": config.training.rl.packing}
@@ -234,7 +266,9 @@ def check_longest(source: str, num_tokens: int, model: ModelConfig) -> list[Caut
     """
     positions, num_needed = find_positions(model), num_tokens - 1  # nothing is predicted from the last token
     if positions is None or num_needed <= positions.num:
-        return []
+        limit = find_rotation_limit(model)
+        remedy = f"set training.sft.max_length to {(limit or 0) + 1} or less"
+        return _warn_of_rotation(f"{source}: a demonstration of {num_tokens} tokens", num_needed, limit, model, remedy)
     longest = (
         f"{source}: a demonstration of {num_tokens} tokens needs {num_needed} positions, the model at {model.path}"
     )
@@ -242,6 +276,27 @@ def check_longest(source: str, num_tokens: int, model: ModelConfig) -> list[Caut
     if positions.are_all:
         raise ConfigError(f"{longest} has {positions.num}: {remedy}")
     return [Caution(f"{longest} was made for {positions.num}: what lies beyond teaches it little; {remedy}")]
+
+
+def warn_of_long_completions(config: Config) -> list[Caution]:
+    """A warning where completions may be so long that they change how shorter ones are scored."""
+    if config.mode == "sft":
+        return []
+    num_tokens = config.rollout.max_prompt_tokens + config.rollout.sampling.max_new_tokens
+    what = f"training.rl: prompts and completions of {num_tokens} tokens"
+    remedy = "lower rollout.max_prompt_tokens or rollout.sampling.max_new_tokens"
+    return _warn_of_rotation(what, num_tokens - 1, find_rotation_limit(config.model), config.model, remedy)
+
+
+def _warn_of_rotation(what: str, num_needed: int, limit: int | None, model: ModelConfig, remedy: str) -> list[Caution]:
+    if limit is None or num_needed <= limit:
+        return []
+    return [
+        Caution(
+            f"{what} need more than the {limit} positions up to which the model at {model.path} rotates by its short "
+            f"factors (longrope): shorter ones in the same micro-batch are computed by the long ones, too; {remedy}"
+        )
+    ]
 
 
 def check_model_vocabulary(model: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> None:

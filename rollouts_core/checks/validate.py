@@ -23,6 +23,7 @@ from rollouts_core.checks.learning_rates import check_learning_rates
 from rollouts_core.checks.model_checks import (
     check_generable,
     check_jax_model,
+    check_language_model,
     check_model_files,
     check_model_vocabulary,
     check_packing,
@@ -31,6 +32,7 @@ from rollouts_core.checks.model_checks import (
     count_positions,
     num_embedded_tokens,
     warn_of_dropout,
+    warn_of_long_completions,
 )
 from rollouts_core.checks.no_effect import find_settings_without_effect, warn_of_equal_completions
 from rollouts_core.config import Config, ModelConfig, RLTrainingConfig, SFTTrainingConfig, name_of_function
@@ -66,11 +68,13 @@ def validate_config(config: Config) -> list[str]:
     check_generable(config)
     check_updatable(config)
     check_jax_model(config)
+    cautions = check_language_model(config)
     check_packing(config)
     tokenizer = load_tokenizer(config.model)
     check_model_vocabulary(config.model, tokenizer)
-    findings = [f"model {config.model.path}: tokenizer with {len(tokenizer)} tokens"]
+    findings = [f"model {config.model.path}: tokenizer with {len(tokenizer)} tokens", *cautions]
     findings += [*find_settings_without_effect(config), *check_learning_rates(config), *warn_of_dropout(config)]
+    findings += warn_of_long_completions(config)
     findings += check_adapters(config)
     held_out = _read_held_out(config)
     if config.mode != "rl":

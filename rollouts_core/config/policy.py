@@ -24,7 +24,7 @@ class LoRAConfig(Record):
     """Share of the adapters' inputs that is dropped while training."""
     target_modules: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     """Names of the linear layers that get an adapter, or ends of their names: q_proj, mlp.up_proj. Empty takes all but
-    the output head and the experts of a mixture."""
+    the output head, the experts of a mixture, and what Mamba's kernels read past an adapter."""
 
 
 class PolicyConfig(Record):

@@ -15,6 +15,13 @@ from rollouts_core.model.model_size import find_model_size
 
 WITHOUT_ADAPTER = re.compile(r"embed|\bw[pt]e\b|\blm_head\b|\.experts\.\d")
 """In names of matrices: embeddings, the output head, and experts, which transformers makes one tensor of."""
+READ_PAST_ADAPTERS = re.compile(r"(.*\.)(x|dt|out)_proj")
+"""Names of the layers whose weights the kernels of a Mamba mixer read, and of `dt_proj` torch's too: an adapter of them
+would not be trained."""
+MAMBA_PARAMETERS = ("A_log", "D")
+"""What a Mamba mixer has beside those layers, and linear attention has not both of."""
+WEIGHTS_ALONE = re.compile(r".*\.(router\.classifier|altup\.correction_coefs)")
+"""Names of the layers of which LongCat and Gemma 3n take no more than the weight, for the same reason."""
 BEFORE_LAYER_NUMBER = re.compile(r"^.*?\.(?=\d+\.)")
 MAX_SHOWN = 20
 
@@ -28,8 +35,19 @@ def linear_layers(tensors: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int
     return {
         name.removesuffix(".weight"): shape
         for name, shape in tensors.items()
-        if len(shape) == 2 and name.endswith(".weight") and not WITHOUT_ADAPTER.search(name)
+        if len(shape) == 2
+        and name.endswith(".weight")
+        and not WITHOUT_ADAPTER.search(name)
+        and not is_read_past_adapters(name.removesuffix(".weight"), tensors)
     }
+
+
+def is_read_past_adapters(layer: str, tensors: Collection[str]) -> bool:
+    """Whether the model takes a layer's weight without calling the layer, by the names of its tensors."""
+    if WEIGHTS_ALONE.fullmatch(layer):
+        return True
+    found = READ_PAST_ADAPTERS.fullmatch(layer)
+    return found is not None and all(found[1] + name in tensors for name in MAMBA_PARAMETERS)
 
 
 def is_target(layer: str, name: str) -> bool:

@@ -39,7 +39,9 @@ def attend_written_out(
     assert attention_mask is not None, "transformers makes a mask where the caller gives none"
     queries = (query_BHTD * (D**-0.5 if scaling is None else scaling)).reshape(B, K, -1, D)
     scores = (queries @ key_BKTD.transpose(-1, -2)).view(B, K, H // K, T, -1)
-    weights = scores.add_(attention_mask.to(scores.dtype)[:, :, None]).softmax(dim=-1)
+    num_batches, num_masks, *axes = attention_mask.shape  # one mask for all query heads, or one for each
+    mask = attention_mask.view(num_batches, *((K, H // K) if num_masks == H else (1, 1)), *axes)
+    weights = scores.add_(mask.to(scores.dtype)).softmax(dim=-1)
     if dropout:
         weights = nn.functional.dropout(weights, p=dropout, training=module.training)
     attended = weights.view(B, K, H // K * T, -1) @ value_BKTD

@@ -142,7 +142,8 @@ def check_logits(hf_model: PreTrainedModel) -> None:
         return
     hf_model.eval()
     token_ids = torch.arange(2, device=hf_model.device)[None]
-    products = head(hf_model.base_model(input_ids=token_ids, use_cache=False).last_hidden_state).float()
+    hidden = hf_model.base_model(input_ids=token_ids, use_cache=False).last_hidden_state
+    products = head(hidden.to(head.weight.dtype)).float()  # Mamba keeps its hidden states in float32
     if products.isnan().any():
         raise DivergedError(describe_diverged(hf_model.name_or_path))
     largest = max(float(products.abs().max()), torch.finfo(torch.float32).tiny)
@@ -246,6 +247,21 @@ def find_positions(config: ModelConfig) -> Positions | None:
     num = values.get("max_position_embeddings")
     grows = any(value for name, value in values.items() if name.startswith(GROWING_POSITIONS))
     return Positions(num, are_all=not grows) if isinstance(num, int) else None
+
+
+def find_rotation_limit(config: ModelConfig) -> int | None:
+    """The positions up to which a model rotates by its short factors; None where all lengths are rotated alike.
+
+    transformers rotates all rows of a batch by the long factors as soon as one position lies beyond (LongRoPE).
+    """
+    if (settings := find_settings(config)) is None:
+        return None
+    text = settings.get_text_config()
+    rotation = getattr(text, "rope_parameters", None) or {}
+    if rotation.get("rope_type") != "longrope":
+        return None
+    limit = rotation.get("original_max_position_embeddings") or getattr(text, "original_max_position_embeddings", None)
+    return int(limit) if limit else None
 
 
 def _build_without_values(config: ModelConfig, *, dtype: torch.dtype, attention: str) -> PreTrainedModel:

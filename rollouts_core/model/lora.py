@@ -17,7 +17,7 @@ from transformers.pytorch_utils import Conv1D
 from rollouts_core.config import LoRAConfig
 from rollouts_core.config.messages import first_line
 from rollouts_core.errors import ConfigError
-from rollouts_core.model.adapter_targets import check_target_modules, is_target
+from rollouts_core.model.adapter_targets import check_target_modules, is_read_past_adapters, is_target
 
 if TYPE_CHECKING:
     from peft.tuners.tuners_utils import BaseTunerLayer
@@ -122,10 +122,14 @@ def is_adapter_weight(name: str) -> bool:
 
 
 def _linear_layers(hf_model: PreTrainedModel) -> list[str]:
-    """Names of the linear layers but the output head, of which only the weight is used (logprobs.py)."""
+    """Names of the linear layers but those of which only the weight is used: the output head (logprobs.py), Mamba's."""
     head = hf_model.get_output_embeddings()
-    modules = hf_model.named_modules()
-    return [name for name, module in modules if _is_linear(module) and module is not head]
+    parameters = dict(hf_model.named_parameters())
+    return [
+        name
+        for name, module in hf_model.named_modules()
+        if _is_linear(module) and module is not head and not is_read_past_adapters(name, parameters)
+    ]
 
 
 def _is_linear(module: nn.Module) -> bool:

@@ -15,10 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from rollouts_core.algorithms.loss import TokenScores
-from rollouts_core.batch import TrainBatch, block_causal_mask
+from rollouts_core.batch import TrainBatch, block_causal_mask, build_batch, place_samples
 from rollouts_core.config import ModelConfig, PolicyConfig
+from rollouts_core.errors import ConfigError
 from rollouts_core.model.attention import use_written_out_attention
 from rollouts_core.model.loading import (
+    KERNELS_OF_FLOAT32,
     MODELS_OF_ROW_DISTANCES,
     check_attention,
     check_not_quantized,
@@ -30,12 +32,16 @@ from rollouts_core.model.loading import (
 from rollouts_core.model.logprobs import linear_logprobs
 from rollouts_core.model.lora import add_adapters
 from rollouts_core.model.rms_norm import use_fast_rms_norms
+from rollouts_core.types import Sample
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 KERNELS_WITHOUT_MASK = {"flash_attention_2", "flash_attention_3"}
 """Attention kernels that take the bounds of the samples in a row instead of a mask."""
+MIXED_SHARE, ROUNDED_MIXED_SHARE = 0.01, 0.2
+"""By which share of its length a sample's hidden states differ where its neighbour changed them: in float32, and in
+bfloat16, which rounds, and may choose other experts."""
 
 
 class Policy(nn.Module):
@@ -46,6 +52,7 @@ class Policy(nn.Module):
         with_entropies: also give the entropy of every scored position.
         with_values: add a value head, which predicts the return from the hidden state; its prediction starts at 0.
         autocast_dtype: number format of the matrix products; None computes in that of the weights.
+        mixes_samples: samples that share a row change each other, so that packed rows are refused.
     """
 
     def __init__(
@@ -56,6 +63,7 @@ class Policy(nn.Module):
         with_entropies: bool = False,
         with_values: bool = False,
         autocast_dtype: torch.dtype | None = None,
+        mixes_samples: bool = False,
     ) -> None:
         super().__init__()
         self.hf_model = hf_model
@@ -63,9 +71,19 @@ class Policy(nn.Module):
         self.with_entropies = with_entropies
         self.value_head = _create_value_head(hf_model) if with_values else None
         self.autocast_dtype = autocast_dtype
+        self.mixes_samples = mixes_samples
 
     def forward(self, batch: TrainBatch) -> TokenScores:
-        """What the policy says about the batch."""
+        """What the policy says about the batch.
+
+        Raises:
+            ConfigError: rows are packed, and the model cannot keep their samples apart.
+        """
+        if batch.is_packed and self.mixes_samples:
+            raise ConfigError(
+                "packed rows would let samples see each other in the model's own code, as a trial shows: set "
+                "packing = false"
+            )
         device_type = batch.inputs_BT.device.type
         with torch.autocast(device_type, dtype=self.autocast_dtype, enabled=self.autocast_dtype is not None):
             return score_targets(
@@ -98,6 +116,8 @@ def create_policy(
     stored_dtype = torch.bfloat16 if autocast_dtype and has_adapters else torch.float32
     hf_model = load_hf_model(model, device=device, dtype=stored_dtype, attention=config.attention)
     check_attention(hf_model)
+    has_own_code = not type(hf_model).__module__.startswith("transformers.")
+    mixes_samples = has_own_code and device != "meta" and find_mixed_samples(hf_model)
     if autocast_dtype and hf_model.config._attn_implementation == "sdpa" and hf_model.device.type == "cpu":
         use_written_out_attention(hf_model)
     if hf_model.device.type == "cpu" and not config.compile:
@@ -114,16 +134,51 @@ def create_policy(
         with_entropies=with_entropies,
         with_values=with_values,
         autocast_dtype=autocast_dtype,
+        mixes_samples=mixes_samples,
     )
 
 
+@torch.no_grad()
+def find_mixed_samples(hf_model: PreTrainedModel) -> bool:
+    """Whether a sample is computed otherwise behind one that it shares a row and a prompt with than alone.
+
+    transformers' models are known by their settings (`check_packable`). Those of code that a model brings are not: it
+    may heed no mask or no positions, or carry a state that its settings do not speak of.
+    """
+    if hf_model.config._attn_implementation not in KERNELS_OF_FLOAT32:
+        return False
+    samples = [Sample(tokens=[0, 1, 1, *ends], loss_mask=[0, 0, 0, 1, 1, 1]) for ends in ([1, 0, 1], [0, 0, 1])]
+    shared, alone = build_batch([samples], pad_id=0, share_prompts=True), build_batch([samples[1:]], pad_id=0)
+    place = place_samples(samples, share_prompts=True)[1]
+    hf_model.eval()
+    expected_TH = compute_hidden_states(hf_model, alone.to(hf_model.device))[0, place.num_shared :].float()
+    try:
+        found_TH = compute_hidden_states(hf_model, shared.to(hf_model.device))[0, place.own].float()
+    except (ConfigError, RuntimeError, ValueError, TypeError, IndexError):  # the model takes no such mask
+        return True
+    finally:
+        hf_model.train()
+    tolerance = MIXED_SHARE if hf_model.dtype == torch.float32 else ROUNDED_MIXED_SHARE
+    return bool((found_TH - expected_TH).norm() > tolerance * expected_TH.norm())
+
+
 def recompute_activations(hf_model: PreTrainedModel) -> None:
-    """Make the layers compute their activations again in the backward pass, under either name of transformers 5."""
+    """Make the layers compute their activations again in the backward pass, under either name of transformers 5.
+
+    Raises:
+        ConfigError: the model's layers cannot.
+    """
     options = {"use_reentrant": False}
-    if hasattr(hf_model, "activation_checkpointing_enable"):
-        hf_model.activation_checkpointing_enable(options)
-    else:
-        hf_model.gradient_checkpointing_enable(options)
+    try:
+        if hasattr(hf_model, "activation_checkpointing_enable"):
+            hf_model.activation_checkpointing_enable(options)
+        else:
+            hf_model.gradient_checkpointing_enable(options)
+    except ValueError as error:
+        raise ConfigError(
+            f"{hf_model.config.model_type} models cannot compute activations again: set "
+            "policy.activation_checkpointing = false"
+        ) from error
 
 
 def score_targets(

@@ -47,10 +47,18 @@ class OwnForCausalLM(Qwen3ForCausalLM):
 """
 
 
-def write_model_with_own_code(base_model: ModelConfig, folder: Path) -> ModelConfig:
+STATE_OF_ITS_OWN = """
+    def __init__(self, config):
+        super().__init__(config)
+        self.model.layers[0].register_forward_hook(lambda layer, inputs, output: output + output.cumsum(dim=1) / 10)
+"""
+"""What lets `OWN_CODE` carry a state from position to position, whatever a mask says."""
+
+
+def write_model_with_own_code(base_model: ModelConfig, folder: Path, *, further_code: str = "") -> ModelConfig:
     """The tiny Qwen3 as a model that nobody loads without running the code that lies beside it."""
     shutil.copytree(base_model.path, folder)
-    (folder / "modeling_own.py").write_text(OWN_CODE)
+    (folder / "modeling_own.py").write_text(OWN_CODE + further_code)
     auto_map = {"AutoConfig": "modeling_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}
     settings = json.loads((folder / "config.json").read_text())
     settings |= {"model_type": "own", "architectures": ["OwnForCausalLM"], "auto_map": auto_map}

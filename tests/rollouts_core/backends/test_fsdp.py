@@ -39,7 +39,7 @@ from rollouts_core.quickstart import build_character_tokenizer, build_untrained_
 from rollouts_core.sft import run_sft_training
 from tests.rollouts_core.backends.two_processes import TwoProcesses, two_processes
 from tests.rollouts_core.histories import without_times
-from tests.rollouts_core.make import TINY_SIZE, make_random_samples, write_model_with_own_code
+from tests.rollouts_core.make import STATE_OF_ITS_OWN, TINY_SIZE, make_random_samples, write_model_with_own_code
 from tests.rollouts_core.model.test_logit_transforms import make_model
 
 pytestmark = pytest.mark.slow
@@ -273,6 +273,18 @@ def test_a_model_whose_code_lies_beside_it_is_resumed(
     expected = with_one(partial(train_and_save, path=path), model)
     found = with_two(pair, partial(resume, path=path), model)
     assert_close(found[:2], expected)
+
+
+def knows_of_mixed_samples(ranks: Ranks, model: ModelConfig) -> bool:
+    return sharding.create_sharded_policy(model, PolicyConfig(), ranks).mixes_samples
+
+
+def test_every_process_refuses_what_the_trial_of_a_models_own_code_found(
+    base_model: ModelConfig, pair: TwoProcesses, tmp_path: Path
+) -> None:
+    stateful = write_model_with_own_code(base_model, tmp_path / "own_mixing_two", further_code=STATE_OF_ITS_OWN)
+    assert pair.run(knows_of_mixed_samples, stateful) == [True, True]
+    assert pair.run(knows_of_mixed_samples, base_model) == [False, False]
 
 
 def just_save(backend: TrainingBackend, *, path: Path) -> Weights:

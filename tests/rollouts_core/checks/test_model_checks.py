@@ -4,6 +4,7 @@ Without it a run would train on masks, places or lengths that its model does not
 """
 
 import json
+import re
 import shutil
 from contextlib import nullcontext
 from pathlib import Path
@@ -15,19 +16,32 @@ from safetensors.torch import save_file
 from transformers import (
     BloomConfig,
     FalconConfig,
+    Gemma3Config,
     GPT2Config,
     GPTJConfig,
     GPTNeoConfig,
     JambaConfig,
     LlamaConfig,
     OPTConfig,
+    Phi3Config,
     PreTrainedConfig,
     PreTrainedTokenizerBase,
+    Qwen3_5Config,
+    Qwen3VLConfig,
     SeedOssConfig,
+    T5Config,
 )
 
 from rollouts_core.checks.demonstrations import check_demonstrations
-from rollouts_core.checks.model_checks import check_model_vocabulary, check_packing, check_updatable, warn_of_dropout
+from rollouts_core.checks.model_checks import (
+    check_language_model,
+    check_longest,
+    check_model_vocabulary,
+    check_packing,
+    check_updatable,
+    warn_of_dropout,
+    warn_of_long_completions,
+)
 from rollouts_core.checks.validate import (
     validate_config,
 )
@@ -95,6 +109,47 @@ def test_a_model_that_counts_distances_along_the_row_is_refused_where_completion
     words = r"gpt_neo models would see a prompt .* further away .*: set training\.rl\.packing = false"
     with pytest.raises(ConfigError, match=words) if is_refused else nullcontext():
         check_packing(Config.model_validate(settings))
+
+
+@pytest.mark.parametrize(("num_tokens", "is_warned"), [(17, False), (18, True)])
+def test_a_length_that_changes_how_shorter_samples_are_rotated_is_warned_of(
+    tmp_path: Path, num_tokens: int, is_warned: bool
+) -> None:
+    """A tiny Phi-3 gave a short sample log-probs that were 0.5 nats apart, with a long one in its batch and without."""
+    factors = {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+    rotation = {"rope_type": "longrope", "rope_theta": 1e4, **factors}
+    Phi3Config(
+        hidden_size=16, num_attention_heads=2, num_key_value_heads=2, max_position_embeddings=64, pad_token_id=0,
+        original_max_position_embeddings=16, rope_parameters=rotation,
+    ).save_pretrained(tmp_path)  # fmt: skip
+    data = dict.fromkeys(("sft", "prompts", "selection", "heldout"), "rows.jsonl")
+    rollout = {"max_prompt_tokens": num_tokens - 8, "sampling": {"max_new_tokens": 8}}
+    settings = {"mode": "rl", "model": {"path": str(tmp_path)}, "data": data, "rollout": rollout}
+    config = Config.model_validate(settings)
+    findings = [check_longest("rows.jsonl", num_tokens, config.model), warn_of_long_completions(config)]
+    remedies = ("set training.sft.max_length to 17 or less", "lower rollout.max_prompt_tokens or rollout.sampling.max_")
+    for found, remedy in zip(findings, remedies, strict=True):
+        assert [remedy in sentence for sentence in found] == [True] * is_warned
+
+
+@pytest.mark.parametrize(
+    ("settings", "refused", "warned"),
+    [
+        (LlamaConfig(), "", ""),
+        (Gemma3Config(), "", ""),  # trained with what sees images
+        (Qwen3_5Config(), "", "of the qwen3_5 model at .* the language model alone is trained"),
+        (Qwen3VLConfig(), "a qwen3_vl model, and transformers has no language model of this kind", ""),
+        (T5Config(), "a t5 model, and transformers has no language model of this kind", ""),
+    ],
+)
+def test_what_is_no_language_model_is_refused_and_what_is_more_than_one_warned_of(
+    tmp_path: Path, settings: PreTrainedConfig, refused: str, warned: str
+) -> None:
+    settings.save_pretrained(tmp_path)
+    data = dict.fromkeys(("sft", "prompts", "selection", "heldout"), "rows.jsonl")
+    config = Config.model_validate({"mode": "sft", "model": {"path": str(tmp_path)}, "data": data})
+    with pytest.raises(ConfigError, match=refused) if refused else nullcontext():
+        assert [bool(re.search(warned, sentence)) for sentence in check_language_model(config)] == [True] * bool(warned)
 
 
 @pytest.mark.parametrize(

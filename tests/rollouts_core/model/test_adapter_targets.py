@@ -106,6 +106,42 @@ def test_what_inherits_from_a_linear_layer_and_chooses_experts_gets_no_adapter(t
 
 
 @pytest.mark.parametrize(
+    ("kind", "settings", "adapted", "unknown"),
+    [
+        ("mamba", {"state_size": 4}, {"in_proj"}, "dt_proj"),
+        (
+            "falcon_h1",
+            {"mamba_d_ssm": 16, "mamba_n_heads": 2, "mamba_d_state": 8},
+            {"in_proj", "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"},
+            "out_proj",
+        ),
+        ("biogpt", {}, {"q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2"}, "dt_proj"),
+    ],
+)
+def test_weights_that_the_kernels_of_mamba_read_past_an_adapter_get_none(
+    kind: str, settings: dict[str, Any], adapted: set[str], unknown: str, tmp_path: Path
+) -> None:
+    model = save_model(tmp_path, kind, **SIZES, **settings)
+    layers = linear_layers(find_model_size(ModelConfig(path=str(tmp_path))).tensors)
+    assert set(layers) == adapted_layers(model)
+    assert {name.rpartition(".")[2] for name in layers} == adapted
+    model(input_ids=torch.tensor([[1, 2, 3]])).logits.sum().backward()
+    assert [name for name, value in model.named_parameters() if value.requires_grad and value.grad is None] == []
+    with pytest.raises(ConfigError, match=f"target_modules {unknown}: the model has no linear layer of this name that"):
+        check_adapters(config_of(tmp_path, target_modules=[unknown]))
+
+
+def test_a_router_of_which_only_the_weight_is_taken_gets_no_adapter(tmp_path: Path) -> None:
+    heads = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
+    experts = {"n_routed_experts": 2, "zero_expert_num": 1, "moe_topk": 1, "expert_ffn_hidden_size": 8}
+    shape = {"vocab_size": 40, "hidden_size": 16, "ffn_hidden_size": 24, "num_layers": 1, "num_attention_heads": 2}
+    model = save_model(tmp_path, "longcat_flash", **shape, **heads, **experts, head_dim=8)
+    layers = linear_layers(find_model_size(ModelConfig(path=str(tmp_path))).tensors)
+    assert set(layers) == adapted_layers(model)
+    assert not any("router" in name for name in layers)
+
+
+@pytest.mark.parametrize(
     ("names", "unknown"),
     [
         (["c_attn"], "c_attn"),

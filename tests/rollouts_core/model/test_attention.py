@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
-from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, PreTrainedModel
+from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, DogeConfig, DogeForCausalLM, PreTrainedModel
 
 from rollouts_core.batch import build_batch
 from rollouts_core.config import ModelConfig, PolicyConfig
@@ -47,6 +47,17 @@ def test_values_may_be_of_another_width_than_keys() -> None:
         qk_rope_head_dim=8, v_head_dim=12, first_k_dense_replace=2,
     )  # fmt: skip
     model = DeepseekV3ForCausalLM(config)
+    expected, gradient = logprobs_and_gradient(model, ROWS["packed"])
+    use_written_out_attention(model)
+    found, other_gradient = logprobs_and_gradient(model, ROWS["packed"])
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(other_gradient, gradient, atol=1e-4, rtol=1e-4)
+
+
+def test_each_query_head_may_have_a_mask_of_its_own() -> None:
+    """Doge makes one, of what each key is worth."""
+    torch.manual_seed(0)
+    model = DogeForCausalLM(DogeConfig(**TINY_MODEL, hidden_dropout=0.0))
     expected, gradient = logprobs_and_gradient(model, ROWS["packed"])
     use_written_out_attention(model)
     found, other_gradient = logprobs_and_gradient(model, ROWS["packed"])

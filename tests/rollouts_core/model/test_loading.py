@@ -18,6 +18,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import (
+    FalconMambaConfig,
+    FalconMambaForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
     Llama4ForCausalLM,
@@ -322,6 +324,12 @@ def test_a_model_that_changes_its_logits_in_its_own_way_is_refused(model_class: 
     check_logits(LlamaForCausalLM(LlamaConfig(**TINY)))
     with pytest.raises(ConfigError, match="something between hidden states and logits"):
         check_logits(model_class(LlamaConfig(**TINY)))
+
+
+def test_hidden_states_in_float32_meet_a_head_in_bfloat16() -> None:
+    """Adapters are trained beside weights in bfloat16, and Mamba keeps its hidden states in float32."""
+    settings = {"vocab_size": 25, "hidden_size": 16, "num_hidden_layers": 1, "state_size": 4}
+    check_logits(FalconMambaForCausalLM(FalconMambaConfig(**settings)).to(torch.bfloat16))
 
 
 def test_a_model_without_a_head_is_refused() -> None:

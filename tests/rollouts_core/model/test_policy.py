@@ -5,6 +5,7 @@ Without it an exported adapter could compute something else than what was traine
 
 import asyncio
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -23,6 +24,8 @@ from transformers import (
     MistralConfig,
     MistralForCausalLM,
     MptConfig,
+    OpenAIGPTConfig,
+    OpenAIGPTLMHeadModel,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2Config,
@@ -37,8 +40,14 @@ from rollouts_core.batch import TrainBatch, build_batch, place_samples, split_by
 from rollouts_core.config import PLAIN_POLICY, LoRAConfig, ModelConfig, OptimConfig, PolicyConfig
 from rollouts_core.errors import ConfigError
 from rollouts_core.model import policy
-from rollouts_core.model.policy import compute_hidden_states, compute_logprobs, create_policy
-from tests.rollouts_core.make import TINY_MODEL, make_random_samples, make_sample
+from rollouts_core.model.policy import compute_hidden_states, compute_logprobs, create_policy, recompute_activations
+from tests.rollouts_core.make import (
+    STATE_OF_ITS_OWN,
+    TINY_MODEL,
+    make_random_samples,
+    make_sample,
+    write_model_with_own_code,
+)
 
 VOCABULARY = 25
 
@@ -200,6 +209,12 @@ def test_layers_compute_their_activations_again_in_the_backward_pass(
     assert len(calls) == 2 * len(backend.model.base_model.layers)
 
 
+def test_a_model_that_cannot_recompute_activations_is_one_sentence() -> None:
+    model = OpenAIGPTLMHeadModel(OpenAIGPTConfig(vocab_size=VOCABULARY, n_positions=8, n_embd=8, n_layer=1, n_head=2))
+    with pytest.raises(ConfigError, match=r"openai-gpt models cannot .*: set policy\.activation_checkpointing = false"):
+        recompute_activations(model)
+
+
 def test_recomputed_activations_give_the_same_gradient(base_model: ModelConfig) -> None:
     plain, saving = create_backend(base_model), create_backend(base_model, PolicyConfig(activation_checkpointing=True))
     assert take_steps(saving, range(3)) == take_steps(plain, range(3))
@@ -346,6 +361,29 @@ def test_layers_that_carry_a_state_start_anew_in_each_row_whatever_the_kernel(mo
         torch.testing.assert_close(found_T[: len(alone_T)], alone_T, atol=1e-5, rtol=1e-5)
     with pytest.raises(ConfigError, match="conv layers of lfm2: set packing = false"):
         compute_logprobs(model, build_batch([samples], pad_id=0))
+
+
+@torch.no_grad()
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_code_of_a_models_own_that_carries_a_state_refuses_packed_rows(
+    base_model: ModelConfig, tmp_path: Path, precision: Literal["float32", "bfloat16"]
+) -> None:
+    """Its settings do not say so: they are those of a Qwen3."""
+    settings = PolicyConfig(precision=precision, lora=LoRAConfig(rank=2 if precision == "bfloat16" else 0))
+    plain = write_model_with_own_code(base_model, tmp_path / f"own_plain_{precision}")
+    stateful = write_model_with_own_code(
+        base_model, tmp_path / f"own_stateful_{precision}", further_code=STATE_OF_ITS_OWN
+    )
+    packed, single = (
+        build_batch(rows, pad_id=0) for rows in ([make_random_samples(2)], [[s] for s in make_random_samples(2)])
+    )
+    create_policy(plain, settings)(packed)
+    with_state = create_policy(stateful, settings)
+    assert with_state.hf_model.training
+    with_state(single)
+    with pytest.raises(ConfigError, match=r"see each other in the model's own code, .* set packing = false"):
+        with_state(packed)
 
 
 def attend_by_bounds(
