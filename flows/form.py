@@ -134,8 +134,8 @@ class RunOptions(Record):
     report_to: tuple[TrackerName, ...] = ()
     """Also show the metrics of SFT and RL, while they train, in TensorBoard or in Weights & Biases (`wandb`)."""
     restarts: int = Field(2, ge=0, le=10)
-    """How many times a run that `rollouts up` serves is started again by itself after its process was killed, by -9 or
-    with the machine."""
+    """How many times a run that `rollouts up` serves, or `rollouts watch` looks after, is started again by itself after
+    its process was killed, by -9 or with the machine."""
     publish: str = ""
     """URL of an object store, for example s3://bucket/folder: the final checkpoint and the report are published in its
     folder of the run's name. Empty publishes nothing."""
