@@ -35,7 +35,7 @@ from flows.evaluate_settings import EvaluateConfig
 from flows.retrain_settings import LINE_PATTERN, RetrainConfig, ScheduleConfig, check_retraining
 from flows.store import with_store
 from infra.node import NODE_TYPES, LocalNode, NodeSettings
-from infra.offers import CLOUD_NAMES
+from infra.offers import CLOUD_NAMES, GPUQuery
 from infra.stores.object_store import check_url
 from rollouts_core.config import (
     Config,
@@ -134,8 +134,8 @@ class RunOptions(Record):
     report_to: tuple[TrackerName, ...] = ()
     """Also show the metrics of SFT and RL, while they train, in TensorBoard or in Weights & Biases (`wandb`)."""
     restarts: int = Field(2, ge=0, le=10)
-    """How many times a run that `rollouts up` serves is started again by itself after its process was killed, by -9 or
-    with the machine."""
+    """How many times a run that `rollouts up` serves, or `rollouts watch` looks after, is started again by itself after
+    its process was killed, by -9 or with the machine."""
     publish: str = ""
     """URL of an object store, for example s3://bucket/folder: the final checkpoint and the report are published in its
     folder of the run's name. Empty publishes nothing."""
@@ -226,7 +226,8 @@ def parse_pipeline(settings: dict[str, Any], path: Path) -> Pipeline:  # Any: un
     for section, name, model in ((node, "node", node_type), (run, "run", RunOptions)):
         for key in section:
             if key not in model.model_fields:
-                hint = suggest_key([name, key], list(model.model_fields), Config)
+                hint = _suggest_node_key(key, provider) if name == "node" else ""
+                hint = hint or suggest_key([name, key], list(model.model_fields), Config)
                 raise ConfigError(f"{path}: unknown key {name}.{key}{hint}")
     scored = None if evaluate is None else parse_config(EvaluateConfig, evaluate, source=f"{path}, table evaluate")
     again = None if retrain is None else parse_config(RetrainConfig, retrain, source=f"{path}, table retrain")
@@ -255,6 +256,17 @@ def _suggest_table(key: str, known: list[str]) -> str:
     if not meant or not hint.startswith("; known are"):
         return hint
     return f"; did you mean {' or '.join(f'{table}.{key}' for table in meant)}?"
+
+
+def _suggest_node_key(key: str, provider: str) -> str:
+    """Where an unknown key of a node is a setting: in its query, or with other providers; empty where nowhere."""
+    others = [name for name, node_type in NODE_TYPES.items() if key in node_type.model_fields]
+    is_of_query = not others and key in GPUQuery.model_fields
+    if is_of_query and provider == "provision":
+        return f"; did you mean node.query.{key}?"
+    wanted = " or ".join(f'"{name}"' for name in (["provision"] if is_of_query else others))
+    setting = f"node.query.{key}" if is_of_query else "that"
+    return f'; {setting} is a setting of node.provider = {wanted}, this one is "{provider}"' if wanted else ""
 
 
 def _expected_provider(given: object) -> str:

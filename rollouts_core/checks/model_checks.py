@@ -53,8 +53,10 @@ def check_model_files(config: Config) -> None:
     folder = Path(config.model.path)
     is_generating = config.evaluation.metric == "accuracy"
     if not folder.is_dir():
-        if is_generating or config.model.path.startswith(("/", ".", "~")):
-            hub = "; a model of the hub must be downloaded first" if is_generating else ""
+        is_path = config.model.path.startswith(("/", ".", "~"))
+        if is_generating or is_path:
+            name = folder if len(folder.parts) > 1 else Path("ORGANISATION") / folder
+            hub = "" if is_path else f"; one of the hub is downloaded by: hf download {name} --local-dir {folder}"
             raise ConfigError(f"model.path: {folder} is not a folder: give that of a Hugging Face checkpoint{hub}")
         return
     if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():

@@ -31,6 +31,7 @@ KL = "training.rl.loss.kl_coef (a term of the loss) or training.rl.reward_shapin
 CLIP = "training.rl.loss.clip_low and training.rl.loss.clip_high"
 KL_ESTIMATOR = "training.rl.loss.kl_estimator or training.rl.reward_shaping.kl_estimator"
 TRAINER_GPUS = "deployment.trainer_gpu_ranks, one process on each of these GPUs"
+GPUS = "deployment.trainer_gpu_ranks (the trainer's) and deployment.engine_gpu_ranks (the engines')"
 ENGINE_GPUS = "deployment.engine_gpu_ranks (their GPUs) and deployment.num_engines (the engines that share them)"
 
 
@@ -42,6 +43,7 @@ FIELDS = (
     "`prompt` and `answer` in data.prompts"
 )
 SHUFFLED = "no setting: every epoch is shuffled, by training.sft.seed or rollout.seed"
+OWN_ENGINE = "no setting: a run starts engines of rollout.engine.kind itself, and ends them"
 BEST_CHECKPOINT = "no setting: checkpoints are scored on data.selection, by evaluation.metric, and the best one goes on"
 
 
@@ -103,7 +105,7 @@ FOREIGN_NAMES: Mapping[str, str] = {
     **_all("beta kl_loss_coef init_kl_coef kl_coeff rl.kl_coef", KL),
     **_all("use_kl_loss use_kl_in_reward", KL),
     **_all("kl_loss_type kl_penalty", KL_ESTIMATOR),
-    **_all("epsilon eps_clip clip_ratio cliprange", CLIP),
+    **_all("epsilon eps_clip clip_ratio clip_range cliprange", CLIP),
     **_all("epsilon_low clip_ratio_low", "training.rl.loss.clip_low"),
     **_all("epsilon_high eps_clip_high clip_ratio_high", "training.rl.loss.clip_high"),
     **_all("delta clip_ratio_c eps_clip_c", "training.rl.loss.dual_clip"),
@@ -143,13 +145,16 @@ FOREIGN_NAMES: Mapping[str, str] = {
     **_all("partial_rollout", "rollout.max_partial_staleness"),
     **_all("update_weights_interval", "training.rl.sync_every"),
     **_all("vllm_max_model_length max_model_len rollout_max_context_len", "rollout.engine.context_length"),
-    **_all("use_vllm", 'rollout.engine.kind = "vllm"'),
-    **_all(
-        "vllm_gpu_memory_utilization gpu_memory_utilization sglang_mem_fraction_static", "rollout.engine.extra_args"
-    ),
+    **_all("use_vllm rollout.vllm", 'rollout.engine.kind = "vllm"'),
+    **_all("use_sglang rollout.sglang", 'rollout.engine.kind = "sglang"'),
+    "rollout.name": "rollout.engine.kind",
+    **_all("engine.url engine.base_url engine.host engine.port", OWN_ENGINE),
+    **_all("vllm_gpu_memory_utilization gpu_memory_utilization", "rollout.engine.extra_args"),
+    **_all("sglang_mem_fraction_static mem_fraction_static", "rollout.engine.extra_args"),
     **_all("tensor_model_parallel_size vllm_tensor_parallel_size vllm_num_engines", ENGINE_GPUS),
+    **_all("tensor_parallel_size tp_size engine.tp", ENGINE_GPUS),
     **_all("rollout_num_gpus rollout_num_gpus_per_engine", ENGINE_GPUS),
-    **_all("gpu_ranks", "deployment.trainer_gpu_ranks (the trainer's) and deployment.engine_gpu_ranks (the engines')"),
+    **_all("gpus num_gpus gpu_ranks", GPUS),
     **_all("colocate colocate_all_models", "deployment.colocated"),
     # checkpoints and logs
     **_all("save_steps save_freq save_interval save_strategy", f"{STAGE}.checkpoint_every"),
@@ -160,8 +165,8 @@ FOREIGN_NAMES: Mapping[str, str] = {
     **_all("output_dir default_local_dir save_path", "run.store"),
     **_all("run_name experiment_name", "run.name"),
     **_all("load_best_model_at_end metric_for_best_model", BEST_CHECKPOINT),
-    **_all("use_wandb logger", "run.report_to"),
-    **_all("wandb_project project_name", "the environment variable WANDB_PROJECT, beside run.report_to"),
+    **_all("use_wandb wandb tensorboard logger", "run.report_to"),
+    **_all("wandb_project project_name run.project", "the environment variable WANDB_PROJECT, beside run.report_to"),
     **_all("sft.report_to rl.report_to training.report_to", "run.report_to"),
     **_all("push_to_hub hub_model_id", "run.publish"),
 }

@@ -14,8 +14,9 @@ class ModelConfig(Record):
     """The model that training starts from."""
 
     path: str = Field(min_length=1, json_schema_extra=PLACEMENT)
-    """Folder with a Hugging Face checkpoint (config.json, weights, tokenizer), or a hub id. In a pipeline also
-    the URL of such a folder, or of what a run published: s3://bucket/folder/run."""
+    """Folder with a Hugging Face checkpoint (config.json, weights, tokenizer); with `evaluation.metric = "loss"`, where
+    no engine serves it, or in Python, also a hub id. In a pipeline also the URL of such a folder, or of what a run
+    published: s3://bucket/folder/run."""
     revision: str = ""
     """Commit or tag of a hub model; empty takes the default branch."""
     trust_remote_code: bool = False

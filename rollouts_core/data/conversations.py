@@ -31,6 +31,8 @@ ALPACA_PROMPT = {"instruction", "input"}
 PREFERENCE = {"chosen", "rejected"}
 ANSWER_ELSEWHERE = ("ground_truth", "solution", "label", "gold", "target", "final_answer", "expected_answer")
 """What datasets of others call an answer."""
+COMPLETION_ELSEWHERE = ("answer", "output", "target")
+"""What datasets of others call a completion, where Alpaca's form does not say it already."""
 SAID_BESIDE_CONTENT = ("tool_calls", "reasoning_content")
 """What else than text a turn may hold."""
 MAX_SHOWN_CHARS = 80
@@ -52,7 +54,8 @@ def read_demonstration(row: Row) -> Conversation | str:
         )
     if row.get("text") is not None:
         return _text(row, "text")
-    raise DataError(f"expected `messages`, or `prompt` and `completion`, or `text`; found {describe_keys(row)}")
+    expected = "expected `messages`, or `prompt` and `completion`, or `text`"
+    raise DataError(f"{expected}; found {describe_keys(row)}{_find_completion_elsewhere(row)}")
 
 
 def read_messages(messages: object, *, key: str = "messages") -> list[Message]:
@@ -138,6 +141,15 @@ def find_answer_elsewhere(row: Row) -> str:
     if not named and isinstance(row.get("reward_model"), Mapping):
         named = "ground_truth of reward_model"
     return f"; did you mean {named}? call it answer" if named else ""
+
+
+def _find_completion_elsewhere(row: Row) -> str:
+    """Of a demonstration without `completion`, which field seems to be it, as the end of an error; "" for none."""
+    is_asked = any(row.get(key) is not None for key in ("prompt", *PROMPT_ELSEWHERE))
+    if not is_asked or row.keys() >= ALPACA_PROMPT or row.keys() >= PREFERENCE:
+        return ""
+    named = next((name for name in COMPLETION_ELSEWHERE if row.get(name) is not None), "")
+    return f"; {named} is called completion in demonstrations" if named else ""
 
 
 def _messages_or_text(row: Row, key: str, *, role: str) -> list[Message]:

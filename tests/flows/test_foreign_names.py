@@ -93,6 +93,12 @@ def test_a_foreign_name_is_no_setting_of_ours_at_its_place(name: str) -> None:
         ("training__rl__top_p", "here it is no setting: the loss compares log-probs of the whole distribution"),
         ("rollout__custom_generate_function_path", "did you mean rollout.generate_fn?"),
         ("rollout__n_samples_per_eval_prompt", "did you mean evaluation.samples_per_prompt?"),
+        ("rollout__name", "did you mean rollout.engine.kind?"),
+        ("rollout__engine__url", "here it is no setting: a run starts engines of rollout.engine.kind itself"),
+        ("rollout__engine__tensor_parallel_size", "here it is deployment.engine_gpu_ranks (their GPUs)"),
+        ("deployment__num_gpus", "here it is deployment.trainer_gpu_ranks (the trainer's) and deployment.engine_gpu"),
+        ("wandb", "did you mean run.report_to?"),
+        ("run__tensorboard", "did you mean run.report_to?"),
         ("rollout__use_dynamic_batch_size", "did you mean training.rl.max_micro_batch_tokens?"),
     ],
 )
@@ -130,6 +136,25 @@ def test_of_several_unknown_keys_at_the_top_each_is_named() -> None:
 
 def test_a_name_that_nobody_uses_is_none_of_another_system() -> None:
     assert find_foreign_name(["training", "sft", "zzz"]) is None
+
+
+@pytest.mark.parametrize(
+    ("node", "meant"),
+    [
+        ({"host": "me@box"}, 'that is a setting of node.provider = "ssh", this one is "local"'),
+        ({"max_usd": 5.0}, 'that is a setting of node.provider = "provision", this one is "local"'),
+        ({"key_file": "k"}, 'that is a setting of node.provider = "ssh" or "instance" or "provision", this one is'),
+        ({"gpu_types": ["H100"]}, 'node.query.gpu_types is a setting of node.provider = "provision", this one is'),
+        ({"provider": "provision", "max_usd": 5.0, "gpu_types": ["H100"]}, "did you mean node.query.gpu_types?"),
+    ],
+)
+def test_a_setting_of_another_provider_leads_to_that(
+    node: dict[str, Any],  # Any: settings of every type
+    meant: str,
+) -> None:
+    with pytest.raises(ConfigError) as refused:
+        parse_small(node=node)
+    assert f"; {meant}" in str(refused.value)
 
 
 @pytest.mark.parametrize(("provider", "cloud"), [("runpod", "runpod"), ("vast", "vast"), ("aws", "sky")])

@@ -36,6 +36,7 @@ from rollouts_core.checks.demonstrations import check_demonstrations
 from rollouts_core.checks.model_checks import (
     check_language_model,
     check_longest,
+    check_model_files,
     check_model_vocabulary,
     check_packing,
     check_updatable,
@@ -62,6 +63,25 @@ MODELS: dict[str, PreTrainedConfig] = {
     "falcon": FalconConfig(alibi=True),
 }
 """Tables of learned, and of computed, positions; positions that go on; and none at all."""
+
+
+@pytest.mark.parametrize(
+    ("path", "advice"),
+    [
+        (
+            "org/small",
+            "; one of the hub is downloaded by: hf download org/small --local-dir org/small",
+        ),
+        ("Qwen3-0.6B", "; one of the hub is downloaded by: hf download ORGANISATION/Qwen3-0.6B --local-dir Qwen3-0.6B"),
+        ("/models/Qwen3-0.6B", ""),
+    ],
+)
+def test_a_model_that_an_engine_is_to_serve_and_that_is_no_folder_is_downloaded_first(path: str, advice: str) -> None:
+    data = {name: f"{name}.jsonl" for name in ("sft", "selection", "heldout")}
+    config = Config.model_validate({"mode": "sft", "model": {"path": path}, "data": data})
+    with pytest.raises(ConfigError) as refused:
+        check_model_files(config)
+    assert str(refused.value) == f"model.path: {path} is not a folder: give that of a Hugging Face checkpoint{advice}"
 
 
 @pytest.mark.parametrize(

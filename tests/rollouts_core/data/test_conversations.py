@@ -81,6 +81,12 @@ def test_no_tools_are_none(tools: object) -> None:
 @pytest.mark.parametrize(
     ("row", "reason"),
     [
+        ({"prompt": "x", "answer": "y"}, r"found answer, prompt; answer is called completion in demonstrations$"),
+        (
+            {"question": "x", "answer": "y"},
+            r"did you mean prompt\? rename question; answer is called completion in demonstrations$",
+        ),
+        ({"instruction": "x", "input": "", "output": "y"}, r"`output` is `completion`$"),
         ({"mesages": []}, r"expected `messages`.*; found mesages; did you mean messages\?"),
         ({"prompt": "x", "completoin": "y"}, r"found completoin, prompt; did you mean completion\?"),
         (
