@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path, PurePosixPath
@@ -78,7 +78,8 @@ def describe_runs(address: ServerAddress, store: Path) -> list[str]:
         running = {"task_runs": {"state": {"type": {"any_": ["RUNNING"]}}}}
         tasks = ask(address, "POST", "/task_runs/filter", {**of_runs, **running})
     nodes = {lease.run_id: lease.node for lease in _leases(store)}
-    early, registered = early_ends(store), models_of_runs(store)
+    early = early_ends(store, {run["id"] for run in [*runs, *ended]})
+    registered = models_of_runs(store)
     return [
         "  ".join(
             (
@@ -105,16 +106,17 @@ def verdict_of(record: Path) -> str:
         return ""
 
 
-def early_ends(store: Path) -> dict[str, list[str]]:
-    """What runs had end early, a sentence for each stage, by the run's id."""
+def early_ends(store: Path, run_ids: Collection[str]) -> dict[str, list[str]]:
+    """What these runs had end early, a sentence for each stage, by the run's id."""
     if not (store / LEDGER_FILE).is_file():
         return {}
     said: dict[str, list[str]] = {}
     with Ledger(store / LEDGER_FILE) as ledger:
-        for use in ledger.stage_uses():
-            early = read_early_end(store / "stages" / use.stage)
-            if early is not None and early.asked_by == use.run_id:
-                said.setdefault(use.run_id, []).append(f"{use.stage.rpartition('-')[0]} {early.sentence}")
+        uses = [use for use in ledger.stage_uses() if use.run_id in run_ids]
+    for use in uses:
+        early = read_early_end(store / "stages" / use.stage)
+        if early is not None and early.asked_by == use.run_id:
+            said.setdefault(use.run_id, []).append(f"{use.stage.rpartition('-')[0]} {early.sentence}")
     return said
 
 
