@@ -24,7 +24,7 @@ from infra.node import LocalNode
 from infra.providers import open_session, provision_node
 from infra.renting.rentals import describe_keeping, open_rentals
 from infra.run_ids import short_id
-from rollouts_core.metrics import read_json_lines
+from rollouts_core.metrics import read_last_lines
 from rollouts_core.run_directory import RunDirectory
 from tasks.early_end import read_early_end
 from tasks.model_aliases import models_of_runs
@@ -33,6 +33,8 @@ SUFFIX = re.compile(r"-[0-9a-f]{3}$")
 """What Prefect puts after the name of a task that gives none of its own."""
 LATEST = 5
 """So many runs that ended are shown, besides all that did not."""
+MAX_EVENT_BYTES = 1 << 20
+"""What is read of a job's events, to know the last one."""
 MANY = 200
 """So many are looked through where others may have run most of them; Prefect's server answers no more at once."""
 UNDER_WAY = ("SCHEDULED", "PENDING", "RUNNING", "PAUSED", "CANCELLING")
@@ -200,7 +202,7 @@ def going_jobs(store: Path) -> list[GoingJob]:
 
 def waits_for_gpus(directory: RunDirectory) -> str:
     """What a job that has not ended waits for, as far as its events have come here; empty when for nothing."""
-    events = read_json_lines(directory.events)
+    events = read_last_lines(directory.events, MAX_EVENT_BYTES)
     return str(events[-1]["message"]) if events and events[-1]["event"] == "waits_for_gpus" else ""
 
 
