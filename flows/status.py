@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path, PurePosixPath
@@ -24,7 +24,7 @@ from infra.node import LocalNode
 from infra.providers import open_session, provision_node
 from infra.renting.rentals import describe_keeping, open_rentals
 from infra.run_ids import short_id
-from rollouts_core.metrics import read_json_lines
+from rollouts_core.metrics import read_last_lines
 from rollouts_core.run_directory import RunDirectory
 from tasks.early_end import read_early_end
 from tasks.model_aliases import models_of_runs
@@ -33,6 +33,8 @@ SUFFIX = re.compile(r"-[0-9a-f]{3}$")
 """What Prefect puts after the name of a task that gives none of its own."""
 LATEST = 5
 """So many runs that ended are shown, besides all that did not."""
+MAX_EVENT_BYTES = 1 << 20
+"""What is read of a job's events, to know the last one."""
 MANY = 200
 """So many are looked through where others may have run most of them; Prefect's server answers no more at once."""
 UNDER_WAY = ("SCHEDULED", "PENDING", "RUNNING", "PAUSED", "CANCELLING")
@@ -78,7 +80,8 @@ def describe_runs(address: ServerAddress, store: Path) -> list[str]:
         running = {"task_runs": {"state": {"type": {"any_": ["RUNNING"]}}}}
         tasks = ask(address, "POST", "/task_runs/filter", {**of_runs, **running})
     nodes = {lease.run_id: lease.node for lease in _leases(store)}
-    early, registered = early_ends(store), models_of_runs(store)
+    early = early_ends(store, {run["id"] for run in [*runs, *ended]})
+    registered = models_of_runs(store)
     return [
         "  ".join(
             (
@@ -105,16 +108,17 @@ def verdict_of(record: Path) -> str:
         return ""
 
 
-def early_ends(store: Path) -> dict[str, list[str]]:
-    """What runs had end early, a sentence for each stage, by the run's id."""
+def early_ends(store: Path, run_ids: Collection[str]) -> dict[str, list[str]]:
+    """What these runs had end early, a sentence for each stage, by the run's id."""
     if not (store / LEDGER_FILE).is_file():
         return {}
     said: dict[str, list[str]] = {}
     with Ledger(store / LEDGER_FILE) as ledger:
-        for use in ledger.stage_uses():
-            early = read_early_end(store / "stages" / use.stage)
-            if early is not None and early.asked_by == use.run_id:
-                said.setdefault(use.run_id, []).append(f"{use.stage.rpartition('-')[0]} {early.sentence}")
+        uses = [use for use in ledger.stage_uses() if use.run_id in run_ids]
+    for use in uses:
+        early = read_early_end(store / "stages" / use.stage)
+        if early is not None and early.asked_by == use.run_id:
+            said.setdefault(use.run_id, []).append(f"{use.stage.rpartition('-')[0]} {early.sentence}")
     return said
 
 
@@ -198,7 +202,7 @@ def going_jobs(store: Path) -> list[GoingJob]:
 
 def waits_for_gpus(directory: RunDirectory) -> str:
     """What a job that has not ended waits for, as far as its events have come here; empty when for nothing."""
-    events = read_json_lines(directory.events)
+    events = read_last_lines(directory.events, MAX_EVENT_BYTES)
     return str(events[-1]["message"]) if events and events[-1]["event"] == "waits_for_gpus" else ""
 
 

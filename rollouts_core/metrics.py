@@ -8,10 +8,11 @@ writes some steps a second time, so readers keep the last line per step.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from io import FileIO
 from pathlib import Path
 from types import TracebackType
@@ -19,6 +20,8 @@ from typing import Any, Protocol, Self
 
 MAX_SUFFIX = "_max"
 """Metrics of micro-batches and ranks whose name ends so combine to the largest; all others are summands."""
+NUM_LAST = 100
+"""So many lines at the end of a file are never left out."""
 
 
 def sum_metrics(results: Sequence[Mapping[str, float]]) -> dict[str, float]:
@@ -100,10 +103,58 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:  # Any: JSON
     """The whole lines of a metrics, event or sample file; a torn last line is left out."""
     if not path.is_file():
         return []
-    return [json.loads(line) for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
+    with path.open("rb") as lines:
+        return _whole_objects(lines)
+
+
+def read_spread_lines(path: Path, max_lines: int, *, rare: str = "") -> list[dict[str, Any]]:  # Any: JSON
+    """`read_json_lines`; of a file of many more than `max_lines` every second one, or third, ..., and the last ones.
+
+    To find where lines begin takes a tenth of the time of reading what they say.
+
+    Args:
+        rare: a name that few lines may have, of which as many are read.
+    """
+    if not path.is_file():
+        return []
+    places: dict[bool, list[int]] = {True: [], False: []}
+    at, name = 0, f'"{rare}":'.encode()
+    with path.open("rb") as file:
+        for line in file:
+            places[name in line].append(at)
+            at += len(line)
+        thinned = (found[:: max(1, len(found) // max_lines)] + found[-NUM_LAST:] for found in places.values())
+        lines = []
+        for place in sorted(set(itertools.chain.from_iterable(thinned))):
+            file.seek(place)
+            lines.append(file.readline())
+    return _whole_objects(lines)
+
+
+def read_last_lines(path: Path, max_bytes: int) -> list[dict[str, Any]]:  # Any: JSON
+    """The whole lines among the last bytes of a file; a torn last line is left out."""
+    if not path.is_file():
+        return []
+    with path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        if size > max_bytes:
+            file.seek(size - max_bytes - 1)
+            file.readline()  # the end of one
+        else:
+            file.seek(0)
+        return _whole_objects(file)
+
+
+def _whole_objects(lines: Iterable[bytes]) -> list[dict[str, Any]]:  # Any: JSON
+    return [json.loads(line) for line in lines if line.endswith(b"\n")]
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:
+    """One line per step, in order of steps: the last one written for each; see `metrics_by_step`."""
+    return metrics_by_step(read_json_lines(path))
+
+
+def metrics_by_step(lines: Iterable[dict[str, Any]]) -> list[dict[str, float]]:  # Any: JSON
     """One line per step, in order of steps: the last one written for each.
 
     Without the steps that an attempt came to behind the checkpoint from which a later one went on: these are no part of
@@ -112,7 +163,7 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
     """
     by_step: dict[int, dict[str, float]] = {}
     before: tuple[object, float] = (None, 0)
-    for line in read_json_lines(path):
+    for line in lines:
         if line.get("attempt") != before[0] or line["step"] < before[1]:
             by_step = {step: kept for step, kept in by_step.items() if step < line["step"]}
         before = (line.get("attempt"), line["step"])

@@ -8,8 +8,7 @@ Not here: the same models under the same names, which are the same stage (plan.p
 
 from __future__ import annotations
 
-from collections import ChainMap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,11 +41,9 @@ def take_earlier_scores(stage: Stage, scope: RunScope) -> str:
     job = EvalJob.model_validate(stage.job)
     if fingerprint_job(stage.name, job) != stage.fingerprint:  # a fresh start was asked for
         return ""
-    evaluations = find_scores(own.root.parent)
-    # Losses compare only over the same tokens, and that these are the same was seen where models were scored together.
-    sources = evaluations if job.evaluation.metric == "loss" else [dict(ChainMap(*evaluations))]
     wanted = [identity_of(model, job) for model in job.checkpoints]
-    scores = next(([scored[each] for each in wanted] for scored in sources if scored.keys() >= set(wanted)), None)
+    # Losses compare only over the same tokens, and that these are the same was seen where models were scored together.
+    scores = find_scores(own.root.parent, wanted, are_together=job.evaluation.metric == "loss")
     if scores is None:
         return ""
     reused_from = sorted({name_of_run(score.directory.root, scope) for score in scores})
@@ -74,30 +71,46 @@ def take_earlier_scores(stage: Stage, scope: RunScope) -> str:
     return ""
 
 
-def find_scores(stages: Path) -> list[dict[str, EarlierScore]]:
-    """What each finished evaluation of these stages scored, by the identity of the model and the way."""
-    found = []
-    for directory, job, result in finished_evaluations(stages):
-        by_name = {entry["name"]: entry for entry in result["checkpoints"]}
-        scores = {
-            identity_of(model, job): EarlierScore(directory=directory, name=model.name, entry=by_name[model.name])
-            for model in job.checkpoints
-        }
-        found.append(scores)
-    return found
+def find_scores(stages: Path, wanted: Sequence[str], *, are_together: bool) -> list[EarlierScore] | None:
+    """What the first finished evaluations that have it scored of these identities; None where they have not all.
+
+    Args:
+        are_together: whether one evaluation must have all of them.
+    """
+    found: dict[str, EarlierScore] = {}
+    for scores in _iterate_scores(stages, set(wanted)):
+        found = scores if are_together else scores | found
+        if found.keys() >= set(wanted):
+            return [found[each] for each in wanted]
+    return None
 
 
-def finished_evaluations(stages: Path) -> Iterator[tuple[RunDirectory, EvalJob, dict[str, Any]]]:  # Any: JSON
-    """The evaluations with a record whose job has, by the present rules, the identity that names the directory."""
+def _iterate_scores(stages: Path, wanted: Set[str]) -> Iterator[dict[str, EarlierScore]]:
+    """What each finished evaluation scored of what is wanted, by the identity of the model and the way.
+
+    Of evaluations with a record whose job has, by the present rules, the identity that names the directory. Records
+    have a number for every row, so those of others are not read.
+    """
     for path in sorted(stages.glob("evaluate-*")):
         directory = RunDirectory(path)
         try:
-            job, result = EvalJob.model_validate_json(directory.job.read_text()), directory.read_result()
+            job = EvalJob.model_validate_json(directory.job.read_text())
+            models = {identity: model for model in job.checkpoints if (identity := identity_of(model, job)) in wanted}
+            result = directory.read_result() if models and is_named_after(job, path) else None
         except (OSError, ValueError):  # of another version, damaged, or removed this moment
             continue
-        name, _, fingerprint = path.name.partition("-")
-        if result is not None and fingerprint_job(name, job) == fingerprint:
-            yield directory, job, result
+        if result is not None:
+            by_name = {entry["name"]: entry for entry in result["checkpoints"]}
+            yield {
+                identity: EarlierScore(directory=directory, name=model.name, entry=by_name[model.name])
+                for identity, model in models.items()
+            }
+
+
+def is_named_after(job: EvalJob, path: Path) -> bool:
+    """Whether a directory has the name that an evaluation gets by the present rules."""
+    name, _, fingerprint = path.name.partition("-")
+    return fingerprint_job(name, job) == fingerprint
 
 
 def identity_of(model: InputModel, job: EvalJob) -> str:

@@ -44,9 +44,12 @@ def note_in_reports(store: Path, ledger: Ledger, *, forgotten: Model | None = No
     """Let the report of each run that made a model say what that is called now, and that of a forgotten one nothing."""
     from rollouts_core.report import with_registered_name  # numpy loads here, which `rollouts status` need not wait for
 
+    folders_of: dict[str, list[Path]] = {}
+    for folder in (store / RUNS).glob("*-*"):
+        folders_of.setdefault(folder.name.rpartition("-")[2], []).append(folder)
     for model, described in [*describe_models(ledger), *([(forgotten, "")] if forgotten else [])]:
         folders = {store / Path(model.checkpoint).parent}
-        folders.update(folder for run in _runs_of(model) for folder in (store / RUNS).glob(f"*-{run}"))
+        folders.update(folder for run in _runs_of(model) for folder in folders_of.get(run, []))
         for report in (folder / "report.html" for folder in folders):
             with suppress(FileNotFoundError):  # it was removed, or the checkpoint is none of a run
                 page = report.read_text()

@@ -81,13 +81,16 @@ def plan_prune(
     found = sorted(find_folders(store, ledger), key=lambda folder: (folder.used_at, folder.place))
     total = sum(folder.num_bytes for folder in found)
     removed: list[FoundFolder] = []
+    kept: list[FoundFolder] = []
     for folder in found:
         is_old = at - folder.used_at > unused_days * DAY_S
         is_too_much = max_bytes is not None and total > max_bytes
         if not folder.reason and (is_old or is_too_much):
             removed.append(folder)
             total -= folder.num_bytes
-    return PrunePlan(removed=tuple(removed), kept=tuple(folder for folder in found if folder not in removed))
+        else:
+            kept.append(folder)
+    return PrunePlan(removed=tuple(removed), kept=tuple(kept))
 
 
 def remove_folders(store: Path, ledger: Ledger, plan: PrunePlan) -> list[FoundFolder]:

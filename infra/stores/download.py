@@ -156,8 +156,10 @@ def _fill(store: ObjectStore, wanted: Sequence[WantedFile], incoming: Path) -> N
         raise DiskFullError(str(incoming.parent), needed)
     damaged = _fetch(store, missing, incoming, {})
     damaged = _fetch(store, list(damaged), incoming, damaged)  # what an earlier try left may have been the damage
-    for each in list(damaged) or wanted:
-        if each.identity and _identity_of(store, each) != each.identity:
+    compared = [each for each in list(damaged) or wanted if each.identity]
+    there = store.list() if compared else {}  # of a folder of thousands a few requests, not one each
+    for each in compared:
+        if each.key not in there or there[each.key].identity != each.identity:
             raise StoreUnavailableError(f"{store.url}/{each.key} changed while it was fetched: try again")
     if damaged:
         url = f"{store.url}/{next(iter(damaged)).key}".rstrip("/")
@@ -248,11 +250,6 @@ def _hash_durable(part: Path, file: WantedFile) -> str:
             digest.update(chunk)
         os.fsync(content.fileno())
     return digest.hexdigest()
-
-
-def _identity_of(store: ObjectStore, file: WantedFile) -> str:
-    there = store.find(file.key)
-    return there.identity if there else ""
 
 
 def _check_name(name: str, store: ObjectStore) -> None:

@@ -134,8 +134,9 @@ class ObjectStore:
             StoreRefusedError: it may not be listed, or holds more than MAX_OBJECTS.
         """
         root = self._key(folder)
+        enough = {"max_items": MAX_OBJECTS + 1} if self.protocol == "s3" else {}  # others list all, however many
         with sorted_failures(self._url_of(folder)):
-            found: Mapping[str, Any] = self._fs.find(root, detail=True)  # Any: drivers say what they like
+            found: Mapping[str, Any] = self._fs.find(root, detail=True, **enough)  # Any: drivers say what they like
         if len(found) > MAX_OBJECTS:
             raise StoreRefusedError(
                 f"{self._url_of(folder)} holds more than {MAX_OBJECTS} objects: name a folder in it"

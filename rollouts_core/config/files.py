@@ -19,6 +19,8 @@ from rollouts_core.errors import ConfigError
 RecordT = TypeVar("RecordT", bound=BaseModel)
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+MAX_NAME_BYTES, MAX_PATH_CHARS = 255, 4000
+"""What a file system takes, beside the folder that the path is relative to."""
 DATA_FILE_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
 
 
@@ -49,10 +51,16 @@ def resolve_paths(settings: dict[str, Any], base: Path) -> dict[str, Any]:  # An
 
     So do the checkpoints to resume from. A model path that is no folder beside the file stays as it is: it may be a
     hub id. So does `data.sft` where it reads `organisation/name` and is nothing beside the file. URLs stay as they are.
+
+    Raises:
+        ConfigError: a path that is longer than any file's.
     """
 
     def absolute(value: Any) -> Any:  # Any: unchecked file content
-        return str((base / value).resolve()) if isinstance(value, str) and value and "://" not in value else value
+        if not isinstance(value, str) or not value or "://" in value:
+            return value
+        _check_length(value)
+        return str((base / value).resolve())
 
     def dataset(value: Any) -> Any:  # Any: unchecked file content
         if isinstance(value, list | tuple):
@@ -67,6 +75,8 @@ def resolve_paths(settings: dict[str, Any], base: Path) -> dict[str, Any]:  # An
         resolved["data"] = {key: (dataset if key == "sft" else absolute)(value) for key, value in data.items()}
     if isinstance(model := settings.get("model"), dict):
         path = model.get("path")
+        if isinstance(path, str):
+            _check_length(path)
         if isinstance(path, str) and (path.startswith((".", "/")) or (base / path).is_dir()):
             resolved["model"] = {**model, "path": absolute(path)}
     if isinstance(training := settings.get("training"), dict):
@@ -79,7 +89,14 @@ def resolve_paths(settings: dict[str, Any], base: Path) -> dict[str, Any]:  # An
     return resolved
 
 
+def _check_length(path: str) -> None:
+    longest = max(len(part.encode(errors="replace")) for part in path.split("/"))
+    if longest > MAX_NAME_BYTES or len(path) > MAX_PATH_CHARS:
+        raise ConfigError(f"{path[:80]}... is too long for a path or a name: it has {len(path)} characters: correct it")
+
+
 def _may_be_hub_id(path: str, base: Path) -> bool:
+    _check_length(path)
     is_name = HUB_ID.fullmatch(path) is not None and not path.endswith(DATA_FILE_SUFFIXES)
     return is_name and not (base / path).exists()
 

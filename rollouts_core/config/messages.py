@@ -12,6 +12,7 @@ from pydantic_core import ErrorDetails
 from rollouts_core.config.foreign_names import find_foreign_name
 
 MAX_SHOWN_CHARS = 80
+MAX_LINE_CHARS = 1_000
 MAX_SHOWN_MISTAKES = 5
 
 
@@ -67,8 +68,9 @@ def suggest_key(path: Sequence[str], known: list[str], root: type[BaseModel]) ->
 
 
 def first_line(error: BaseException) -> str:
-    """What an error of somebody else's code says, in one line; its kind where it says nothing."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    """What an error of somebody else's code says, in one line that may be read; its kind where it says nothing."""
+    line = (str(error).strip() or type(error).__name__).splitlines()[0]
+    return line if len(line) <= MAX_LINE_CHARS else line[:MAX_LINE_CHARS] + "..."
 
 
 def _sentence(problem: ErrorDetails, path: list[str], model: type[BaseModel]) -> str:

@@ -36,6 +36,7 @@ COMPLETION_ELSEWHERE = ("answer", "output", "target")
 SAID_BESIDE_CONTENT = ("tool_calls", "reasoning_content")
 """What else than text a turn may hold."""
 MAX_SHOWN_CHARS = 80
+MAX_SHOWN_KEYS = 20
 
 
 def read_demonstration(row: Row) -> Conversation | str:
@@ -115,7 +116,8 @@ def describe_keys(row: Row) -> str:
     """The fields of a row that hold something, for an error, with the name that a misspelt one may have meant."""
     keys = sorted(key for key, value in row.items() if value is not None)
     nulls = sorted(key for key, value in row.items() if value is None and key in KNOWN_KEYS)
-    found = ", ".join([*keys, *(f"{key} (null)" for key in nulls)])
+    more = [f"{len(keys) - MAX_SHOWN_KEYS} more"] if len(keys) > MAX_SHOWN_KEYS else []
+    found = ", ".join([*keys[:MAX_SHOWN_KEYS], *more, *(f"{key} (null)" for key in nulls)])
     if "conversations" in keys:
         return (
             f"{found}; ShareGPT's `conversations` (`from`, `value`) must be converted to `messages` (`role`, `content`)"

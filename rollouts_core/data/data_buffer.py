@@ -44,6 +44,8 @@ class DataBuffer:
         self.num_drawn = 0
         """Prompts handed out since the start: the next group's index."""
         self._order = self._shuffled(0)
+        self._other_order: dict[int, list[int]] = {}
+        """That of one other epoch: of the one before it while groups of it, perhaps a thousand, are under way."""
         self._digest = _digest_prompts(self.prompts)
 
     def get_prompts(self, n: int) -> list[Prompt]:
@@ -62,8 +64,11 @@ class DataBuffer:
     def prompt_of(self, draw: int) -> Prompt:
         """The prompt that was, or will be, handed out as number `draw` since the start."""
         epoch_id, place = divmod(draw, len(self.prompts))
-        order = self._order if epoch_id == self.epoch_id else self._shuffled(epoch_id)
-        return self.prompts[order[place]]
+        if epoch_id == self.epoch_id:
+            return self.prompts[self._order[place]]
+        if epoch_id not in self._other_order:
+            self._other_order = {epoch_id: self._shuffled(epoch_id)}
+        return self.prompts[self._other_order[epoch_id][place]]
 
     def state_dict(self) -> DataBufferState:
         """The cursor, as JSON values."""
@@ -81,7 +86,8 @@ class DataBuffer:
         Raises:
             DataError: the prompts are not those that the cursor was saved for.
         """
-        if state["prompts_digest"] not in (self._digest, _digest_without_metadata(self.prompts)):
+        saved = state["prompts_digest"]
+        if saved != self._digest and saved != _digest_without_metadata(self.prompts):
             raise DataError(
                 "the prompts changed since the checkpoint was written, so its place in them means nothing: "
                 "restore the file, or start a new run"

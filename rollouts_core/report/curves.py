@@ -32,8 +32,9 @@ from rollouts_core.run_directory import RunDirectory
 MAX_CURVE_POINTS = 80
 NUM_COLORS = 4
 """Of GPUs, in style.html.jinja; further ones are dashed."""
-MAX_PAUSE_S = 60.0
-"""What lies between two samples of GPUs takes at most this much of the axis: a job may rest for days."""
+MAX_PAUSE_S, MAX_PAUSES = 60.0, 6.0
+"""What lies between two samples of GPUs takes at most this much of the axis, or as often the usual: a job may rest for
+days."""
 SECONDS = {"generate_s": "generate", "train_s": "train", "publish_s": "publish"}
 
 
@@ -173,8 +174,12 @@ def draw_seconds(metrics: Sequence[Mapping[str, float]]) -> Chart | None:
 
 def draw_gpu_use(samples: Sequence[Mapping[str, Any]]) -> list[Chart]:  # Any: JSON
     """How busy and how full each GPU was, over the time that the job was under way; none where nothing was sampled."""
-    gaps_s = [min(after["time"] - before["time"], MAX_PAUSE_S) for before, after in itertools.pairwise(samples)]
-    minutes = [seconds / 60.0 for seconds in itertools.accumulate(gaps_s, initial=0.0)]
+    gaps_s = [after["time"] - before["time"] for before, after in itertools.pairwise(samples)]
+    # Where a page shows every hundredth sample only, it is no pause that lies between two.
+    max_pause_s = max(MAX_PAUSE_S, MAX_PAUSES * statistics.median_low(gaps_s)) if gaps_s else MAX_PAUSE_S
+    minutes = [
+        seconds / 60.0 for seconds in itertools.accumulate((min(gap_s, max_pause_s) for gap_s in gaps_s), initial=0.0)
+    ]
     used: dict[int, list[tuple[float, float]]] = {}
     filled: dict[int, list[tuple[float, float]]] = {}
     total_gib = 0.0

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rollouts_core.metrics import read_json_lines, read_metrics
+from rollouts_core.metrics import metrics_by_step, read_last_lines, read_spread_lines
 from rollouts_core.report.charts import Chart, format_number, format_seconds
 from rollouts_core.report.curves import CURVES, draw_curve, draw_gpu_use, draw_seconds
 from rollouts_core.report.page import page_templates
@@ -23,6 +23,10 @@ from rollouts_core.types import Sample
 REFRESH_S = 3.0
 MAX_EVENTS = 8
 MAX_SAMPLES = 3
+MAX_EVENT_BYTES = 1 << 20
+"""So much of the end of a file of events is read."""
+MAX_LINES = 4_000
+"""About so many lines of metrics, and of the use of GPUs, are read for the curves, every few seconds."""
 MAX_SAMPLE_BYTES = 2_000_000
 """So much of a file of samples is looked at, and the rest of the line there: 64,000 tokens are a longer one."""
 PACE_STEPS = 20
@@ -100,13 +104,14 @@ def render_runs(runs: Sequence[Mapping[str, str]]) -> str:
 def describe_stage(stage: LiveStage, *, now: float) -> ShownStage:
     """What the files of a stage say at the moment."""
     files = RunDirectory(stage.run_dir)
-    metrics, events = read_metrics(files.metrics), read_json_lines(files.events)
+    metrics = metrics_by_step(read_spread_lines(files.metrics, MAX_LINES, rare="eval_loss"))
+    events = read_last_lines(files.events, MAX_EVENT_BYTES)
     last = metrics[-1] if metrics else {}
     step = int(last.get("step", 0))
     kind = stage.name if stage.name in CURVES else ""
     is_finished = files.result.is_file()
     charts = [draw_curve(metrics, curve, mark_step=None) for curve in CURVES[kind]] if kind else []
-    charts += [draw_seconds(metrics), *draw_gpu_use(read_json_lines(files.gpu_use))] if kind else []
+    charts += [draw_seconds(metrics), *draw_gpu_use(read_spread_lines(files.gpu_use, MAX_LINES))] if kind else []
     samples_of, samples = newest_samples(files.samples) if kind == "rl" else ("", ())
     return ShownStage(
         name=stage.name,

@@ -128,10 +128,8 @@ def test_the_deployment_finishes_a_run_whose_retry_keeps_the_shortened_training(
     assert f"sft finished early at step {step} of {NUM_STEPS['sft']}" in output, output
 
     code, output = served.run("finish", "small")
-    assert (code, output) == (
-        2,
-        f"rollouts: no process follows small-{run_id[:8]}: Retry it, or start it again, and ask then\n",
-    )
+    report = served.store / f"runs/small-{run_id[:8]}/report.html"
+    assert (code, output) == (2, f"rollouts: small-{run_id[:8]} trains no more: its report is {report}\n")
     retry = {"state": {"type": "SCHEDULED", "name": "AwaitingRetry"}, "force": True}
     api(served, "POST", f"/flow_runs/{run_id}/set_state", retry)
     wait_until(

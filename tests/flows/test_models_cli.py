@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -188,3 +189,19 @@ def test_the_run_that_made_the_same_model_again_shows_it_too(store: Path) -> Non
             by="run small",
         )
     assert models_of_runs(store)["89abcdef"] == models_of_runs(store)["run-1"] == ["small-1 (production)"]
+
+
+def test_the_folders_of_runs_are_listed_once_for_the_names_of_all_models(
+    store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hundreds of models in a store of thousands of runs are half a minute otherwise, at every promotion."""
+    listed: list[Path] = []
+    glob = Path.glob
+
+    def noted(path: Path, pattern: str) -> Iterator[Path]:
+        listed.append(path)
+        return glob(path, pattern)
+
+    monkeypatch.setattr(Path, "glob", noted)
+    assert call(store, "models", "promote", "small-2").exit_code == 0
+    assert listed.count(store / "runs") == 1

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from flows.cli import app
 from flows.server import ServerAddress
-from flows.status import of_store
+from flows.status import early_ends, of_store
 from flows.up import status
 from infra.jobs import cancel_job, start_or_attach
 from infra.ledger import LEDGER_FILE, Ledger
@@ -120,6 +120,20 @@ def test_of_a_server_for_several_people_only_the_stores_runs_are_shown(tmp_path:
     with Ledger(tmp_path / LEDGER_FILE) as ledger, ledger.living_run("alive"):
         assert [run["id"] for run in of_store(server, tmp_path, runs)] == ["alive", "waits"]
     assert of_store(dataclasses.replace(server, is_local=True), tmp_path, runs) == runs
+
+
+def test_only_the_stages_of_runs_that_are_shown_are_looked_into(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A store of some years has tens of thousands of them."""
+    looked: list[str] = []
+    monkeypatch.setattr("flows.status.read_early_end", lambda directory: looked.append(directory.name))
+    with Ledger(tmp_path / LEDGER_FILE) as ledger:
+        for run in range(20):
+            ledger.note_use("sft-0", f"run-{run}")
+            ledger.note_use(f"rl-{run}", f"run-{run}")
+    assert early_ends(tmp_path, {"run-7"}) == {}
+    assert sorted(looked) == ["rl-7", "sft-0"]
 
 
 def test_a_store_that_is_a_file_or_none_is_told_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,13 +3,24 @@
 Without it a torn line would glue itself to the next one, and a resumed run would draw some steps twice.
 """
 
+import itertools
 import json
 import resource
 from pathlib import Path
 
 import pytest
 
-from rollouts_core.metrics import EventLog, JSONLLogger, average_metrics, read_json_lines, read_metrics, sum_metrics
+from rollouts_core.metrics import (
+    NUM_LAST,
+    EventLog,
+    JSONLLogger,
+    average_metrics,
+    read_json_lines,
+    read_last_lines,
+    read_metrics,
+    read_spread_lines,
+    sum_metrics,
+)
 
 
 def test_a_logged_line_says_step_attempt_time_and_numbers(tmp_path: Path) -> None:
@@ -111,6 +122,38 @@ def test_steps_that_go_back_are_of_another_attempt_whatever_its_number_is(tmp_pa
 
 def test_a_file_that_does_not_exist_has_no_lines(tmp_path: Path) -> None:
     assert read_json_lines(tmp_path / "none.jsonl") == []
+
+
+def test_of_a_long_file_lines_from_everywhere_and_all_of_a_rare_kind_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A page that reads all of it every few seconds takes a processor for itself, and gigabytes."""
+    path, num_lines, max_lines = tmp_path / "metrics.jsonl", 2_000, 40
+    lines = [{"step": step, **({"eval_loss": 1.0} if step % 100 == 70 else {})} for step in range(num_lines)]
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines) + '{"torn')
+    loads, parsed = json.loads, itertools.count()
+
+    def counted(line: bytes) -> object:
+        next(parsed)
+        return loads(line)
+
+    monkeypatch.setattr(json, "loads", counted)
+    read = read_spread_lines(path, max_lines, rare="eval_loss")
+    assert len(read) == next(parsed) <= 2 * max_lines + NUM_LAST + num_lines // 100
+    steps = [line["step"] for line in read]
+    assert steps == sorted(set(steps)) and steps[0] == 0 and steps[1 - NUM_LAST :] == list(range(1_901, 2_000))
+    assert max(after - before for before, after in itertools.pairwise(steps)) <= num_lines // max_lines
+    assert [line["step"] for line in read if "eval_loss" in line] == list(range(70, num_lines, 100))
+    assert read_spread_lines(path, num_lines) == read_json_lines(path) == lines
+    assert read_spread_lines(tmp_path / "none", max_lines) == []
+
+
+@pytest.mark.parametrize(("max_bytes", "num_read"), [(5, 0), (11, 1), (12, 1), (25, 2), (10_000, 50)])
+def test_the_end_of_a_file_begins_with_a_whole_line(tmp_path: Path, max_bytes: int, num_read: int) -> None:
+    path = tmp_path / "events.jsonl"
+    path.write_text("".join(f'{{"n": {n + 10}}}\n' for n in range(50)))  # 10 bytes each
+    assert [line["n"] for line in read_last_lines(path, max_bytes)] == list(range(60 - num_read, 60))
+    assert read_last_lines(tmp_path / "none", max_bytes) == []
 
 
 def test_missing_folders_are_made(tmp_path: Path) -> None:

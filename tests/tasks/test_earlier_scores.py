@@ -116,6 +116,29 @@ def test_models_of_several_runs_are_put_together(config: Config, models: dict[st
     assert [each["scores"] for each in result["checkpoints"]] == [SCORES["sft"], [1.0, 1.0, 1.0]]
 
 
+def test_only_the_records_that_have_something_of_it_are_read_and_the_first_are_enough(
+    config: Config, models: dict[str, InputModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A store may have a thousand evaluations, each with a number for ten thousand rows and three models."""
+    others = {name: checkpoint(tmp_path / f"step_{n:06d}", bytes([n])) for n, name in enumerate(("base", "sft"), 1)}
+    finish(planned(others, config, "others")[0], SCORES)
+    for run in range(3):
+        evaluated = {**models, "rl": checkpoint(tmp_path / f"rl/step_{run:06d}", bytes([run]))}
+        finish(planned(evaluated, config, f"run-{run}")[0], {**SCORES, "rl": [1.0, 1.0, 1.0]})
+    read: list[Path] = []
+    read_result = RunDirectory.read_result
+
+    def noted(directory: RunDirectory) -> dict[str, Any] | None:
+        read.append(directory.root)
+        return read_result(directory)
+
+    monkeypatch.setattr(RunDirectory, "read_result", noted)
+    stage, scope = planned({"model": models["sft"], "baseline": models["base"]}, config, "by-hand")
+    read.clear()
+    assert "which scored the same" in take_earlier_scores(stage, scope)
+    assert len(read) == 1
+
+
 def test_losses_are_taken_only_of_models_that_were_scored_together(
     config: Config, models: dict[str, InputModel], tmp_path: Path
 ) -> None:

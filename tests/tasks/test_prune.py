@@ -135,6 +135,21 @@ def test_the_longest_unused_go_first_until_the_rest_fits(store: Path, ledger: Le
     assert removed(store, ledger, days=100, max_bytes=10 * SIZE) == []
 
 
+def test_the_folders_of_a_store_are_not_compared_with_each_other(
+    store: Path, ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Thousands of them are millions of pairs."""
+    compared: list[object] = []
+
+    def noted(folder: FoundFolder, other: object) -> bool:
+        compared.append(other)
+        return folder is other
+
+    monkeypatch.setattr(FoundFolder, "__eq__", noted)
+    assert removed(store, ledger, days=25) == [OTHER, EVALUATE]
+    assert compared == []
+
+
 def test_the_lineage_of_a_registered_model_stays_also_when_it_was_rejected(store: Path, ledger: Ledger) -> None:
     model = register_model(
         ledger, "a", checkpoint="runs/a", digest="d", run_id="r", stages=[RL, EVALUATE], data={}, by="me"

@@ -22,7 +22,7 @@ from infra.stores.download import find_wanted
 from infra.stores.object_errors import sort_failure
 from infra.stores.object_store import PART_BYTES, ObjectStore, check_url
 from infra.stores.publication import PROBE, check_writable_store
-from tests.infra.stores.s3_server import S3Server, environment_of, use
+from tests.infra.stores.s3_server import CuttablePort, S3Server, environment_of, use
 
 
 @pytest.mark.slow
@@ -97,6 +97,20 @@ def test_the_probe_writes_reads_and_removes_one_object(bucket: str, s3_server: S
     [(name, num_writes)] = s3_server.num_writes(bucket).items()
     assert name.startswith(f"runs/{PROBE}-") and num_writes == 1
     assert s3_server.contents(bucket) == {}
+
+
+def test_a_bucket_of_very_many_objects_is_refused_without_asking_for_all_of_them(
+    bucket: str, s3_server: S3Server, cuttable: CuttablePort, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A bucket of ten million is listed for an hour, a thousand at a time, when somebody forgets the folder."""
+    client = s3_server.client()
+    for name in "abcd":
+        client.put_object(Bucket=bucket, Key=f"folder/{name}", Body=b"")
+    monkeypatch.setattr(object_store, "MAX_OBJECTS", 3)
+    with pytest.raises(StoreRefusedError, match="more than 3 objects: name a folder"):
+        ObjectStore(f"s3://{bucket}").list()
+    [head] = cuttable.request_heads  # eight are enough to see that there are more than three
+    assert "list-type=2" in head and "max-keys=8" in head
 
 
 @pytest.mark.slow

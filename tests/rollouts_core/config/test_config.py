@@ -33,6 +33,7 @@ from rollouts_core.config import (
     name_of_function,
     parse_config,
 )
+from rollouts_core.config.files import resolve_paths
 from rollouts_core.errors import ConfigError
 from rollouts_core.filters import check_any_success
 from rollouts_core.rewards import exact_match
@@ -461,3 +462,17 @@ def test_a_checkpoint_to_go_on_from_is_relative_to_the_file(tmp_path: Path) -> N
     training = Config.load(tmp_path / "c.json").training
     assert training.sft.resume_from == str(tmp_path / "stages/sft-1")
     assert (training.sft.num_steps, training.rl.resume_from) == (7, "")
+
+
+@pytest.mark.parametrize("path", ["./" + "x" * 300, "org/" + "x" * 300, "é" * 200, "x/" * 3000])
+@pytest.mark.parametrize("section", ["data", "model", "training"])
+def test_a_path_that_no_file_system_takes_is_named_in_part(tmp_path: Path, section: str, path: str) -> None:
+    """To look whether it exists is an error of the operating system."""
+    every: dict[str, dict[str, Any]] = {
+        "data": {"data": {"sft": path}},
+        "model": {"model": {"path": path}},
+        "training": {"training": {"rl": {"resume_from": path}}},
+    }
+    with pytest.raises(ConfigError, match="is too long for a path or a name") as caught:
+        resolve_paths(every[section], tmp_path)
+    assert len(str(caught.value)) < 200

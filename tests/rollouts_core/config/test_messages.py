@@ -6,7 +6,14 @@ Without it a long or nested value would flood the message, and a misspelt name w
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from rollouts_core.config.messages import MAX_SHOWN_CHARS, MAX_SHOWN_MISTAKES, closest_name, explain_validation_error
+from rollouts_core.config.messages import (
+    MAX_LINE_CHARS,
+    MAX_SHOWN_CHARS,
+    MAX_SHOWN_MISTAKES,
+    closest_name,
+    explain_validation_error,
+    first_line,
+)
 
 
 class Inner(BaseModel, extra="forbid"):
@@ -34,6 +41,14 @@ def test_a_long_value_is_cut() -> None:
     sentence = explain({"size": "x" * 1000})
     assert sentence.endswith("...")
     assert len(sentence) < MAX_SHOWN_CHARS + 120
+
+
+def test_of_what_somebody_elses_code_says_no_more_is_repeated_than_may_be_read() -> None:
+    """Graders repeat the answer or the test of a row, which may have megabytes."""
+    said = first_line(ValueError(f"expected a number, found {'q' * 200_000}\nand more"))
+    assert said.startswith("expected a number, found qqq") and said.endswith("q...")
+    assert len(said) == MAX_LINE_CHARS + 3
+    assert first_line(ValueError("short")) == "short"
 
 
 @pytest.mark.parametrize("given", [0, "0,1", {"first": 0}])

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rollouts_core.data.chat import Conversation
-from rollouts_core.data.conversations import describe_keys, read_demonstration, read_messages
+from rollouts_core.data.conversations import MAX_SHOWN_KEYS, describe_keys, read_demonstration, read_messages
 from rollouts_core.errors import DataError
 from rollouts_core.types import Message
 
@@ -120,6 +120,13 @@ def test_no_tools_are_none(tools: object) -> None:
 def test_a_row_that_does_not_fit_is_refused_with_the_reason(row: dict[str, Any], reason: str) -> None:
     with pytest.raises(DataError, match=reason):
         read_demonstration(row)
+
+
+def test_of_a_row_of_very_many_fields_the_first_are_named() -> None:
+    row = {f"k{number:05}": 1 for number in range(200)}
+    first = ", ".join(f"k{number:05}" for number in range(MAX_SHOWN_KEYS))
+    assert describe_keys(row) == f"{first}, 180 more"
+    assert describe_keys(row | {"question": "?"}).endswith("181 more; did you mean prompt? rename question")
 
 
 def test_an_empty_row_has_no_field_at_all() -> None:

@@ -5,6 +5,7 @@ Without it a resumed run would see some prompts twice and others never.
 
 import hashlib
 import json
+import random
 from dataclasses import replace
 
 import pytest
@@ -121,3 +122,21 @@ def test_a_buffer_without_prompts_is_an_error() -> None:
 def test_more_prompts_than_an_epoch_holds_come_from_the_next_epochs() -> None:
     buffer = DataBuffer(make_prompts(3))
     assert sorted(draw_ids(buffer, 9)) == sorted(["p0", "p1", "p2"] * 3)
+
+
+def test_the_order_of_an_earlier_epoch_is_drawn_once_for_all_of_its_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With half a million prompts drawing it takes half a second, and of an epoch hundreds may be under way."""
+    drawn: list[list[int]] = []
+    shuffle = random.Random.shuffle
+
+    def noted(generator: random.Random, order: list[int]) -> None:
+        drawn.append(order)
+        shuffle(generator, order)
+
+    monkeypatch.setattr(random.Random, "shuffle", noted)
+    buffer = DataBuffer(make_prompts(5), seed=3)
+    handed_out = buffer.get_prompts(12)
+    assert [buffer.prompt_of(draw) for draw in (5, 6, 7, 8, 9, 10, 11)] == handed_out[5:]
+    assert len(drawn) == 4
+    assert [buffer.prompt_of(draw) for draw in range(5)] == handed_out[:5]
+    assert len(drawn) == 5
