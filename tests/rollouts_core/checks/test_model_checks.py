@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from transformers import (
+    BartConfig,
     BloomConfig,
     FalconConfig,
     Gemma3Config,
@@ -59,6 +60,7 @@ MODELS: dict[str, PreTrainedConfig] = {
     "opt": OPTConfig(max_position_embeddings=16),
     "llama": LlamaConfig(max_position_embeddings=16),
     "jamba": JambaConfig(max_position_embeddings=16),
+    "bart": BartConfig(),
     "bloom": BloomConfig(),
     "falcon": FalconConfig(alibi=True),
 }
@@ -93,7 +95,7 @@ def test_a_model_that_an_engine_is_to_serve_and_that_is_no_folder_is_downloaded_
         ("sft", {"sft": {"packing": False}}, ""),
     ],
 )
-@pytest.mark.parametrize("family", ["jamba", "bloom", "falcon"])
+@pytest.mark.parametrize("family", ["jamba", "bart", "bloom", "falcon"])
 def test_a_model_that_heeds_no_mask_is_refused_where_rows_are_packed(
     tmp_path: Path, family: str, mode: str, packing: dict[str, Any], named: str
 ) -> None:
@@ -102,6 +104,7 @@ def test_a_model_that_heeds_no_mask_is_refused_where_rows_are_packed(
     settings = {"mode": mode, "model": {"path": str(tmp_path)}, "data": data, "training": packing}
     place = {
         "jamba": "the linear_attention layers of jamba",
+        "bart": "bart models",
         "bloom": "bloom models",
         "falcon": "falcon with ALiBi models",
     }[family]
