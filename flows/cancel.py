@@ -20,7 +20,7 @@ from flows.finish import MIN_ID_CHARS
 from flows.models_cli import open_registry
 from flows.prefect_api import ask
 from flows.server import ServerAddress, local_server, named_url, prefect_environment, run_url
-from flows.status import FLOWS, NOT_ENDED, of_store, without_later_looks
+from flows.status import FLOWS, NOT_ENDED, name_of_run, of_store, without_later_looks
 from flows.terminal import DEFAULT_STORE, Store, console
 from flows.up import check_server, find_serving
 from infra.ledger import Ledger
@@ -157,7 +157,7 @@ def _holds(ledger: Ledger, run_id: str) -> bool:
 
 
 def _name(run: FlowRunJson) -> str:
-    return f"{run['name']}-{short_id(run['id'])}"
+    return f"{name_of_run(run)}-{short_id(run['id'])}"
 
 
 def _names(given: str) -> list[str]:
@@ -166,4 +166,4 @@ def _names(given: str) -> list[str]:
 
 def _is_meant(run: FlowRunJson, given: str) -> bool:
     is_start = len(given) >= MIN_ID_CHARS and run["id"].startswith(given)
-    return is_start or given in (run["id"], run["name"], _name(run))
+    return is_start or given in (run["id"], run["name"], name_of_run(run), _name(run))

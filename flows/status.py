@@ -166,7 +166,13 @@ def describe_run(
     stage = f"{run['state_name']:<10} {name:<14}"
     provider = run.get("parameters", {}).get("node", {}).get("provider", "local")
     where = nodes.get(run["id"], provider)
-    return f"{run['name']:<20} {stage} {when} on {where}  {run_url(address, run['id'])}"
+    return f"{name_of_run(run):<20} {stage} {when} on {where}  {run_url(address, run['id'])}"
+
+
+def name_of_run(run: Mapping[str, Any]) -> str:  # Any: JSON
+    """What a run is called, or will be: until it begins, Prefect has two random words for it."""
+    settings = run.get("parameters", {}).get("run", {})
+    return str(run["name"] if run.get("start_time") else settings.get("name", run["name"]))
 
 
 def going_jobs(store: Path) -> list[GoingJob]:

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from flows.cli import app
 from flows.server import ServerAddress
-from flows.status import early_ends, of_store
+from flows.status import early_ends, name_of_run, of_store
 from flows.up import status
 from infra.jobs import cancel_job, start_or_attach
 from infra.ledger import LEDGER_FILE, Ledger
@@ -120,6 +120,13 @@ def test_of_a_server_for_several_people_only_the_stores_runs_are_shown(tmp_path:
     with Ledger(tmp_path / LEDGER_FILE) as ledger, ledger.living_run("alive"):
         assert [run["id"] for run in of_store(server, tmp_path, runs)] == ["alive", "waits"]
     assert of_store(dataclasses.replace(server, is_local=True), tmp_path, runs) == runs
+
+
+def test_a_run_that_waits_is_called_what_it_will_be_called() -> None:
+    asked: dict[str, object] = {"name": "wise-owl", "start_time": None, "parameters": {"run": {"name": "small"}}}
+    assert name_of_run(asked) == "small"
+    assert name_of_run({**asked, "parameters": {"store": "s"}}) == "wise-owl"
+    assert name_of_run({**asked, "name": "renamed", "start_time": "2026-11-26T12:00:00Z"}) == "renamed"
 
 
 def test_only_the_stages_of_runs_that_are_shown_are_looked_into(
