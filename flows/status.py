@@ -172,7 +172,7 @@ def describe_run(
 def name_of_run(run: Mapping[str, Any]) -> str:  # Any: JSON
     """What a run is called, or will be: until it begins, Prefect has two random words for it."""
     settings = run.get("parameters", {}).get("run", {})
-    return str(run["name"] if run.get("start_time") else settings.get("name", run["name"]))
+    return str((not run.get("start_time") and settings.get("name")) or run["name"])
 
 
 def going_jobs(store: Path) -> list[GoingJob]:
