@@ -5,7 +5,6 @@ Not here: log-probs (policy.py), generation (embedded/, engines/), training stat
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from safetensors import SafetensorError
 from torch import nn
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from rollouts_core.config import ModelConfig
@@ -32,8 +31,14 @@ KERNELS_OF_FLOAT32 = ("sdpa", "eager")
 """Attention kernels that compute in any number format."""
 MASKED_LAYERS = {"full_attention", "sliding_attention"}
 """The kinds of layers in which a position reads what a mask lets it read, and nothing else."""
-UNMASKED_MODELS = {"openai-gpt"}
+UNMASKED_MODELS = {"bloom", "openai-gpt", "rwkv", "xlstm"}
 """Models that heed no mask of which position of a row may read which, by their type: their settings do not show it."""
+UNTOLD_MODELS = {
+    *("bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "cpmant", "marian", "mbart", "moshi", "mvp"),
+    *("moss_transcribe_diarize", "musicgen", "musicgen_melody", "pegasus", "plbart", "prophetnet", "roformer"),
+    *("trocr", "whisper", "xlnet"),
+}
+"""Models that cannot be told positions and count along the row, by their type."""
 MODELS_OF_ROW_DISTANCES = {"gpt_neo", "mpt"}
 """Models that count how far back a token lies by its place in the row, whatever its position, by their type: only where
 all tokens of a sample lie next to each other is that the same."""
@@ -198,13 +203,6 @@ def find_unmasked_layers(settings: PreTrainedConfig) -> str:
     return min(kinds - MASKED_LAYERS, default="")
 
 
-def takes_positions(settings: PreTrainedConfig) -> bool:
-    """Whether a model can be told which position each token has, and need not count along the row."""
-    if type(settings) not in MODEL_FOR_CAUSAL_LM_MAPPING:  # of code that it brings
-        return True
-    return "position_ids" in inspect.signature(MODEL_FOR_CAUSAL_LM_MAPPING[type(settings)].forward).parameters
-
-
 def check_packable(settings: PreTrainedConfig, *, setting: str = "packing", shares_prompts: bool = False) -> None:
     """Raise ConfigError for a model in which samples of one row would see each other, or a shared prompt elsewhere.
 
@@ -215,8 +213,7 @@ def check_packable(settings: PreTrainedConfig, *, setting: str = "packing", shar
     kind, model = find_unmasked_layers(settings), settings.model_type
     if has_alibi := model == "falcon" and settings.alibi:  # it makes ALiBi's slopes of a mask of padding alone
         model = "falcon with ALiBi"
-    is_told_no_positions = not takes_positions(settings) and model not in MODELS_OF_ROW_DISTANCES
-    if kind or has_alibi or is_told_no_positions or model in UNMASKED_MODELS:
+    if kind or has_alibi or model in UNMASKED_MODELS | UNTOLD_MODELS:
         place = f"the {kind} layers of {model}" if kind else f"{model} models"
         raise ConfigError(f"packed rows would let samples see each other in {place}: set {setting} = false")
     if shares_prompts and settings.model_type in MODELS_OF_ROW_DISTANCES:

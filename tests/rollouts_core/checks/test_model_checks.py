@@ -3,6 +3,7 @@
 Without it a run would train on masks, places or lengths that its model does not heed.
 """
 
+import inspect
 import json
 import re
 import shutil
@@ -14,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
     BartConfig,
     BloomConfig,
     FalconConfig,
@@ -49,6 +51,12 @@ from rollouts_core.checks.validate import (
 )
 from rollouts_core.config import Config, ModelConfig, PolicyConfig
 from rollouts_core.errors import CheckpointError, ConfigError
+from rollouts_core.model.loading import (
+    MODELS_OF_ROW_DISTANCES,
+    UNMASKED_MODELS,
+    UNTOLD_MODELS,
+    find_unmasked_layers,
+)
 from rollouts_core.model.policy import create_policy
 from tests.rollouts_core.checks.configurations import SUM, make_config, with_rollout, write_rows
 
@@ -84,6 +92,20 @@ def test_a_model_that_an_engine_is_to_serve_and_that_is_no_folder_is_downloaded_
     with pytest.raises(ConfigError) as refused:
         check_model_files(config)
     assert str(refused.value) == f"model.path: {path} is not a folder: give that of a Hugging Face checkpoint{advice}"
+
+
+@pytest.mark.slow
+@pytest.mark.matrix
+def test_models_that_cannot_be_told_positions_are_known() -> None:
+    known = UNMASKED_MODELS | UNTOLD_MODELS | MODELS_OF_ROW_DISTANCES
+    unknown = [
+        settings.model_type
+        for settings, model in MODEL_FOR_CAUSAL_LM_MAPPING.items()
+        if settings.model_type not in known
+        and "position_ids" not in inspect.signature(model.forward).parameters
+        and not find_unmasked_layers(settings())
+    ]
+    assert unknown == []
 
 
 @pytest.mark.parametrize(
