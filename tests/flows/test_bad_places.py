@@ -273,7 +273,8 @@ def test_a_reward_that_raises_on_some_completions_ends_the_run_and_the_engine(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("place", ["store", pytest.param("root", marks=pytest.mark.matrix)])
+@pytest.mark.matrix
+@pytest.mark.parametrize("place", ["store", "root"])
 def test_a_disk_that_runs_full_during_sft_is_named(rollouts_alone: Rollouts, folder: Path, place: str) -> None:
     store = rollouts_alone.store
     with mounted_tmpfs(folder / "disk", SMALL) as disk:

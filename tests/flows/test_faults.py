@@ -212,13 +212,10 @@ def test_sft_alone_ends_with_the_selected_sft_checkpoint(finished_sft: Path) -> 
     ).read_bytes()
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("harm", "step", "resumed_from"),
-    [
-        ("changed", 100, None),
-        pytest.param("deleted", 100, None, marks=pytest.mark.matrix),
-        pytest.param("changed", 200, 100, marks=pytest.mark.matrix),
-    ],
+    [("changed", 100, None), ("deleted", 100, None), ("changed", 200, 100)],
 )
 def test_a_damaged_checkpoint_is_trained_again_and_is_the_same_as_before(
     rollouts: Rollouts, after_sft: Path, harm: str, step: int, resumed_from: int | None
@@ -240,6 +237,7 @@ def test_a_damaged_checkpoint_is_trained_again_and_is_the_same_as_before(
     assert exits_of(run_dir(rollouts, "select-sft")) == ["exit-1.json"]  # equal checkpoints: not scored again
 
 
+@pytest.mark.matrix
 def test_a_store_that_was_moved_and_lost_a_record_of_prefects_cache_is_used_where_it_is(
     rollouts: Rollouts, after_sft: Path
 ) -> None:

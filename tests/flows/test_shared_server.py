@@ -164,6 +164,7 @@ def test_a_serving_process_waits_for_a_server_that_is_away_for_minutes(server: S
         assert rollouts_command(server, store, "down") == 0
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 def test_stores_with_deployments_of_one_name_do_their_own_runs_and_cannot_cancel_each_others(
     server: SharedServer, tmp_path: Path

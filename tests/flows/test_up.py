@@ -201,6 +201,7 @@ def test_a_killed_serving_process_is_noticed_and_up_starts_another(served: Rollo
     assert "started" in up(served)
 
 
+@pytest.mark.matrix
 def test_what_cannot_be_is_one_sentence(served: Rollouts, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         code, output = served.run("up", "--port", str(taken.getsockname()[1]))
