@@ -190,6 +190,7 @@ def test_an_installation_that_is_killed_is_made_anew_and_leaves_nothing(node: No
     assert not list(Path(node.root).glob("environments/*/tmp"))
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_the_training_can_be_imported_in_an_environment_with_the_versions_of_this_machine(node: Node) -> None:

@@ -239,7 +239,7 @@ def test_a_mistake_of_the_user_is_told_as_one(base: InputModel, tmp_path: Path) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.matrix), 1])
 def test_a_worker_that_is_killed_ends_the_job_with_its_signal(base: InputModel, tmp_path: Path, rank: int) -> None:
     run = write_job(tmp_path / "sft", sft_job(base, ENDLESS))
     with started(run) as process:
@@ -254,7 +254,7 @@ def test_a_worker_that_is_killed_ends_the_job_with_its_signal(base: InputModel, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGTERM, marks=pytest.mark.matrix), signal.SIGKILL])
 def test_nothing_is_left_of_a_job_that_is_ended(base: InputModel, tmp_path: Path, number: signal.Signals) -> None:
     run = write_job(tmp_path / "sft", sft_job(base, ENDLESS))
     with started(run) as process:
