@@ -60,6 +60,7 @@ every_way = pytest.mark.parametrize(
         pytest.param("sglang", "tensors", marks=[pytest.mark.engine, pytest.mark.matrix]),
     ],
     indirect=["server"],
+    scope="session",  # else `way`, which is no fixture, makes each test start a server of its own
 )
 
 
