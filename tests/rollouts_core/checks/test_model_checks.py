@@ -75,6 +75,12 @@ MODELS: dict[str, PreTrainedConfig] = {
 """Tables of learned, and of computed, positions; positions that go on; and none at all."""
 
 
+def config_of(model: Path, mode: str, **settings: object) -> Config:
+    """A configuration of which the model is looked at, and the data is not."""
+    data = dict.fromkeys(("sft", "prompts", "selection", "heldout"), "rows.jsonl")
+    return Config.model_validate({"mode": mode, "model": {"path": str(model)}, "data": data, **settings})
+
+
 @pytest.mark.parametrize(
     ("path", "advice"),
     [
@@ -122,8 +128,7 @@ def test_a_model_that_heeds_no_mask_is_refused_where_rows_are_packed(
     tmp_path: Path, family: str, mode: str, packing: dict[str, Any], named: str
 ) -> None:
     MODELS[family].save_pretrained(tmp_path)
-    data = dict.fromkeys(("sft", "prompts", "selection", "heldout"), "rows.jsonl")
-    settings = {"mode": mode, "model": {"path": str(tmp_path)}, "data": data, "training": packing}
+    config = config_of(tmp_path, mode, training=packing)
     place = {
         "jamba": "the linear_attention layers of jamba",
         "bart": "bart models",
@@ -132,7 +137,7 @@ def test_a_model_that_heeds_no_mask_is_refused_where_rows_are_packed(
     }[family]
     words = f"see each other in {place}: set {named}"
     with pytest.raises(ConfigError, match=words) if named else nullcontext():
-        check_packing(Config.model_validate(settings))
+        check_packing(config)
 
 
 @pytest.mark.parametrize(
@@ -149,11 +154,10 @@ def test_a_model_that_counts_distances_along_the_row_is_refused_where_completion
     tmp_path: Path, mode: str, rl: dict[str, Any], is_refused: bool
 ) -> None:
     GPTNeoConfig().save_pretrained(tmp_path)
-    data = dict.fromkeys(("sft", "prompts", "selection", "heldout"), "rows.jsonl")
-    settings = {"mode": mode, "model": {"path": str(tmp_path)}, "data": data, "training": {"rl": rl}}
+    config = config_of(tmp_path, mode, training={"rl": rl})
     words = r"gpt_neo models would see a prompt .* further away .*: set training\.rl\.packing = false"
     with pytest.raises(ConfigError, match=words) if is_refused else nullcontext():
-        check_packing(Config.model_validate(settings))
+        check_packing(config)
 
 
 @pytest.mark.parametrize(("num_tokens", "is_warned"), [(17, False), (18, True)])
@@ -167,10 +171,8 @@ def test_a_length_that_changes_how_shorter_samples_are_rotated_is_warned_of(
         hidden_size=16, num_attention_heads=2, num_key_value_heads=2, max_position_embeddings=64, pad_token_id=0,
         original_max_position_embeddings=16, rope_parameters=rotation,
     ).save_pretrained(tmp_path)  # fmt: skip
-    data = dict.fromkeys(("sft", "prompts", "selection", "heldout"), "rows.jsonl")
     rollout = {"max_prompt_tokens": num_tokens - 8, "sampling": {"max_new_tokens": 8}}
-    settings = {"mode": "rl", "model": {"path": str(tmp_path)}, "data": data, "rollout": rollout}
-    config = Config.model_validate(settings)
+    config = config_of(tmp_path, "rl", rollout=rollout)
     findings = [check_longest("rows.jsonl", num_tokens, config.model), warn_of_long_completions(config)]
     remedies = ("set training.sft.max_length to 17 or less", "lower rollout.max_prompt_tokens or rollout.sampling.max_")
     for found, remedy in zip(findings, remedies, strict=True):
@@ -191,8 +193,7 @@ def test_what_is_no_language_model_is_refused_and_what_is_more_than_one_warned_o
     tmp_path: Path, settings: PreTrainedConfig, refused: str, warned: str
 ) -> None:
     settings.save_pretrained(tmp_path)
-    data = dict.fromkeys(("sft", "prompts", "selection", "heldout"), "rows.jsonl")
-    config = Config.model_validate({"mode": "sft", "model": {"path": str(tmp_path)}, "data": data})
+    config = config_of(tmp_path, "sft")
     with pytest.raises(ConfigError, match=refused) if refused else nullcontext():
         assert [bool(re.search(warned, sentence)) for sentence in check_language_model(config)] == [True] * bool(warned)
 
@@ -213,8 +214,7 @@ def test_dropout_is_warned_of_where_the_loss_compares_with_an_engine(
 ) -> None:
     """Of a small GPT-2 with 0.1, 28 to 37 % of all tokens were clipped before the first update."""
     settings.save_pretrained(tmp_path)
-    data = dict.fromkeys(("sft", "prompts", "selection", "heldout"), "rows.jsonl")
-    config = Config.model_validate({"mode": mode, "model": {"path": str(tmp_path)}, "data": data})
+    config = config_of(tmp_path, mode)
     assert [named in sentence for sentence in warn_of_dropout(config)] == [True] * bool(named)
 
 
@@ -228,13 +228,12 @@ def test_a_model_whose_new_weights_vllm_would_not_serve_is_refused(
     """Without it the run would end at the first update, after SFT and the start of the engine."""
     GPT2Config(n_layer=1, n_head=1, n_embd=2).save_pretrained(tmp_path)
     save_file({"transformer.wte.weight": torch.zeros(4, 2)}, tmp_path / "model.safetensors")
-    data = dict.fromkeys(("sft", "prompts", "selection", "heldout"), "rows.jsonl")
-    settings = {"mode": mode, "model": {"path": str(tmp_path)}, "data": data, "rollout": {"engine": {"kind": kind}}}
+    config = config_of(tmp_path, mode, rollout={"engine": {"kind": kind}})
     expected = (
         pytest.raises(CheckpointError, match="no head of its own can be made for vLLM") if refused else nullcontext()
     )
     with expected:
-        check_updatable(Config.model_validate(settings))
+        check_updatable(config)
 
 
 @pytest.mark.parametrize(
