@@ -22,6 +22,8 @@ MAX_SUFFIX = "_max"
 """Metrics of micro-batches and ranks whose name ends so combine to the largest; all others are summands."""
 NUM_LAST = 100
 """So many lines at the end of a file are never left out."""
+LAST_BYTES = 1 << 20
+"""So much of the end of a file is read to know its last lines."""
 
 
 def sum_metrics(results: Sequence[Mapping[str, float]]) -> dict[str, float]:
@@ -131,7 +133,7 @@ def read_spread_lines(path: Path, max_lines: int, *, rare: str = "") -> list[dic
     return _whole_objects(lines)
 
 
-def read_last_lines(path: Path, max_bytes: int) -> list[dict[str, Any]]:  # Any: JSON
+def read_last_lines(path: Path, max_bytes: int = LAST_BYTES) -> list[dict[str, Any]]:  # Any: JSON
     """The whole lines among the last bytes of a file; a torn last line is left out."""
     if not path.is_file():
         return []

@@ -23,8 +23,6 @@ from rollouts_core.types import Sample
 REFRESH_S = 3.0
 MAX_EVENTS = 8
 MAX_SAMPLES = 3
-MAX_EVENT_BYTES = 1 << 20
-"""So much of the end of a file of events is read."""
 MAX_LINES = 4_000
 """About so many lines of metrics, and of the use of GPUs, are read for the curves, every few seconds."""
 MAX_SAMPLE_BYTES = 2_000_000
@@ -105,7 +103,7 @@ def describe_stage(stage: LiveStage, *, now: float) -> ShownStage:
     """What the files of a stage say at the moment."""
     files = RunDirectory(stage.run_dir)
     metrics = metrics_by_step(read_spread_lines(files.metrics, MAX_LINES, rare="eval_loss"))
-    events = read_last_lines(files.events, MAX_EVENT_BYTES)
+    events = read_last_lines(files.events)
     last = metrics[-1] if metrics else {}
     step = int(last.get("step", 0))
     kind = stage.name if stage.name in CURVES else ""
