@@ -23,6 +23,7 @@ from infra.jobs import (
     cancel_job,
     follow_job,
     job_status,
+    renew_lease,
     require_finished,
     start_or_attach,
 )
@@ -176,8 +177,9 @@ def test_the_time_limit_begins_when_the_gpus_are_there(make_job: JobMaker) -> No
 
 
 def test_a_job_that_nobody_wants_any_more_does_not_wait(make_job: JobMaker) -> None:
-    first, second = make_job("first", "0"), make_job("second", "0", lease_s=0.5)
+    first, second = make_job("first", "0"), make_job("second", "0", lease_s=3.0)
     start(first), start(second)
+    assert renew_lease(SESSION, second.run_dir).state is JobState.RUNNING
     ended = wait_for_end(SESSION, Path(second.run_dir))
     assert ended.exit is not None and ended.exit.lease_expired
     end(first)
