@@ -79,6 +79,33 @@ def test_a_worker_runs_what_was_deployed_a_retry_attaches_and_cancel_ends_its_jo
 
 @pytest.mark.slow
 @pytest.mark.matrix
+def test_a_worker_completes_what_a_retry_attached_to_and_trains_it_once(server: SharedServer, tmp_path: Path) -> None:
+    config = write_small_pipeline(tmp_path / "small", mode="sft", **LONG)
+    store = tmp_path / "store"
+    config = config.rename(config.with_name("whole.toml"))
+    code, text = Rollouts(store, tmp_path / "prefect.yaml").run("prefect-yaml", str(config), "--pool", POOL)
+    assert code == 0, text
+    server.prefect("deploy", "--all", cwd=tmp_path)
+    with server.worker(POOL) as said:
+        run_id = start(server, "whole")
+        sft = wait_for_sft(store)
+        os.kill(flow_process(run_id), signal.SIGKILL)
+        assert end_of(server, run_id, said) == "CRASHED"
+        with paused(program_of(sft)):
+            retry = {"state": {"type": "SCHEDULED", "name": "AwaitingRetry"}, "force": True}
+            server.ask("POST", f"/flow_runs/{run_id}/set_state", retry)
+            wait_until(
+                lambda: "attached to the running job" in logs_of(server, run_id), what="attaching", every_s=ASK_S
+            )
+        assert end_of(server, run_id, said) == "COMPLETED"
+        # a run with the same settings has nothing to train
+        assert end_of(server, start(server, "whole"), said) == "COMPLETED"
+    assert exits_of(sft) == ["exit-1.json"]
+    assert len(events_of(sft, "started")) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.matrix
 def test_cancel_ends_a_run_whose_worker_stopped_looking_while_the_server_was_away(
     server: SharedServer, tmp_path: Path
 ) -> None:
