@@ -87,9 +87,7 @@ def _sentence(problem: ErrorDetails, path: list[str], model: type[BaseModel]) ->
     if problem["type"] in ("tuple_type", "list_type"):
         return f"{key}: expected a list, [...], found {_show(problem['input'])}"
     if problem["type"] == "callable_type":
-        is_list = isinstance(problem["input"], list | tuple)
-        several = "; several, with weights, stand in rollout.rewards" if key.endswith("reward_fn") and is_list else ""
-        return f'{key}: expected one name, "package.module:function", found {_show(problem["input"])}{several}'
+        return f'{key}: expected one name, "package.module:function", found {_show(problem["input"])}'
     return f"{key}: {_lower_first(problem['msg'])}, found {_show(problem['input'])}"
 
 

@@ -5,9 +5,9 @@ Not here: what is learned from it (rl.py), the sampling itself (rollouts_core/ro
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from rollouts_core.config.engine import ENGINE_MARGINS, MIN_ENGINE_CONTEXT, EngineConfig
 from rollouts_core.config.filter import FilterConfig
@@ -117,6 +117,13 @@ class RolloutConfig(Record):
     did not answer what it answers between two steps, however full its queue is, and also while it is paused.
     Until its first request has ended it has rollout.engine.start_timeout_s, where that is longer. Raise it where one
     step takes as long, for instance because the engine compiles amid a run."""
+
+    @field_validator("reward_fn", mode="before")
+    @classmethod
+    def _refuse_several(cls, given: Any) -> Any:  # Any: unchecked
+        if isinstance(given, list | tuple):
+            raise ValueError('expected one name, "package.module:function"; several, with weights, stand in rewards')
+        return given
 
     @model_validator(mode="after")
     def _check_functions(self) -> Self:

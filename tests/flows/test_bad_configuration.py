@@ -41,7 +41,7 @@ from tests.small_pipeline import small_settings
         (
             "rollout__reward_fn",
             ["a:f", "b:g"],
-            "found ['a:f', 'b:g']; several, with weights, stand in rollout.rewards",
+            'rollout.reward_fn: expected one name, "package.module:function"; several, with weights, stand in rewards',
         ),
         ("model__pth", "x", "unknown key model.pth; did you mean path?"),
         ("data__promts", "x", "unknown key data.promts; did you mean prompts?"),
