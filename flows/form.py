@@ -213,7 +213,10 @@ def parse_pipeline(settings: dict[str, Any], path: Path) -> Pipeline:  # Any: un
     retrain, schedule = sections.pop("retrain", None), sections.pop("schedule", None)
     evaluate = sections.pop("evaluate", None)
     known = [*Config.model_fields, "node", "run", "retrain", "schedule", "evaluate"]
-    if unknown := [f"unknown key {key}{_suggest_table(key, known)}" for key in sections if key not in known]:
+    others = _settings_beside()
+    if unknown := [
+        f"unknown key {key}{suggest_key([key], known, Config, others=others)}" for key in sections if key not in known
+    ]:
         raise ConfigError(list_mistakes(unknown, source=str(path)))
     optional = {"retrain": retrain or {}, "schedule": schedule or {}, "evaluate": evaluate or {}}
     for name, section in {"node": node, "run": run, **optional}.items():
@@ -243,19 +246,11 @@ def parse_pipeline(settings: dict[str, Any], path: Path) -> Pipeline:  # Any: un
     return pipeline
 
 
-def _suggest_table(key: str, known: list[str]) -> str:
-    """What may be meant by an unknown key at the top of a file: also a setting of a table that is not the core's."""
-    hint = suggest_key([key], known, Config)
-    tables = {
-        "run": [RunOptions],
-        "node": NODE_TYPES.values(),
-        "retrain": [RetrainConfig],
-        "schedule": [ScheduleConfig],
-    }
-    meant = [table for table, records in tables.items() if any(key in record.model_fields for record in records)]
-    if not meant or not hint.startswith("; known are"):
-        return hint
-    return f"; did you mean {' or '.join(f'{table}.{key}' for table in meant)}?"
+def _settings_beside() -> list[str]:
+    """The settings of a file that are none of the core's, by their dotted names."""
+    records: list[tuple[str, type[BaseModel]]] = [("run", RunOptions), ("retrain", RetrainConfig)]
+    records += [("schedule", ScheduleConfig), *(("node", each) for each in NODE_TYPES.values())]
+    return list(dict.fromkeys(f"{table}.{name}" for table, record in records for name in record.model_fields))
 
 
 def _suggest_node_key(key: str, provider: str) -> str:

@@ -45,19 +45,20 @@ def closest_name(name: str, known: list[str]) -> str:
     return f"; did you mean {close[0]}?" if close else f"; known are {', '.join(sorted(known))}"
 
 
-def suggest_key(path: Sequence[str], known: list[str], root: type[BaseModel]) -> str:
+def suggest_key(path: Sequence[str], known: list[str], root: type[BaseModel], *, others: Sequence[str] = ()) -> str:
     """What may be meant by an unknown key: what another system calls so, the setting of that name in another section
     of `root`, else the nearest name or the list of them.
 
     Args:
         path: the sections around the key, and the key.
+        others: settings of the same file that are no part of `root`, by their dotted names.
     """
     if foreign := find_foreign_name(path):
         return f"; here it is {foreign}" if " " in foreign else f"; did you mean {foreign}?"
     *around, name = (part for part in path if not part.isdecimal())
     section = _record_at(around, root)
     below = [".".join([*around, each]) for each in _settings_of(section, with_lists=bool(around))] if section else []
-    for settings in (below, _settings_of(root, with_lists=False)):
+    for settings in (below, [*_settings_of(root, with_lists=False), *others]):
         if same := [each for each in settings if _last(each) == name]:
             return f"; did you mean {' or '.join(same)}?"
     hint = closest_name(name, known)
