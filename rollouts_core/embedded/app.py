@@ -48,6 +48,7 @@ from rollouts_core.embedded.running import Completion, GenerationRequest, Partia
 from rollouts_core.embedded.sampling import SamplingParams
 from rollouts_core.embedded.scheduler import PauseMode, RequestError, Scheduler
 from rollouts_core.embedded.segments import memory_scope
+from rollouts_core.embedded.weights import tensor_sha256
 from rollouts_core.errors import EngineError, EngineUnavailableError, InputError, RolloutsError
 
 logger = logging.getLogger(__name__)
@@ -318,7 +319,7 @@ async def _weights_checker(model: ServedModel, request: Request) -> Response:
     body = await _read_object(request)
     if (action := body.get("action", "checksum")) != "checksum":
         return _json({"success": False, "message": f"Unsupported action={action!r}"}, status=400)
-    digests = await asyncio.wrap_future(model.scheduler.weight_digests())
+    digests = await asyncio.wrap_future(model.scheduler.weight_digests(tensor_sha256))
     return _json(checksums_to_json(digests))
 
 

@@ -19,7 +19,7 @@ H query heads, K key-value heads, D head width, V vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,7 +36,7 @@ from rollouts_core.embedded.architecture import (
 )
 from rollouts_core.embedded.projection import Projection, choose_library, find_row_step
 from rollouts_core.embedded.segments import SegmentAddress, read_segment
-from rollouts_core.embedded.weights import check_tensors, digest_tensors, read_tensors
+from rollouts_core.embedded.weights import check_tensors, digest_tensors, read_tensors, tensor_digest
 from rollouts_core.errors import CheckpointError, NoMemoryError
 
 LENGTH_STEP = 32
@@ -210,10 +210,10 @@ class Decoder:
         """Memory of keys and values, which grows with what is asked for."""
         return self._kv.nbytes
 
-    def weight_digests(self) -> dict[str, str]:
-        """sha256 per tensor of the weights in use, under the names and in the number format of their file, if any."""
+    def weight_digests(self, digest: Callable[[Tensor], str] = tensor_digest) -> dict[str, str]:
+        """A digest per tensor of the weights in use, under the names and in the number format of their file, if any."""
         views = {**self._weights.by_name, HEAD: self._weights.head.weight_NK}
-        return digest_tensors({name: views[name].to(dtype) for name, dtype in self._file_dtypes.items()})
+        return digest_tensors({name: views[name].to(dtype) for name, dtype in self._file_dtypes.items()}, digest)
 
     def prefill(self, prompts: Sequence[Sequence[int]]) -> Tensor:
         """Fill the slots from 0 on with the KV of `prompts` and return logits_BV after their last tokens."""

@@ -40,6 +40,7 @@ from rollouts_core.embedded.running import (
     note_version_change,
 )
 from rollouts_core.embedded.segments import SegmentAddress
+from rollouts_core.embedded.weights import tensor_digest
 from rollouts_core.errors import EngineError, EngineUnavailableError, NoMemoryError, RolloutsError
 
 logger = logging.getLogger(__name__)
@@ -248,9 +249,9 @@ class Scheduler:
         """Rename the weights in use."""
         return self._between_steps(lambda: self._rename_weights(weight_version))
 
-    def weight_digests(self) -> Future[dict[str, str]]:
-        """sha256 per tensor of the weights in use, under their checkpoint names."""
-        return self._between_steps(self.decoder.weight_digests)
+    def weight_digests(self, digest: Callable[[Tensor], str] = tensor_digest) -> Future[dict[str, str]]:
+        """A digest per tensor of the weights in use, under their checkpoint names."""
+        return self._between_steps(lambda: self.decoder.weight_digests(digest))
 
     def load(self) -> Future[Load]:
         """How much there is to do between two steps: whoever gets the answer knows that the thread goes on."""

@@ -9,11 +9,12 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
+from blake3 import blake3
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
@@ -92,18 +93,23 @@ def tensor_bytes(tensor: Tensor) -> memoryview:
 
 
 def tensor_digest(tensor: Tensor) -> str:
-    """sha256 of the tensor's bytes."""
+    """blake3 of the tensor's bytes: as safe as sha256, and several times as fast, most so without SHA instructions."""
+    return blake3(tensor_bytes(tensor)).hexdigest()
+
+
+def tensor_sha256(tensor: Tensor) -> str:
+    """sha256 of the tensor's bytes, which SGLang and vLLM give as their checksum on a CPU."""
     return hashlib.sha256(tensor_bytes(tensor)).hexdigest()
 
 
-def digest_tensors(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """`tensor_digest` of each tensor, where they are many bytes by some threads at a time, which end with it."""
+def digest_tensors(tensors: Mapping[str, Tensor], digest: Callable[[Tensor], str] = tensor_digest) -> dict[str, str]:
+    """The digest of each tensor, where they are many bytes by some threads at a time, which end with it."""
     num_useful = sum(tensor.nbytes for tensor in tensors.values()) // MIN_BYTES_PER_THREAD
     num_threads = min(MAX_DIGEST_THREADS, os.cpu_count() or 1, num_useful)
     if num_threads <= 1:
-        return {name: tensor_digest(tensor) for name, tensor in tensors.items()}
+        return {name: digest(tensor) for name, tensor in tensors.items()}
     with ThreadPoolExecutor(max_workers=num_threads) as executor:
-        digests = executor.map(tensor_digest, tensors.values())
+        digests = executor.map(digest, tensors.values())
         return dict(zip(tensors, digests, strict=True))
 
 

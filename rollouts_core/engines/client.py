@@ -196,7 +196,7 @@ class EngineClient(ClosedOnExit):
         """Return when what generates answered between two of its steps; a paused server's does, too."""
 
     async def take_segments(self, weights: SegmentedWeights, version: str) -> Mapping[str, str]:
-        """Load segments once, set the version, and return the sha256 of every tensor that is served then.
+        """Load segments once, set the version, and return the `tensor_digest` of every tensor that is served then.
 
         Raises:
             WeightSyncError: the server refused, or takes no segments.

@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from rollouts_core.config import ModelConfig
-from rollouts_core.embedded.weights import read_tensors, tensor_digest
+from rollouts_core.embedded.weights import read_tensors, tensor_digest, tensor_sha256
 from rollouts_core.errors import CheckpointError, WeightSyncError
 from rollouts_core.model.model_size import read_folder
 
@@ -30,7 +30,7 @@ FUSED = {
     "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
 }
 """Projections that SGLang and vLLM keep as one matrix, in the order of its rows."""
-EMPTY_DIGEST = tensor_digest(torch.empty(0))
+EMPTY_DIGEST = tensor_sha256(torch.empty(0))
 """The checksum of a tensor whose bytes the server has moved elsewhere, as vLLM does with packed weights on a CPU."""
 SHORT_DIGEST_LENGTH = 16
 """Hexadecimal digits of the 8 of 32 bytes that SGLang gives."""
@@ -204,13 +204,13 @@ def expected_digests(
     if HEAD in served and HEAD not in tensors:
         tensors[HEAD] = tensors[EMBEDDING]
     digests: dict[str, tuple[str, ...]] = {
-        name: (tensor_digest(tensor),) for name, tensor in _fuse(tensors, served).items()
+        name: (tensor_sha256(tensor),) for name, tensor in _fuse(tensors, served).items()
     }
     for name in (EMBEDDING, GPT2_EMBEDDING, HEAD):
         if name in tensors and len(tensors[name]) % VOCABULARY_PADDING:
-            digests[name] += (tensor_digest(_pad_rows(tensors[name])),)
+            digests[name] += (tensor_sha256(_pad_rows(tensors[name])),)
     for name in filter(GPT2_MATRIX.search, digests):
-        digests[name] += (tensor_digest(tensors[name].T.contiguous()),)
+        digests[name] += (tensor_sha256(tensors[name].T.contiguous()),)
     return digests
 
 

@@ -80,7 +80,7 @@ class PlacedTensor:
 
     segment: Segment
     digests: Future[dict[str, str]]
-    """sha256 of this tensor and of those that were published with it; a thread is computing them."""
+    """`tensor_digest` of this tensor and of those that were published with it; a thread is computing them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,7 +106,7 @@ class SegmentedWeights:
         ]
 
     async def digests(self) -> dict[str, str]:
-        """sha256 of every tensor."""
+        """`tensor_digest` of every tensor."""
         futures = {tensor.digests for tensor in self.placed.values()}
         digests = {future: await asyncio.shield(asyncio.wrap_future(future)) for future in futures}
         return {name: digests[tensor.digests][name] for name, tensor in self.placed.items()}

@@ -127,7 +127,7 @@ class SGLangEngine(EngineClient):
         return await self._held_tensors()
 
     async def take_segments(self, weights: SegmentedWeights, version: str) -> Mapping[str, str]:
-        """Load segments once, set the version, and return the sha256 of every tensor that is served then.
+        """Load segments once, set the version, and return the `tensor_digest` of every tensor that is served then.
 
         Raises:
             WeightSyncError: the server refused, or serves another version.

@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 
 from rollouts_core.backends import process_group
 from rollouts_core.config import SamplingConfig
-from rollouts_core.embedded.weights import digest_tensors, read_tensors
+from rollouts_core.embedded.weights import digest_tensors, read_tensors, tensor_sha256
 from rollouts_core.engines import Completion, GenerationRequest, SGLangEngine, sending
 from rollouts_core.engines.group import WeightGroup
 from rollouts_core.engines.sent import HostCopies, SentWeights, flatten, split_buckets
@@ -217,7 +217,7 @@ def load_all(url: str, *steps: SentWeights | Callable[[SGLangEngine], Awaitable[
             for step in steps:
                 if isinstance(step, SentWeights):
                     await engine.load_weights(step, step.version)
-                    assert digests_of(url) == digest_tensors(step.tensors)
+                    assert digests_of(url) == digest_tensors(step.tensors, tensor_sha256)
                 else:
                     await step(engine)
 

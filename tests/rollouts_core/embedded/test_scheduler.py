@@ -215,7 +215,7 @@ def test_want_of_memory_fails_everyone_who_waits_with_its_own_sentence(scheduler
 def test_a_command_that_breaks_fails_itself_and_everyone_who_waits(scheduler: Scheduler) -> None:
     running = start(scheduler, request_of("running"))
 
-    def broken_digests() -> dict[str, str]:
+    def broken_digests(digest: object = None) -> dict[str, str]:
         raise MemoryError
 
     scheduler.decoder.weight_digests = broken_digests  # type: ignore[method-assign]

@@ -26,7 +26,7 @@ from rollouts_core.embedded.app import build_app
 from rollouts_core.embedded.decoder import Decoder
 from rollouts_core.embedded.scheduler import Scheduler
 from rollouts_core.embedded.server import is_loopback, require_key, serve
-from rollouts_core.embedded.weights import tensor_digest
+from rollouts_core.embedded.weights import tensor_sha256
 from rollouts_core.errors import InputError
 from tests.rollouts_core.embedded.test_protocol import check_schema, load_spec
 from tests.rollouts_core.embedded.tiny_models import expected_logprobs, make_model, save_model
@@ -349,7 +349,7 @@ def test_an_update_takes_over_the_published_weights_and_says_so(scheduler: Sched
     assert (info["weight_version"], info["model_path"]) == ("7", str(other_dir))
     published = load_file(other_dir / "model.safetensors")
     checksums = ask(scheduler, "POST", "/weights_checker", {"action": "checksum"}).json()["ranks"][0]["checksums"]
-    assert checksums == {name: tensor_digest(tensor) for name, tensor in published.items()}
+    assert checksums == {name: tensor_sha256(tensor) for name, tensor in published.items()}
 
 
 def test_an_update_that_fails_says_why_and_keeps_the_version(scheduler: Scheduler, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
-from rollouts_core.embedded.weights import read_tensors, tensor_digest
+from rollouts_core.embedded.weights import read_tensors, tensor_sha256
 from rollouts_core.engines.content import (
     EMBEDDING,
     EMPTY_DIGEST,
@@ -108,7 +108,7 @@ def test_of_tensors_without_a_usable_checksum_nothing_is_demanded(tied_dir: Path
 @pytest.mark.parametrize("num_digits", [64, 16])
 def test_fused_padded_and_rounded_tensors_are_recognised(tied_dir: Path, dtype: torch.dtype, num_digits: int) -> None:
     served = held_by_a_fusing_server(tied_dir, dtype)
-    digests = {name: tensor_digest(tensor)[:num_digits] for name, tensor in served.items()}
+    digests = {name: tensor_sha256(tensor)[:num_digits] for name, tensor in served.items()}
     assert find_unproven("http://e", read_tensors(tied_dir), "v1", HeldTensors(digests=digests, dtype=dtype)) == []
 
 
@@ -118,7 +118,7 @@ def test_matrices_of_gpt2_are_recognised_transposed_and_its_embedding_padded(sta
     published.pop("lm_head.weight")
     served = {name: tensor.T.contiguous() if GPT2_MATRIX.search(name) else tensor for name, tensor in published.items()}
     served["transformer.wte.weight"] = torch.nn.functional.pad(published["transformer.wte.weight"], (0, 0, 0, 34))
-    digests = {name: tensor_digest(tensor + (name == stale)) for name, tensor in served.items()}
+    digests = {name: tensor_sha256(tensor + (name == stale)) for name, tensor in served.items()}
     refused = pytest.raises(WeightSyncError, match=f"1 tensors differ, {stale}") if stale else nullcontext()
     with refused:
         assert find_unproven("http://e", published, "v1", HeldTensors(digests=digests, dtype=torch.float32)) == []
@@ -128,14 +128,14 @@ def test_matrices_of_gpt2_are_recognised_transposed_and_its_embedding_padded(sta
 def test_any_tensor_that_differs_is_named(tied_dir: Path, name: str) -> None:
     served = held_by_a_fusing_server(tied_dir, torch.float32)
     served[name] = served[name] + 1e-6
-    digests = {each: tensor_digest(tensor) for each, tensor in served.items()}
+    digests = {each: tensor_sha256(tensor) for each, tensor in served.items()}
     with pytest.raises(WeightSyncError, match=f"http://e says it serves v1, but 1 tensors differ, {name} first"):
         find_unproven("http://e", read_tensors(tied_dir), "v1", HeldTensors(digests=digests, dtype=torch.float32))
 
 
 def test_the_checksum_of_nothing_proves_nothing(tied_dir: Path) -> None:
     served = held_by_a_fusing_server(tied_dir, torch.float32)
-    digests = {name: tensor_digest(tensor) for name, tensor in served.items()} | {QKV: EMPTY_DIGEST}
+    digests = {name: tensor_sha256(tensor) for name, tensor in served.items()} | {QKV: EMPTY_DIGEST}
     held = HeldTensors(digests=digests, dtype=torch.float32)
     unproven = find_unproven("http://e", read_tensors(tied_dir), "v1", held)
     assert unproven == [f"{LAYER}.self_attn.{part}_proj.weight" for part in "kqv"]

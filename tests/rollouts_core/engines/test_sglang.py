@@ -23,7 +23,7 @@ from rollouts_core.config import SamplingConfig
 from rollouts_core.embedded.app import build_app
 from rollouts_core.embedded.decoder import Decoder
 from rollouts_core.embedded.scheduler import Scheduler
-from rollouts_core.embedded.weights import digest_tensors, read_tensors
+from rollouts_core.embedded.weights import digest_tensors, read_tensors, tensor_sha256
 from rollouts_core.engines import SGLangEngine, sync_weights_to_engines
 from rollouts_core.engines.canary import Canary, canary_requests, checkpoint_canary
 from rollouts_core.engines.completion import GenerationRequest
@@ -197,7 +197,7 @@ def test_no_request_returns_samples_of_weights_that_could_not_be_proved(
     async def run() -> list[object]:
         await engine.load_weights(trained_dir, "abc-7")
         scheduler.update_weights(model_dir, weight_version="default").result(10)  # it came back
-        transport.checksums = digest_tensors(read_tensors(trained_dir)) | {"lm_head.weight": "0" * 64}
+        transport.checksums = digest_tensors(read_tensors(trained_dir), tensor_sha256) | {"lm_head.weight": "0" * 64}
         return await asyncio.gather(*(engine.generate(REQUESTS) for _ in range(4)), return_exceptions=True)
 
     assert [type(outcome) for outcome in asyncio.run(run())] == [WeightSyncError] * 4
@@ -389,7 +389,7 @@ ANSWERS_OF_AN_UPDATE: dict[str, object] = {
 
 
 def test_an_update_that_leaves_one_tensor_old_is_caught_by_its_digest(trained_dir: Path) -> None:
-    checksums = digest_tensors(read_tensors(trained_dir)) | {"lm_head.weight": "0" * 64}
+    checksums = digest_tensors(read_tensors(trained_dir), tensor_sha256) | {"lm_head.weight": "0" * 64}
     engine = answering({**ANSWERS_OF_AN_UPDATE, "/weights_checker": {"ranks": [{"checksums": checksums}]}})
     with pytest.raises(WeightSyncError, match=r"1 tensors differ, lm_head\.weight first"):
         asyncio.run(engine.load_weights(trained_dir, "abc-7"))
