@@ -5,7 +5,7 @@
 An OpenSSH server of its own on loopback, all programs with the same key and cipher (AES-GCM); with --round-trip-ms
 behind a proxy that holds everything back. Every contender connects anew, and they take turns within a round.
 
-    one file    ours: publish_directory and pull_run, which verify sha256 on both sides and publish atomically
+    one file    ours: publish_directory and pull_run, which verify digests on both sides and publish atomically
                 ssh cat, scp, rsync -W: none of them verifies the content
     shards      of 1 MiB, as datasets and adapters have; against rsync
     many files  of 4 KiB; against paramiko's sftp.put, the usual way from Python, on a tenth of them, and rsync

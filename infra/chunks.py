@@ -3,18 +3,33 @@
 Not here: how chunks travel (session.py), where they go (push.py), what the other side has of them (receiver.py).
 """
 
-import hashlib
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from infra.errors import TransientInfraError
+from infra.errors import PermanentInfraError, TransientInfraError
+from infra.node_agent import DIGESTS
 
 CHUNK_BYTES = 8 << 20
 """Each chunk of a file has this size, but for the last one; so much is sent again where a bit differs."""
 _READ_BYTES = 256 << 10
 """So little that it is still in the processor's cache when it has been hashed."""
+
+
+SHA256 = "sha256"
+"""The digest that every Python has; nodes say which they have better (`DIGESTS`)."""
+
+
+def checked_digest(answer: Mapping[str, Any]) -> str:  # Any: JSON
+    """What a node says that it digests by.
+
+    Raises:
+        PermanentInfraError: that is not known here.
+    """
+    if (algorithm := answer.get("digest")) not in DIGESTS:
+        raise PermanentInfraError(f"the node digests files by {algorithm!r}, which is not known here: install blake3")
+    return str(algorithm)
 
 
 class Chunk(NamedTuple):
@@ -33,6 +48,7 @@ class SourceFile:
     def __init__(self, path: Path, size: int) -> None:
         self.path = path
         self.size = size
+        self._algorithm = SHA256
         self._identity: tuple[int, int, int] | None = None
         """As it was when it was first read."""
         self._digests: dict[int, str] = {}
@@ -46,8 +62,13 @@ class SourceFile:
         """Bytes of a chunk."""
         return min(CHUNK_BYTES, self.size - number * CHUNK_BYTES)
 
+    def digest_by(self, algorithm: str) -> None:
+        """Let chunks be digested by what the other side has, from here on."""
+        if algorithm != self._algorithm:
+            self._algorithm, self._digests = algorithm, {}
+
     def digest(self, number: int) -> str:
-        """The sha256 of a chunk, which is read if it was not read before.
+        """The digest of a chunk, which is read if it was not read before.
 
         Raises:
             TransientInfraError: the file changed.
@@ -67,7 +88,7 @@ class SourceFile:
         Raises:
             TransientInfraError: the file changed since it was listed, or first read.
         """
-        digest = hashlib.sha256()
+        digest = DIGESTS[self._algorithm]()
         num_missing_bytes = self.length_of(number)
         try:
             # O_NOFOLLOW: a link that took the file's place since it was listed is not followed.

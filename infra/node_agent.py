@@ -19,6 +19,7 @@ import contextlib
 import errno
 import fcntl
 import hashlib
+import importlib
 import io
 import itertools
 import json
@@ -56,6 +57,11 @@ INPUT_END_S = 0.2
 ISOLATED = "-IXutf8"
 """How Python runs our programs on nodes: cut off from its environment, in UTF-8 whatever the node's locale."""
 _F_SETPIPE_SZ = 1031
+DIGESTS: dict[str, Callable[..., Any]] = {"sha256": hashlib.sha256}
+"""What this Python can digest chunks by, the best last."""
+with contextlib.suppress(ImportError):
+    # In environments of ours; ten times as fast as sha256 where the processor has no instructions for that.
+    DIGESTS["blake3"] = importlib.import_module("blake3").blake3
 
 if TYPE_CHECKING:  # old interpreters do not know this notation
     JsonObject = dict[str, Any]  # Any: JSON
@@ -399,8 +405,9 @@ def write_file(request: JsonObject, client: Client) -> JsonObject:
 
 def write_chunks(request: JsonObject, frames: Iterable[tuple[bytes, bytes]]) -> JsonObject:
     """Write chunks of files; the answer has the digest of each, by the file's name and its number."""
+    pieces = read_pieces(frames)
     try:
-        digests = write_in_place(Path(request["directory"]), read_pieces(frames), request["chunk_bytes"])
+        digests = write_in_place(Path(request["directory"]), pieces, request["chunk_bytes"], request["digest"])
         return {"digests": [[*chunk, digest] for chunk, digest in digests.items()]}
     except OSError as error:
         return {"errno": error.errno, "problem": error.strerror, "path": error.filename}
@@ -419,16 +426,16 @@ def read_pieces(frames: Iterable[tuple[bytes, bytes]]) -> Iterator[tuple[str, in
 
 
 def write_in_place(
-    directory: Path, pieces: Iterable[tuple[str, int, bytes | memoryview]], chunk_bytes: int
+    directory: Path, pieces: Iterable[tuple[str, int, bytes | memoryview]], chunk_bytes: int, algorithm: str
 ) -> dict[tuple[str, int], str]:
-    """Write pieces of files, each at its offset, durably; returns the sha256 of each chunk, by its file and number.
+    """Write pieces of files, each at its offset, durably; returns the digest of each chunk, by its file and number.
 
     Pieces of a chunk come in order. What else is in a file stays; others may write to it at the same time.
 
     Raises:
         OSError: with the path; ESTALE: somebody has taken the file over (receiver.py) or removed it.
     """
-    digests: dict[tuple[str, int], hashlib._Hash] = {}
+    digests: dict[tuple[str, int], Any] = {}  # Any: of hashlib or blake3
     for name, pieces_of_file in itertools.groupby(pieces, key=operator.itemgetter(0)):
         path = directory / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -436,7 +443,10 @@ def write_in_place(
         try:
             for _, offset, piece in pieces_of_file:
                 write_if_ours(descriptor, path, offset, memoryview(piece))
-                digests.setdefault((name, offset // chunk_bytes), hashlib.sha256()).update(piece)
+                chunk = name, offset // chunk_bytes
+                if chunk not in digests:
+                    digests[chunk] = DIGESTS[algorithm]()
+                digests[chunk].update(piece)
             os.fsync(descriptor)
         except OSError as error:
             raise OSError(error.errno, error.strerror, str(path)) from error

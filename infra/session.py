@@ -24,7 +24,7 @@ from types import TracebackType
 from typing import Any, Protocol, Self
 
 from infra import node_agent
-from infra.chunks import CHUNK_BYTES, Chunk
+from infra.chunks import CHUNK_BYTES, SHA256, Chunk
 from infra.errors import (
     CommandFailedError,
     CommandTimeoutError,
@@ -118,11 +118,16 @@ class Session(Protocol):
     def expect_chunks(self, num_chunks: int) -> None:
         """Make ready, beside what is done meanwhile, what so many chunks need that are written soon; never fails."""
 
-    def write_chunks(self, directory: str, chunks: Sequence[Chunk]) -> dict[tuple[str, int], str]:
+    def write_chunks(
+        self, directory: str, chunks: Sequence[Chunk], *, digest: str = SHA256
+    ) -> dict[tuple[str, int], str]:
         """Write chunks of files in their places; what else is in them stays, missing directories are made.
 
-        Chunks of one file come one after the other. Returns the sha256 of each chunk, by the name of its file and its
+        Chunks of one file come one after the other. Returns the digest of each chunk, by the name of its file and its
         number, as it was written, durably.
+
+        Args:
+            digest: the name of one that the node's Python has (`node_agent.DIGESTS`).
 
         Raises:
             NodeUnreachableError: the connection broke; some chunks may be there, whole or in part.
@@ -238,7 +243,9 @@ class LocalSession:
     def expect_chunks(self, num_chunks: int) -> None:
         pass
 
-    def write_chunks(self, directory: str, chunks: Sequence[Chunk]) -> dict[tuple[str, int], str]:
+    def write_chunks(
+        self, directory: str, chunks: Sequence[Chunk], *, digest: str = SHA256
+    ) -> dict[tuple[str, int], str]:
         num_bytes = 0
 
         def pieces() -> Iterator[tuple[str, int, bytes]]:
@@ -251,7 +258,7 @@ class LocalSession:
                     num_bytes += len(piece)
 
         with _named_refusal(directory, lambda: num_bytes):
-            return node_agent.write_in_place(Path(directory), pieces(), CHUNK_BYTES)
+            return node_agent.write_in_place(Path(directory), pieces(), CHUNK_BYTES, digest)
 
     def read_file(self, path: str) -> bytes:
         try:

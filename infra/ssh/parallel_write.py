@@ -23,9 +23,10 @@ Ask = Callable[[int, JsonObject], AgentCall]
 class ParallelWrite:
     """Chunks on their way into the files of one directory."""
 
-    def __init__(self, ask: Ask, directory: str, chunks: Sequence[Chunk], *, max_senders: int) -> None:
+    def __init__(self, ask: Ask, directory: str, chunks: Sequence[Chunk], *, digest: str, max_senders: int) -> None:
         self._ask = ask
-        self._request = {"verb": "write_chunks", "directory": directory, "chunk_bytes": CHUNK_BYTES}
+        request = {"verb": "write_chunks", "directory": directory, "chunk_bytes": CHUNK_BYTES, "digest": digest}
+        self._request = request
         self._num_senders = min(max_senders, len(chunks))
         self._chunks = iter(chunks)
         self._lock = threading.Lock()
@@ -37,7 +38,7 @@ class ParallelWrite:
         self.num_sent_bytes = 0
 
     def run(self) -> dict[tuple[str, int], str]:
-        """Send everything; returns the sha256 of each chunk as the node has written it, durably, by file and number.
+        """Send everything; returns the digest of each chunk as the node has written it, durably, by file and number.
 
         Raises:
             NodeUnreachableError: a connection broke; some chunks may be there, whole or in part.

@@ -24,7 +24,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self, TypeVar, get_args
 
-from infra.chunks import Chunk
+from infra.chunks import SHA256, Chunk
 from infra.errors import (
     CommandFailedError,
     CommandTimeoutError,
@@ -203,11 +203,17 @@ class SSHSession:
                 for purpose in PIECES[:num_chunks]:
                     self._make_agent_ready(purpose)
 
-    def write_chunks(self, directory: str, chunks: Sequence[Chunk]) -> dict[tuple[str, int], str]:
+    def write_chunks(
+        self, directory: str, chunks: Sequence[Chunk], *, digest: str = SHA256
+    ) -> dict[tuple[str, int], str]:
         # What a distant node is sent is limited by the window of each connection.
         purposes: Sequence[Purpose] = PIECES if self._connection("control").is_far else ("bulk",)
         writing = ParallelWrite(
-            lambda number, request: self._ask(purposes[number], request), directory, chunks, max_senders=len(purposes)
+            lambda number, request: self._ask(purposes[number], request),
+            directory,
+            chunks,
+            digest=digest,
+            max_senders=len(purposes),
         )
         try:
             digests = writing.run()

@@ -24,9 +24,10 @@ from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
 
-from infra.chunks import CHUNK_BYTES
+from infra.chunks import CHUNK_BYTES, checked_digest
 from infra.errors import DiskFullError, InfraError, PermanentInfraError, TransientInfraError
 from infra.locks import locked
+from infra.node_agent import DIGESTS
 from infra.repeating import repeating
 from infra.session import Session
 from infra.supervisor.files import parse_object
@@ -58,16 +59,16 @@ def pull_run(session: Session, source: str, target: Path) -> int:
     try:
         target.mkdir(parents=True, exist_ok=True)
         with locked(target / LOCK):
-            there = _list(session, source)
+            there, digest = _list(session, source)
             if there is None:
                 return 0
             _remove_deleted_checkpoints(there, target)
             wanted = [name for name in _in_order(there) if _is_new(target / name, *there[name])]
             _check_room(target, {name: there[name][0] for name in wanted})
             held: dict[str, Path] = {}
-            damaged = _fetch(session, source, target, {name: there[name] for name in wanted}, held)
+            damaged = _fetch(session, source, target, {name: there[name] for name in wanted}, digest, held)
             # What was there before may have been of another file.
-            damaged = _fetch(session, source, target, {name: there[name] for name in damaged}, held)
+            damaged = _fetch(session, source, target, {name: there[name] for name in damaged}, digest, held)
             if not damaged:
                 shutil.rmtree(target / INCOMING, ignore_errors=True)
     except OSError as error:
@@ -97,15 +98,18 @@ def mirrored(session: Session, source: str, target: Path, *, interval_s: float =
 def is_behind(session: Session, source: str, target: Path) -> bool:
     """Whether the last whole checkpoint of a run directory on the node is of an earlier step than ours, or none."""
     ours = [path.relative_to(target).as_posix() for path in target.glob(f"checkpoints/*/{MANIFEST}")]
-    return _newest_step(_list(session, source) or ()) < _newest_step(ours)
+    there, _ = _list(session, source)
+    return _newest_step(there or ()) < _newest_step(ours)
 
 
-def _list(session: Session, source: str) -> dict[str, list[int]] | None:
-    """Size and time of change of the node's files; of checkpoints only the whole ones."""
+def _list(session: Session, source: str) -> tuple[dict[str, list[int]] | None, str]:
+    """Size and time of change of the node's files, of checkpoints only the whole ones; and what it can digest by."""
     listed = session.run_program(Path(sender.__file__), ["list", source], timeout_s=LIST_TIMEOUT_S, may_repeat=True)
-    files: dict[str, list[int]] | None = json.loads(listed.stdout.splitlines()[-1])
+    answer = json.loads(listed.stdout.splitlines()[-1])
+    files: dict[str, list[int]] | None = answer["files"]
+    digest = checked_digest(answer)
     if files is None:
-        return None
+        return None, digest
     for name in files:
         try:
             receiver.check_name(name)
@@ -114,7 +118,7 @@ def _list(session: Session, source: str) -> dict[str, list[int]] | None:
         if any(part.startswith(".") for part in name.split("/")):  # sender.py names none: names of that kind are ours
             raise PermanentInfraError(f"{source} on the node: the file name {name!r} is refused: it begins with a dot")
     whole = {str(PurePosixPath(name).parent) for name in files if PurePosixPath(name).name == MANIFEST}
-    return {name: found for name, found in files.items() if _checkpoint_of(name) in (None, *whole)}
+    return {name: found for name, found in files.items() if _checkpoint_of(name) in (None, *whole)}, digest
 
 
 def _checkpoint_of(name: str) -> str | None:
@@ -172,7 +176,12 @@ def _remove_deleted_checkpoints(there: Mapping[str, object], target: Path) -> No
 
 
 def _fetch(
-    session: Session, source: str, target: Path, names: Mapping[str, Sequence[int]], held: dict[str, Path]
+    session: Session,
+    source: str,
+    target: Path,
+    names: Mapping[str, Sequence[int]],
+    algorithm: str,
+    held: dict[str, Path],
 ) -> list[str]:
     """Fetch the files with one call; returns those that arrived damaged.
 
@@ -183,9 +192,9 @@ def _fetch(
     """
     if not names:
         return []
-    parts = {name: _Part(_part_of(target, name), begins_as=target / name) for name in names}
+    parts = {name: _Part(_part_of(target, name), begins_as=target / name, algorithm=algorithm) for name in names}
     asked = [[name, part.size, part.digests] for name, part in parts.items()]
-    request = json.dumps({"chunk_bytes": CHUNK_BYTES, "files": asked}).encode() + b"\n"
+    request = json.dumps({"chunk_bytes": CHUNK_BYTES, "digest": algorithm, "files": asked}).encode() + b"\n"
     damaged: list[str] = []
     changed: set[Path] = set()
     replaced = {name for name in names if _manifest_of(name) == name and (target / name).exists()}
@@ -271,15 +280,16 @@ def _size_of(path: Path) -> int:
 class _Part:
     """What is here of a file that is to be fetched."""
 
-    def __init__(self, path: Path, *, begins_as: Path) -> None:
+    def __init__(self, path: Path, *, begins_as: Path, algorithm: str) -> None:
         """Begin it, where it is not begun and large, as the version of it that is here."""
         self.path = path
+        self.algorithm = algorithm
         self.is_in_place = path == begins_as
         path.parent.mkdir(parents=True, exist_ok=True)
         if not path.exists() and begins_as.is_file() and _size_of(begins_as) > CHUNK_BYTES:
             shutil.copyfile(begins_as, path)
         self.size = _size_of(path)
-        self.digests = receiver.hash_chunks(path, CHUNK_BYTES) if self.size else []
+        self.digests = receiver.hash_chunks(path, CHUNK_BYTES, algorithm) if self.size else []
         """Of its chunks; the last one may be incomplete."""
 
 
@@ -313,14 +323,14 @@ def _receive_chunk(stream: "_ByteStream", file: BinaryIO, start: int, num_bytes:
     if num_same >= num_bytes:
         return is_here and num_same == num_bytes
     file.seek(start)
-    digest = hashlib.sha256(file.read(num_same))
+    digest = DIGESTS[part.algorithm](file.read(num_same))
     if not num_same and part.size > start and part.is_in_place:
         file.truncate()
     for piece in stream.read(num_bytes - num_same):
         file.write(piece)
         digest.update(piece)
     tail = stream.read_object() or {}
-    return digest.hexdigest() == tail.get("sha256")
+    return bool(digest.hexdigest() == tail.get("digest"))
 
 
 class _ByteStream:

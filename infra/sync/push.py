@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from infra.chunks import CHUNK_BYTES, Chunk, SourceFile
+from infra.chunks import CHUNK_BYTES, Chunk, SourceFile, checked_digest
 from infra.errors import DiskFullError, InfraError, NodeUnreachableError, PermanentInfraError, TransientInfraError
 from infra.node_agent import ISOLATED
 from infra.session import Session, read_answer
@@ -89,7 +89,7 @@ def publish_filled(
         fill: gets that folder; returns size and sha256 of each file, None in place of a digest that was compared.
     """
     incoming = _incoming_of(destination, secrets.token_hex(8), 0)
-    with _held_folder(session, destination, incoming, num_bytes, {}):
+    with _held_folder(session, destination, incoming, num_bytes, {}, digest=""):
         try:
             _commit(session, destination, incoming, fill(incoming), executable=())
         except TransientInfraError:  # what the node fetched itself is not gone on with
@@ -104,7 +104,13 @@ def _incoming_of(destination: str, copy: str, attempt: int) -> str:
 
 @contextmanager
 def _held_folder(
-    session: Session, destination: str, incoming: str, num_bytes: int, reused: Mapping[str, Sequence[Any]]
+    session: Session,
+    destination: str,
+    incoming: str,
+    num_bytes: int,
+    reused: Mapping[str, Sequence[Any]],
+    *,
+    digest: str,
 ) -> Iterator[dict[str, list[int]]]:
     """A folder beside the destination, with the chunks of files that are there from the beginning.
 
@@ -112,7 +118,7 @@ def _held_folder(
     """
     program = [session.python, ISOLATED, session.place_program(Path(receiver.__file__))]
     arguments = ["prepare", destination, incoming, str(num_bytes)]
-    request = json.dumps({"reused": reused, "chunk_bytes": CHUNK_BYTES}).encode() + b"\n"
+    request = json.dumps({"reused": reused, "chunk_bytes": CHUNK_BYTES, "digest": digest}).encode() + b"\n"
     try:
         with session.stream([*program, *arguments], stdin=request) as lines:
             # An interpreter may say something before.
@@ -173,19 +179,24 @@ def _make_attempt(
         session.expect_chunks(sum(source.num_chunks for source in sources.values()))
     wanted = json.dumps({"sizes": sizes, "chunk_bytes": CHUNK_BYTES}).encode()
     there = _call(session, ["describe", destination], stdin=wanted, may_repeat=True)
+    digest = checked_digest(there)
+    for source in sources.values():
+        source.digest_by(digest)
     if there["files"] == sizes and _are_same(sources, there["usable"], destination):
         num_missing[-1] = 0
         return True
     reused = _choose_reused(sources, there["usable"])
     num_reused_bytes = sum(_length_of(sources[name], chunks) for name, (*_, chunks) in reused.items())
-    with _held_folder(session, destination, incoming, sum(sizes.values()) - num_reused_bytes, reused) as taken:
+    num_new_bytes = sum(sizes.values()) - num_reused_bytes
+    with _held_folder(session, destination, incoming, num_new_bytes, reused, digest=digest) as taken:
         missing = _missing_chunks(sources, taken)
         num_missing[-1] = sum(sources[name].length_of(number) for name, each in missing.items() for number in each)
         whole = {name: sources[name] for name, numbers in missing.items() if len(numbers) == sources[name].num_chunks}
         if sum(source.size for source in whole.values()) > BATCH_BYTES:
             whole = {name: source for name, source in whole.items() if source.size == 0}
-        _send_batch(session, whole, incoming)
-        _send_chunks(session, sources, {name: missing[name] for name in missing if name not in whole}, incoming)
+        _send_batch(session, whole, incoming, digest=digest)
+        rest = {name: missing[name] for name in missing if name not in whole}
+        _send_chunks(session, sources, rest, incoming, digest=digest)
         manifest = {name: [size, None] for name, size in sizes.items()}
         executable = [name for name, source in sources.items() if is_executable(source.path)]
         _commit(session, destination, incoming, manifest, executable=executable)
@@ -237,7 +248,7 @@ def _reuse(there: Sequence[Any], source: SourceFile) -> list[Any]:
     """A file of the node with the chunks that it has of ours."""
     directory, name, size, modified_ns, digests = there
     known = enumerate(digests[: source.num_chunks])
-    chunks = [[number, sha256] for number, sha256 in known if source.digest(number) == sha256]
+    chunks = [[number, digest] for number, digest in known if source.digest(number) == digest]
     return [directory, name, size, modified_ns, source.size, chunks]
 
 
@@ -295,7 +306,7 @@ def _check_nesting(root: Path, destination: str) -> None:
         raise PermanentInfraError(f"{root} and {destination} lie in one another: choose another destination")
 
 
-def _send_batch(session: Session, sources: Mapping[str, SourceFile], incoming: str) -> None:
+def _send_batch(session: Session, sources: Mapping[str, SourceFile], incoming: str, *, digest: str) -> None:
     """Send whole files with one call, because a call takes a round trip.
 
     Raises:
@@ -306,12 +317,17 @@ def _send_batch(session: Session, sources: Mapping[str, SourceFile], incoming: s
     batch = bytearray()
     for name, source in sources.items():
         batch += json.dumps([name, source.size]).encode() + b"\n" + b"".join(source.read(0))
-    written = _call(session, ["accept", incoming], stdin=bytes(batch))["digests"]
+    written = _call(session, ["accept", incoming, digest], stdin=bytes(batch))["digests"]
     _check_digests(sources, {(name, 0): written.get(name) for name in sources})
 
 
 def _send_chunks(
-    session: Session, sources: Mapping[str, SourceFile], numbers: Mapping[str, Sequence[int]], incoming: str
+    session: Session,
+    sources: Mapping[str, SourceFile],
+    numbers: Mapping[str, Sequence[int]],
+    incoming: str,
+    *,
+    digest: str,
 ) -> None:
     """Send chunks of files, by their numbers.
 
@@ -321,7 +337,7 @@ def _send_chunks(
     chunks = [Chunk(name, number, sources[name].read(number)) for name in numbers for number in numbers[name]]
     if not chunks:
         return
-    written = session.write_chunks(incoming, chunks)
+    written = session.write_chunks(incoming, chunks, digest=digest)
     _check_digests(sources, {(name, number): written.get((name, number)) for name, number, _ in chunks})
 
 

@@ -5,13 +5,13 @@ is sent to nodes by content. Each verb prints one JSON object; `{"error": senten
 
     describe DESTINATION                    (on stdin {"sizes": {name: size}, "chunk_bytes"} of what shall be there)
                                             what lies there now, and what could be used again, with digests of its
-                                            chunks: {"files": {name: size} or null,
-                                            "usable": [[directory, name, size, mtime_ns, [sha256]]]}
-    prepare DESTINATION INCOMING BYTES      (a line {"reused", "chunk_bytes"} on stdin, see take_files) make the
-                                            directory INCOMING beside it, take those files and chunks into it, and see
-                                            whether the disk has room: {"taken": {name: [chunk number]}}. Goes on until
-                                            stdin ends: so long INCOMING is locked
-    accept INCOMING                         (files on stdin) write small files, many with one call: {"digests": ...}
+                                            chunks: {"files": {name: size} or null, "digest": the name of the digest,
+                                            "usable": [[directory, name, size, mtime_ns, [digest]]]}
+    prepare DESTINATION INCOMING BYTES      (a line {"reused", "chunk_bytes", "digest"} on stdin, see take_files) make
+                                            the directory INCOMING beside it, take those files and chunks into it, and
+                                            see whether the disk has room: {"taken": {name: [chunk number]}}. Goes on
+                                            until stdin ends: so long INCOMING is locked
+    accept INCOMING DIGEST                  (files on stdin) write small files, many with one call: {"digests": ...}
     commit DESTINATION INCOMING             (on stdin {"files": {name: [size, sha256]}, "executable": [name]}) compare
                                             what has arrived, let the owner execute those, then swap it in; a digest of
                                             null was compared when the file was written, and is not taken again. The
@@ -28,13 +28,14 @@ import contextlib
 import errno
 import fcntl
 import hashlib
+import importlib
 import json
 import os
 import shutil
 import stat
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
@@ -43,6 +44,11 @@ STALE_AFTER_S = 86400.0
 """What a copy that broke off has left, and nobody has gone on with, is removed after this time."""
 _SPARE_BYTES = 16 << 20
 _READ_BYTES = 4 << 20
+DIGESTS: dict[str, Callable[..., Any]] = {"sha256": hashlib.sha256}
+"""What this Python can digest chunks by, the best last."""
+with contextlib.suppress(ImportError):
+    # In environments of ours; ten times as fast as sha256 where the processor has no instructions for that.
+    DIGESTS["blake3"] = importlib.import_module("blake3").blake3
 
 
 class CopyError(Exception):
@@ -66,7 +72,7 @@ def main(argv: list[str]) -> int:
         elif verb == "prepare":
             hold_directory(Path(parameters[0]), Path(parameters[1]), int(parameters[2]))
         elif verb == "accept":
-            answer = {"digests": accept_files(Path(parameters[0]), sys.stdin.buffer)}
+            answer = {"digests": accept_files(Path(parameters[0]), sys.stdin.buffer, parameters[1])}
         elif verb == "commit":
             request = json.loads(sys.stdin.buffer.read())
             commit_directory(Path(parameters[0]), Path(parameters[1]), request["files"], request["executable"])
@@ -87,6 +93,7 @@ def describe_destination(destination: Path, sizes: dict[str, int], chunk_bytes: 
 
     No file is usable under two paths, because two names of one file are changed together.
     """
+    algorithm = next(reversed(DIGESTS))
     files: dict[str, int] | None = None
     usable: dict[tuple[int, int], list[Any]] = {}
     wanted_sizes = frozenset(sizes.values())
@@ -101,13 +108,14 @@ def describe_destination(destination: Path, sizes: dict[str, int], chunk_bytes: 
                 found[name] = status.st_size
                 is_wanted = status.st_size in wanted_sizes or sizes.get(name, 0) > chunk_bytes
                 if is_wanted and stat.S_ISREG(status.st_mode) and (status.st_dev, status.st_ino) not in usable:
-                    entry = [str(directory), name, status.st_size, status.st_mtime_ns, hash_chunks(path, chunk_bytes)]
+                    digests = hash_chunks(path, chunk_bytes, algorithm)
+                    entry = [str(directory), name, status.st_size, status.st_mtime_ns, digests]
                     usable[status.st_dev, status.st_ino] = entry
         except FileNotFoundError:  # another copy has removed it meanwhile
             continue
         if directory == destination:
             files = found
-    return {"files": files, "usable": list(usable.values())}
+    return {"files": files, "digest": algorithm, "usable": list(usable.values())}
 
 
 def describe_directory(directory: Path, *, without_digest: frozenset[str]) -> dict[str, list[Any]] | None:
@@ -133,12 +141,12 @@ def hash_file(path: Path) -> str:
     return digest.hexdigest()
 
 
-def hash_chunks(path: Path, chunk_bytes: int) -> list[str]:
-    """The sha256 of each chunk of a file."""
+def hash_chunks(path: Path, chunk_bytes: int, algorithm: str) -> list[str]:
+    """The digest of each chunk of a file."""
     digests = []
     with path.open("rb") as file:
         while first := file.read(min(_READ_BYTES, chunk_bytes)):
-            digest = hashlib.sha256(first)
+            digest = DIGESTS[algorithm](first)
             num_missing_bytes = chunk_bytes - len(first)
             while num_missing_bytes and (more := file.read(min(_READ_BYTES, num_missing_bytes))):
                 digest.update(more)
@@ -150,7 +158,7 @@ def hash_chunks(path: Path, chunk_bytes: int) -> list[str]:
 def hold_directory(destination: Path, incoming: Path, needed_bytes: int) -> None:
     """Make the directory that takes in the files, say what is in it, and keep it from being removed by others."""
     request = json.loads(sys.stdin.buffer.readline())
-    reused, chunk_bytes = request.get("reused", {}), request.get("chunk_bytes", 0)
+    reused, chunk_bytes, algorithm = request["reused"], request["chunk_bytes"], request["digest"]
     descriptor = prepare_directory(destination, incoming)
     try:
         taken, copied = take_files(reused, destination, incoming, chunk_bytes)
@@ -160,7 +168,7 @@ def hold_directory(destination: Path, incoming: Path, needed_bytes: int) -> None
         if free_bytes < needed_bytes + min(_SPARE_BYTES, needed_bytes // 8):
             raise CopyError(f"{destination} needs {needed_bytes} bytes, {free_bytes} are free", kind="disk_full")
         for name, (source, chunks) in copied.items():
-            taken[name] = _copy_chunks(source, incoming / name, chunks, chunk_bytes)
+            taken[name] = _copy_chunks(source, incoming / name, chunks, chunk_bytes, algorithm)
         sys.stdout.write(json.dumps({"taken": taken}) + "\n")
         sys.stdout.flush()
         sys.stdin.buffer.read()  # ends with whoever copies
@@ -191,7 +199,7 @@ def take_files(
     can be written into it. Of any other the right chunks have to be copied: somebody may use it, or write into it.
 
     Args:
-        reused: by the name that it gets, [directory, name, size, mtime_ns, wanted size, [[chunk number, sha256]]].
+        reused: by the name that it gets, [directory, name, size, mtime_ns, wanted size, [[chunk number, digest]]].
 
     Returns the chunks that are there, and those that are to be copied, with the file that may have them.
     """
@@ -259,15 +267,15 @@ def _is_as_described(status: os.stat_result, described: tuple[int, int]) -> bool
     return stat.S_ISREG(status.st_mode) and (status.st_size, status.st_mtime_ns) == described
 
 
-def _copy_chunks(source: Path, path: Path, chunks: list[Any], chunk_bytes: int) -> list[int]:
+def _copy_chunks(source: Path, path: Path, chunks: list[Any], chunk_bytes: int, algorithm: str) -> list[int]:
     """Copy those chunks of a file that are right; returns their numbers."""
     copied: list[int] = []
     try:
         with source.open("rb") as reading, path.open("xb") as writing:
-            for number, sha256 in chunks:
+            for number, known in chunks:
                 reading.seek(number * chunk_bytes)
                 content = reading.read(chunk_bytes)
-                if hashlib.sha256(content).hexdigest() == sha256:
+                if DIGESTS[algorithm](content).hexdigest() == known:
                     writing.seek(number * chunk_bytes)
                     writing.write(content)
                     copied.append(number)
@@ -287,8 +295,8 @@ def _as_copy_error(error: OSError, path: Path) -> CopyError:
     return CopyError(f"{path}: {error.strerror}", kind=kind)
 
 
-def accept_files(incoming: Path, stream: BinaryIO) -> dict[str, str]:
-    """Write the files of a batch: for each a line of JSON, [name, size], and then its content; returns their sha256."""
+def accept_files(incoming: Path, stream: BinaryIO, algorithm: str) -> dict[str, str]:
+    """Write the files of a batch: for each a line of JSON, [name, size], and its content; returns their digests."""
     digests: dict[str, str] = {}
     while head := stream.readline():
         name, size = json.loads(head)
@@ -305,7 +313,7 @@ def accept_files(incoming: Path, stream: BinaryIO) -> dict[str, str]:
                 os.fsync(file.fileno())
         except OSError as error:
             raise _as_copy_error(error, path) from error
-        digests[name] = hashlib.sha256(content).hexdigest()
+        digests[name] = DIGESTS[algorithm](content).hexdigest()
     return digests
 
 

@@ -52,4 +52,4 @@ def test_names_of_files_are_those_that_they_have(tmp_path: Path, latin1_session:
     folder.mkdir()
     (folder / "größe.txt").touch()
     listed = latin1_session.run_program(Path(sender.__file__), ["list", str(folder)], timeout_s=60)
-    assert list(json.loads(listed.stdout)) == ["größe.txt"]
+    assert list(json.loads(listed.stdout)["files"]) == ["größe.txt"]

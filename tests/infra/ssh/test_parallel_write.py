@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from infra.chunks import CHUNK_BYTES, Chunk
+from infra.chunks import CHUNK_BYTES, SHA256, Chunk
 from infra.errors import DiskFullError, NodeUnreachableError
 from infra.ports import find_free_port
 from infra.session import LocalSession
@@ -171,7 +171,7 @@ def test_a_sender_that_cannot_begin_ends_the_copy_and_waits_for_nobody() -> None
         raise OSError("Cannot allocate memory")
 
     with pytest.raises(OSError, match="Cannot allocate memory"):
-        ParallelWrite(out_of_memory, "/nowhere", chunks_of(bytes(3 * CHUNK_BYTES)), max_senders=2).run()
+        ParallelWrite(out_of_memory, "/nowhere", chunks_of(bytes(3 * CHUNK_BYTES)), digest=SHA256, max_senders=2).run()
 
 
 def test_a_disk_that_fills_up_is_named(far: SSHSession, tiny_disk: Path) -> None:

@@ -3,7 +3,6 @@
 Without it a report reads half a result, or the only copy of a checkpoint is deleted with the machine it lay on.
 """
 
-import hashlib
 import json
 import os
 import shutil
@@ -22,6 +21,7 @@ import pytest
 
 from infra.chunks import CHUNK_BYTES
 from infra.errors import CompletedCommand, DiskFullError, PermanentInfraError, TransientInfraError
+from infra.node_agent import DIGESTS
 from infra.session import LocalSession, Session
 from infra.ssh.ssh_session import SSHSession
 from infra.sync.mirror import mirrored, pull_run
@@ -509,17 +509,18 @@ def test_a_node_that_lies_about_its_names_writes_nothing_elsewhere(there: Path, 
     class LyingSession(LocalSession):
         def run_program(self, source: Path, arguments: Sequence[str], **more: Any) -> CompletedCommand:
             told = super().run_program(source, arguments, **more)
-            listed = json.loads(told.stdout) | {name: [2, 1]}
+            listed = json.loads(told.stdout)
+            listed["files"][name] = [2, 1]
             return replace(told, stdout=json.dumps(listed).encode() + b"\n")
 
         @contextmanager
         def pipe(self, argv: Sequence[str], *, stdin: bytes = b"") -> Iterator[Iterator[bytes]]:
-            wanted = [each for each, _, _ in json.loads(stdin)["files"]]
-            yield iter([b"".join(self._file(each) for each in wanted)])
+            request = json.loads(stdin)
+            yield iter([b"".join(self._file(each, request["digest"]) for each, _, _ in request["files"])])
 
-        def _file(self, wanted: str) -> bytes:
+        def _file(self, wanted: str, algorithm: str) -> bytes:
             head = {"name": wanted, "size": 2, "modified_ns": 1}
-            digest, tail = {"sha256": hashlib.sha256(b"{}").hexdigest()}, {"is_changed": False}
+            digest, tail = {"digest": DIGESTS[algorithm](b"{}").hexdigest()}, {"is_changed": False}
             lines = [json.dumps(head), "{}" + json.dumps(digest), json.dumps(tail), ""]
             return "\n".join(lines).encode()
 

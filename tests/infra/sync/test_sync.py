@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from infra.chunks import Chunk
+from infra.chunks import SHA256, Chunk
 from infra.errors import DiskFullError, PermanentInfraError, TransientInfraError
 from infra.jobs import cancel_job, job_status, start_or_attach
 from infra.session import LocalSession, Session
@@ -47,23 +47,31 @@ def content_of(directory: Path) -> dict[str, bytes]:
 class DamagingSession(LocalSession):
     """Loses the last byte of every chunk on its way."""
 
-    def write_chunks(self, directory: str, chunks: Sequence[Chunk]) -> dict[tuple[str, int], str]:
-        return super().write_chunks(directory, [each._replace(pieces=[b"".join(each.pieces)[:-1]]) for each in chunks])
+    def write_chunks(
+        self, directory: str, chunks: Sequence[Chunk], *, digest: str = SHA256
+    ) -> dict[tuple[str, int], str]:
+        return super().write_chunks(
+            directory, [each._replace(pieces=[b"".join(each.pieces)[:-1]]) for each in chunks], digest=digest
+        )
 
 
 class FlippingSession(LocalSession):
     """Changes a byte of every chunk on its way."""
 
-    def write_chunks(self, directory: str, chunks: Sequence[Chunk]) -> dict[tuple[str, int], str]:
+    def write_chunks(
+        self, directory: str, chunks: Sequence[Chunk], *, digest: str = SHA256
+    ) -> dict[tuple[str, int], str]:
         return super().write_chunks(
-            directory, [each._replace(pieces=[b"?", b"".join(each.pieces)[1:]]) for each in chunks]
+            directory, [each._replace(pieces=[b"?", b"".join(each.pieces)[1:]]) for each in chunks], digest=digest
         )
 
 
 class DyingSession(LocalSession):
     """Breaks at the large file, when the small ones are there."""
 
-    def write_chunks(self, directory: str, chunks: Sequence[Chunk]) -> dict[tuple[str, int], str]:
+    def write_chunks(
+        self, directory: str, chunks: Sequence[Chunk], *, digest: str = SHA256
+    ) -> dict[tuple[str, int], str]:
         raise TransientInfraError("the connection broke")
 
 
@@ -138,14 +146,16 @@ def test_a_file_that_changes_while_it_is_copied_leaves_the_old_destination(
     change: str, source: Path, tmp_path: Path
 ) -> None:
     class ChangingSession(LocalSession):
-        def write_chunks(self, directory: str, chunks: Sequence[Chunk]) -> dict[tuple[str, int], str]:
+        def write_chunks(
+            self, directory: str, chunks: Sequence[Chunk], *, digest: str = SHA256
+        ) -> dict[tuple[str, int], str]:
             if change.startswith("is a"):
                 file.rename(tmp_path / "elsewhere")
                 file.symlink_to(tmp_path / "elsewhere")
             if change == "is gone":
                 file.unlink()
             return super().write_chunks(
-                directory, [each._replace(pieces=self._changed(each.pieces)) for each in chunks]
+                directory, [each._replace(pieces=self._changed(each.pieces)) for each in chunks], digest=digest
             )
 
         def _changed(self, pieces: Iterable[bytes]) -> Iterator[bytes]:
@@ -268,11 +278,13 @@ def test_a_full_disk_is_found_before_anything_is_written(session: Session, sourc
 class FillingSession(LocalSession):
     """Somebody else fills the disk just before the files arrive."""
 
-    def write_chunks(self, directory: str, chunks: Sequence[Chunk]) -> dict[tuple[str, int], str]:
+    def write_chunks(
+        self, directory: str, chunks: Sequence[Chunk], *, digest: str = SHA256
+    ) -> dict[tuple[str, int], str]:
         filler = Path(directory).parent / "filler"
         if not filler.exists():
             filler.write_bytes(bytes(1_900_000))
-        return super().write_chunks(directory, chunks)
+        return super().write_chunks(directory, chunks, digest=digest)
 
 
 @pytest.mark.slow
@@ -296,8 +308,12 @@ class CountingSession(LocalSession):
         self.breaks_at = breaks_at
         self.sent: list[str] = []
 
-    def write_chunks(self, directory: str, chunks: Sequence[Chunk]) -> dict[tuple[str, int], str]:
-        return super().write_chunks(directory, [each._replace(pieces=self._watched(each)) for each in chunks])
+    def write_chunks(
+        self, directory: str, chunks: Sequence[Chunk], *, digest: str = SHA256
+    ) -> dict[tuple[str, int], str]:
+        return super().write_chunks(
+            directory, [each._replace(pieces=self._watched(each)) for each in chunks], digest=digest
+        )
 
     def _watched(self, chunk: Chunk) -> Iterator[bytes]:
         pieces = iter(chunk.pieces)
@@ -407,11 +423,13 @@ def test_files_of_the_same_content_stay_files_of_their_own(session: Session, sou
 
 def test_two_copies_at_once_do_not_disturb_each_other(shards: Path, tmp_path: Path) -> None:
     class SlowSession(CountingSession):
-        def write_chunks(self, directory: str, chunks: Sequence[Chunk]) -> dict[tuple[str, int], str]:
+        def write_chunks(
+            self, directory: str, chunks: Sequence[Chunk], *, digest: str = SHA256
+        ) -> dict[tuple[str, int], str]:
             if not self.sent:  # one copy amid the other
                 publish_directory(LocalSession(sys.executable), shards, str(target))
                 publish_directory(LocalSession(sys.executable), other, str(target))
-            return super().write_chunks(directory, chunks)
+            return super().write_chunks(directory, chunks, digest=digest)
 
     other, target = tmp_path / "other", tmp_path / "out" / "model"
     other.mkdir()
@@ -431,8 +449,8 @@ from infra.session import LocalSession
 from infra.sync import push
 
 class KilledSession(LocalSession):
-    def write_chunks(self, directory, chunks):
-        return super().write_chunks(directory, [each._replace(pieces=self.watched(each)) for each in chunks])
+    def write_chunks(self, directory, chunks, **digest):
+        return super().write_chunks(directory, [each._replace(pieces=self.watched(each)) for each in chunks], **digest)
 
     def watched(self, chunk):
         if chunk.name == "shard-1":

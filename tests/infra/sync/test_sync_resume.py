@@ -20,7 +20,7 @@ from typing import BinaryIO
 
 import pytest
 
-from infra.chunks import CHUNK_BYTES, Chunk
+from infra.chunks import CHUNK_BYTES, SHA256, Chunk
 from infra.errors import DiskFullError, NodeUnreachableError, TransientInfraError
 from infra.session import LocalSession, Session
 from infra.ssh.ssh_session import SSHSession
@@ -72,8 +72,12 @@ class CountingSession(LocalSession):
     def expect_chunks(self, num_chunks: int) -> None:
         self.expected.append(num_chunks)
 
-    def write_chunks(self, directory: str, chunks: Sequence[Chunk]) -> dict[tuple[str, int], str]:
-        return super().write_chunks(directory, [each._replace(pieces=self._watched(each)) for each in chunks])
+    def write_chunks(
+        self, directory: str, chunks: Sequence[Chunk], *, digest: str = SHA256
+    ) -> dict[tuple[str, int], str]:
+        return super().write_chunks(
+            directory, [each._replace(pieces=self._watched(each)) for each in chunks], digest=digest
+        )
 
     def _watched(self, chunk: Chunk) -> Iterator[bytes]:
         if chunk.name == "model":
@@ -235,8 +239,8 @@ from infra.session import LocalSession
 from infra.sync.push import publish_directory
 
 class KilledSession(LocalSession):
-    def write_chunks(self, directory, chunks):
-        return super().write_chunks(directory, [each._replace(pieces=self.watched(each)) for each in chunks])
+    def write_chunks(self, directory, chunks, **digest):
+        return super().write_chunks(directory, [each._replace(pieces=self.watched(each)) for each in chunks], **digest)
 
     def watched(self, chunk):
         for number, piece in enumerate(chunk.pieces):
@@ -319,7 +323,7 @@ def test_what_seems_to_be_under_way_is_taken_over_by_the_same_copy_alone(
         assert taken == {}
         part.write_bytes((source / "model").read_bytes()[: 2 * CHUNK_BYTES])
         status = part.stat()
-        chunks = list(enumerate(receiver.hash_chunks(part, CHUNK_BYTES)))
+        chunks = list(enumerate(receiver.hash_chunks(part, CHUNK_BYTES, SHA256)))
         reused = [str(part.parent), "model", status.st_size, status.st_mtime_ns, SIZE, chunks]
         new = target.with_name(f".model.incoming-{copy}-1")
         with prepared(session, new, {"model": reused}) as taken:
@@ -356,7 +360,7 @@ def test_a_folder_that_a_late_call_made_anew_after_it_was_set_aside_is_in_nobody
 @contextmanager
 def prepared(session: Session, incoming: Path, reused: dict[str, list[object]]) -> Iterator[dict[str, list[int]]]:
     """A folder that is held, with what was taken into it."""
-    request = json.dumps({"reused": reused, "chunk_bytes": CHUNK_BYTES}).encode() + b"\n"
+    request = json.dumps({"reused": reused, "chunk_bytes": CHUNK_BYTES, "digest": SHA256}).encode() + b"\n"
     target = incoming.with_name("model")
     argv = [session.python, "-I", receiver.__file__, "prepare", str(target), str(incoming), "0"]
     with session.stream(argv, stdin=request) as lines:
@@ -383,11 +387,13 @@ class CutSession(SSHSession):
         self.num_cuts = num_cuts
         self.sent: list[int] = []
 
-    def write_chunks(self, directory: str, chunks: Sequence[Chunk]) -> dict[tuple[str, int], str]:
+    def write_chunks(
+        self, directory: str, chunks: Sequence[Chunk], *, digest: str = SHA256
+    ) -> dict[tuple[str, int], str]:
         self.sent += [each.number for each in chunks if each.name == "model"]
         cut = chunks[len(chunks) // 2]
         watched = [each._replace(pieces=self._cut(each.pieces)) if each is cut else each for each in chunks]
-        return super().write_chunks(directory, watched)
+        return super().write_chunks(directory, watched, digest=digest)
 
     def _cut(self, pieces: Iterable[bytes]) -> Iterator[bytes]:
         for number, piece in enumerate(pieces):
@@ -503,11 +509,13 @@ def test_packets_that_vanish_amid_a_file_cost_no_more_than_a_link_that_is_cut(
     sent: list[int] = []
 
     class VanishingSession(SSHSession):
-        def write_chunks(self, directory: str, chunks: Sequence[Chunk]) -> dict[tuple[str, int], str]:
+        def write_chunks(
+            self, directory: str, chunks: Sequence[Chunk], *, digest: str = SHA256
+        ) -> dict[tuple[str, int], str]:
             sent.extend(each.number for each in chunks if each.name == "model")
             if len(sent) == NUM_CHUNKS:
                 chunks = [each._replace(pieces=self._cut(each)) for each in chunks]
-            return super().write_chunks(directory, chunks)
+            return super().write_chunks(directory, chunks, digest=digest)
 
         def _cut(self, chunk: Chunk) -> Iterator[bytes]:
             for number, piece in enumerate(chunk.pieces):
