@@ -35,7 +35,7 @@ RUNS = (
     ("Cost of a save", "save_cost.py --rounds 5"),
     ("Publishing weights, 1M parameters", "weight_sync.py --size 1M"),
     ("Publishing weights, 20M parameters", "weight_sync.py --size 20M"),
-    ("Files over SSH, loopback", "transfer.py --megabytes 512 --files 2000 --rounds 3"),
+    ("Files over SSH, loopback", "transfer.py --megabytes 1024 --files 2000 --rounds 3 --folder /dev/shm"),
     ("Files over SSH, 50 ms away", "transfer.py --megabytes 1024 --files 2000 --round-trip-ms 50 --rounds 2"),
     ("Back to a job over SSH, 50 ms away", "attach.py --round-trip-ms 50 --rounds 5"),
 )
