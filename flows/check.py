@@ -2,17 +2,22 @@
 
 Not here: the checks (preflight.py), runs of the command line, which are checked before Prefect hears of them (cli.py).
 
-    settings ──stdin──> python -m flows.check ──> a line for each finding; exit code 2 and one sentence for a mistake
+    settings ──stdin──> python -m flows.check ──> lines: how far it is where that takes long, then what was found;
+                                                  exit code 2 and one sentence for a mistake
 
 The checks load torch and transformers; in a process of their own, so that the run's stays small.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import IO
 
 from prefect import task
 from pydantic import TypeAdapter
@@ -21,6 +26,7 @@ from flows.evaluate_settings import EvaluateConfig
 from flows.form import FormNode, Pipeline, RunOptions
 from flows.preflight import check_evaluation, check_pipeline
 from flows.retrain_settings import RetrainConfig
+from flows.terminal import told_progress
 from flows.trusted_code import check_trusted
 from infra.errors import InfraError, PermanentInfraError, TransientInfraError
 from infra.node import NodeSettings
@@ -51,23 +57,37 @@ def check_settings(
     check_trusted(config, evaluate, Path(run.store))
     parts = {"config": config, "node": node, "run": run, "evaluate": evaluate, "retrain": retrain}
     settings = {name: part.model_dump(mode="json") for name, part in parts.items() if part is not None}
-    with StageProgress("check") as progress:
-        checked = subprocess.run(
-            [sys.executable, "-m", "flows.check"], input=json.dumps(settings), capture_output=True, text=True
-        )
-        if checked.returncode != 0:
-            raise _error_of(checked)
-        for finding in checked.stdout.splitlines():
-            progress.say(finding)
+    with StageProgress("check") as progress, tempfile.TemporaryFile("w+", encoding="utf-8") as refusal:
+        exit_code = _run_checks(json.dumps(settings), progress.say, refusal)
+        refusal.seek(0)
+        if exit_code != 0:
+            raise _error_of(exit_code, refusal.read().strip())
 
 
-def _error_of(checked: subprocess.CompletedProcess[str]) -> Exception:
+def _run_checks(settings: str, say: Callable[[str], None], refusal: IO[str]) -> int:
+    """Check in a process of its own, and say what it prints; returns its exit code."""
+    pipe = subprocess.PIPE
+    command = [sys.executable, "-m", "flows.check"]
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=refusal, text=True) as process:
+        assert process.stdin is not None and process.stdout is not None
+        try:
+            with contextlib.suppress(BrokenPipeError):  # it ended before it read them, and has said why
+                process.stdin.write(settings)
+                process.stdin.close()
+            for line in process.stdout:
+                say(line.rstrip("\n"))
+            return process.wait()
+        except BaseException:
+            process.kill()
+            raise
+
+
+def _error_of(exit_code: int, said: str) -> Exception:
     """What the process that checked says has gone wrong."""
-    said = checked.stderr.strip()
     for kind, code in CODES.items():
-        if checked.returncode == code:
+        if exit_code == code:
             return kind(said)
-    return RuntimeError(f"the check of the settings ended with exit code {checked.returncode}: {said[-2000:]}")
+    return RuntimeError(f"the check of the settings ended with exit code {exit_code}: {said[-2000:]}")
 
 
 def main() -> None:
@@ -82,14 +102,20 @@ def main() -> None:
     )
     check = check_pipeline if pipeline.evaluate is None else check_evaluation
     try:
-        facts, cautions = split_findings(check(pipeline, Path(pipeline.run.store).resolve()))
+        with told_progress(_write_line):
+            facts, cautions = split_findings(check(pipeline, Path(pipeline.run.store).resolve()))
         for line in (*facts, *(f"warning: {caution}" for caution in cautions)):
-            sys.stdout.write(f"{line}\n")
+            _write_line(line)
         if cautions:
-            sys.stdout.write(f"{count_cautions(cautions)} in all\n")
+            _write_line(f"{count_cautions(cautions)} in all")
     except (InputError, InfraError) as error:
         sys.stderr.write(f"{error}\n")
         sys.exit(next(code for kind, code in CODES.items() if isinstance(error, kind)))
+
+
+def _write_line(line: str) -> None:
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
 
 
 if __name__ == "__main__":

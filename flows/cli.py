@@ -45,7 +45,7 @@ from flows.server import ServerAddress, ServerError, local_server, named_url, pr
 from flows.silent_runs import LEAST_MINUTES, SILENT_MINUTES, mark_silent_runs
 from flows.store import STORE_VARIABLE
 from flows.stores_cli import pull
-from flows.terminal import DEFAULT_STORE, Port, Store, console, show_findings
+from flows.terminal import DEFAULT_STORE, Port, Store, console, show_checks
 from flows.trigger import trigger_run
 from flows.up import down, status, up
 from flows.upkeep import look_after
@@ -239,7 +239,7 @@ def validate(config: ConfigFile, store: ConfiguredStore = None) -> None:
     pipeline = load_pipeline(config)
     place = store or Path(pipeline.run.store)
     with with_credentials(pipeline.run.credentials, place):
-        show_findings(check_pipeline(pipeline, place), fact="ok    ", caution="warn  ")
+        show_checks(lambda: check_pipeline(pipeline, place), fact="ok    ", caution="warn  ")
 
 
 def ui(store: Store = DEFAULT_STORE, port: Port = 0) -> None:
@@ -371,7 +371,7 @@ def run_checked(
     """What a flow returns whose settings were checked first, run in this process against the store's server."""
     store = Path(pipeline.run.store).resolve()
     with with_credentials(pipeline.run.credentials, store, port=port):
-        show_findings(check(pipeline, store), fact="checked        ", caution="warning        ")
+        show_checks(lambda: check(pipeline, store), fact="checked        ", caution="warning        ")
         console.print("prefect        looking for a server (one with a new database takes eight seconds)")
         with local_server(store, port=port) as address:
             os.environ.update(prefect_environment(store, address))

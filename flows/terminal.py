@@ -5,7 +5,9 @@ Not here: the commands (cli.py, up.py).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -24,14 +26,34 @@ Port = Annotated[int, typer.Option(min=0, max=65535, help="Port of the Prefect s
 console = Console(stderr=True, highlight=False, soft_wrap=True)
 
 
-def show_findings(findings: Iterable[str], *, fact: str, caution: str) -> None:
-    """Print what checks found, a line each: the warnings last, where they are seen, and their number.
+@contextmanager
+def told_progress(tell: Callable[[str], None]) -> Iterator[None]:
+    """Tell a line now and then while checks read many rows, until the block is left."""
+
+    class Teller(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            tell(record.getMessage())
+
+    checks, teller = logging.getLogger("rollouts_core.checks"), Teller(logging.INFO)
+    level = checks.level
+    checks.setLevel(logging.INFO)
+    checks.addHandler(teller)
+    try:
+        yield
+    finally:
+        checks.removeHandler(teller)
+        checks.setLevel(level)
+
+
+def show_checks(check: Callable[[], Iterable[str]], *, fact: str, caution: str) -> None:
+    """Make checks and print what they find, a line each: the warnings last, where they are seen, and their number.
 
     Args:
-        fact: what a line begins with.
+        fact: what a line begins with, also one that says how far checks are that take long.
         caution: what one that warns begins with.
     """
-    facts, cautions = split_findings(findings)
+    with told_progress(lambda line: console.print(f"{fact}{line}", markup=False)):
+        facts, cautions = split_findings(check())
     for mark, found in ((fact, facts), (caution, cautions)):
         for finding in found:
             console.print(f"{mark}{finding}", markup=False)

@@ -5,7 +5,9 @@ Not here: which of them are held out (compared_rows.py), how rows become samples
 
 from __future__ import annotations
 
+import logging
 import math
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -27,6 +29,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 NUM_STREAMED_ROWS_CHECKED = 10_000
+PROGRESS_INTERVAL_S = 5.0
+"""So often it is said how far many rows are read."""
+
+logger = logging.getLogger(__name__)
 
 
 def check_demonstrations(
@@ -132,10 +138,11 @@ def _check_demonstrations(
     num_rows = count_used_rows(table, dataset)
     num_checked = min(num_rows, NUM_STREAMED_ROWS_CHECKED) if config.data.streaming else num_rows
     chunks = (range(i, min(i + CHUNK_ROWS, num_checked)) for i in range(0, num_checked, CHUNK_ROWS))
-    rows = (row for chunk in chunks for row in table.read(chunk))
+    read = (row for chunk in chunks for row in table.read(chunk))
     num_kept = num_cut = num_tokens = num_longest = num_trained = 0
     empty_rows: list[int] = []
     unwritten_rows: dict[str, list[int]] = {key: [] for key in find_unwritten(tokenizer)}
+    rows = _say_progress(read, dataset.path, num_checked)
     noted = _note_turns(rows, config.training.sft.train_on, empty_rows, unwritten_rows)
     watched = watch_rows(noted, dataset.path, held_out)
     for sample in iterate_samples(watched, dataset.path, tokenizer, sample_rules(config.training.sft)):
@@ -158,6 +165,16 @@ def _check_demonstrations(
         empty_rows,
         unwritten_rows,
     )
+
+
+def _say_progress(rows: Iterable[tuple[int, Row]], path: str, num_rows: int) -> Iterator[tuple[int, Row]]:
+    """The same rows of demonstrations; how many of them were read is logged from time to time."""
+    said_at = time.monotonic()
+    for i, row in enumerate(rows):
+        if (now := time.monotonic()) - said_at >= PROGRESS_INTERVAL_S:
+            said_at = now
+            logger.info("%s: %s of %s rows read", path, f"{i:,}", f"{num_rows:,}")
+        yield row
 
 
 def _note_turns(

@@ -67,6 +67,7 @@ SURFACE = {
 URL = re.compile(r"http://127\.0\.0\.1:\d+[^\s]*")
 ESCAPE = re.compile(r"\x1b\[[0-9;]*m")
 PYTHON_CONFIG = """
+from rollouts_core.checks import demonstrations
 from rollouts_core.config import Config, DataConfig, ModelConfig
 from flows.form import LocalNode, Pipeline, RunOptions
 
@@ -144,6 +145,15 @@ def test_validate_says_what_it_checked_and_trains_nothing(folder: Path, tmp_path
     ):
         assert sum(words in line for line in lines) == 1, f"{words} in {lines}"
     assert list((tmp_path / "store").iterdir()) == []
+
+
+def test_checks_that_take_long_say_how_far_they_are(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rollouts_core.checks.demonstrations.PROGRESS_INTERVAL_S", 0.0)
+    outcome = CliRunner().invoke(app, ["validate", str(folder / "small.toml"), "--store", str(tmp_path / "store")])
+    lines = [line for line in outcome.stderr.splitlines() if line.endswith("sft.jsonl: 299 of 300 rows read")]
+    assert [line[:6] for line in lines] == ["ok    "], outcome.output
 
 
 def test_what_somebody_should_look_at_is_said_last_and_is_no_refusal(folder: Path, tmp_path: Path) -> None:

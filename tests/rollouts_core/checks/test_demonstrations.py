@@ -34,6 +34,21 @@ def test_each_dataset_is_described(tmp_path: Path, tokenizer: PreTrainedTokenize
     ]
 
 
+def test_how_far_it_is_is_said_while_many_rows_are_read(
+    tmp_path: Path,
+    tokenizer: PreTrainedTokenizerBase,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    path = write_rows(tmp_path / "a.jsonl", [SUM] * 6)
+    with caplog.at_level("INFO", logger=demonstrations.__name__):
+        check_demonstrations(make_config(path), tokenizer)
+        assert not caplog.messages, "it took no five seconds"
+        monkeypatch.setattr(demonstrations, "PROGRESS_INTERVAL_S", 0.0)
+        check_demonstrations(make_config(path), tokenizer)
+    assert caplog.messages == [f"{path}: {i} of 6 rows read" for i in range(6)]
+
+
 def test_rows_that_will_be_left_out_are_counted(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     path = write_rows(tmp_path / "a.jsonl", [{"text": "1" * n} for n in (15, 30, 15, 15)])
     findings = check_demonstrations(make_config(path, on_overlong="drop"), tokenizer)
