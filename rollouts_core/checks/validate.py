@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pydantic import BaseModel
+
 from rollouts_core.checkpoint import find_checkpoint, load_manifest
 from rollouts_core.checks.answers import COMPARE_BY_LOSS, check_answers
 from rollouts_core.checks.compared_rows import check_held_out, check_num_rows, check_other_rows, warn_of_repeated_rows
@@ -189,22 +191,22 @@ def check_prompt_epochs(config: Config, num_prompts: int) -> list[str]:
 
 
 def check_resumed(config: Config) -> None:
-    """Raise CheckpointError for a `training.*.resume_from` of other settings of the training, or beyond its steps.
+    """Raise CheckpointError for a `training.*.resume_from` of other settings, or beyond the steps of the training.
 
-    What it read, and how it sampled, only its job compares. A URL is looked at when it has been fetched.
+    What it read, and the code that graded, only its job compares. A URL is looked at when it has been fetched.
     """
-    trainings: list[SFTTrainingConfig | RLTrainingConfig] = []
-    trainings += [config.training.sft] if config.mode != "rl" else []
-    trainings += [config.training.rl] if config.mode != "sft" else []
-    for training in trainings:
+    trainings: list[tuple[SFTTrainingConfig | RLTrainingConfig, dict[str, BaseModel]]] = []
+    trainings += [(config.training.sft, {})] if config.mode != "rl" else []
+    trainings += [(config.training.rl, {"rollout": config.rollout})] if config.mode != "sft" else []
+    for training, sections in trainings:
         if not training.resume_from or "://" in training.resume_from:
             continue
         checkpoint = find_checkpoint(Path(training.resume_from))
         manifest = load_manifest(checkpoint)
-        fields = type(training).model_fields
+        compared = {*type(training).model_fields, *sections, "semantics"}
         saved, current = (
-            {name: value for name, value in named.items() if name.partition(".")[0] in fields}
-            for named in (manifest.settings, describe_settings(training, {}))
+            {name: value for name, value in named.items() if name.partition(".")[0] in compared}
+            for named in (manifest.settings, describe_settings(training, {}, **sections))
         )
         check_same_settings(saved, current, allowed=training.allow_changed, checkpoint=checkpoint)
         check_step(manifest.step, training.num_steps, checkpoint=checkpoint)

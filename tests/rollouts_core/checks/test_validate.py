@@ -4,6 +4,7 @@ Without it a run would fail hours later, or do without a word what nobody meant.
 """
 
 import json
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -23,10 +24,11 @@ from rollouts_core.checks.validate import (
     warn_of_own_generation,
     warn_of_uncorrected_age,
 )
-from rollouts_core.config import Config, ModelConfig, RewardConfig, RLTrainingConfig
+from rollouts_core.config import Config, ModelConfig, RewardConfig, RLTrainingConfig, RolloutConfig
 from rollouts_core.data.dataset import load_prompts_from_jsonl
 from rollouts_core.errors import CheckpointError, ConfigError, DataError
 from rollouts_core.findings import Caution
+from rollouts_core.fingerprint import SEMANTICS_VERSION
 from rollouts_core.rollout.generate import check_prompt_lengths
 from rollouts_core.saving import describe_settings
 from tests.rollouts_core.checks.configurations import make_config, with_rollout, write_rows
@@ -153,6 +155,30 @@ def test_a_checkpoint_of_other_settings_is_refused_before_anything_is_provisione
         check_resumed(make_config("a.jsonl", **{**again, "num_steps": 9}, optim={"lr": 1e-3}))
     with pytest.raises(CheckpointError, match="nowhere"):
         check_resumed(make_config("a.jsonl", **{**again, "resume_from": str(tmp_path / "nowhere")}))
+
+
+def test_a_checkpoint_that_sampled_or_graded_otherwise_is_refused_before_anything_is_provisioned(
+    tmp_path: Path,
+) -> None:
+    sampled = RolloutConfig(reward_fn="exact_match", n_samples_per_prompt=4)
+    settings = describe_settings(RLTrainingConfig(), {"plugins": "a digest"}, rollout=sampled)
+    for name, named in (("a", settings), ("b", {**settings, "semantics": 1})):
+        with new_checkpoint(tmp_path / name / "step_000010", step=10, settings=named) as folder:
+            (folder / "model.safetensors").write_bytes(b"weights")
+
+    def check(name: str = "a", *, allow_changed: Sequence[str] = (), **rollout: Any) -> None:
+        rl = {"resume_from": str(tmp_path / name), "allow_changed": allow_changed}
+        config = make_config("a.jsonl").model_copy(update={"mode": "rl", "rollout": RolloutConfig(**rollout)})
+        training = config.training.model_copy(update={"rl": RLTrainingConfig.model_validate(rl)})
+        check_resumed(config.model_copy(update={"training": training}))
+
+    check(reward_fn="exact_match", n_samples_per_prompt=4)
+    check(reward_fn="exact_match", n_samples_per_prompt=4, request_timeout_s=7.0)
+    check(reward_fn="exact_match", allow_changed=["rollout.n_samples_per_prompt"])
+    with pytest.raises(CheckpointError, match=r"rollout\.n_samples_per_prompt was 4 and is its default"):
+        check(reward_fn="exact_match")
+    with pytest.raises(CheckpointError, match=f"semantics was 1 and is {SEMANTICS_VERSION}"):
+        check("b", reward_fn="exact_match", n_samples_per_prompt=4)
 
 
 @pytest.mark.parametrize(
