@@ -32,7 +32,7 @@ from rollouts_core.model.loading import (
 from rollouts_core.model.model_size import INDEX, WHOLE
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 MODEL_FILES = {
     "configuration": ["config.json"],
@@ -178,12 +178,13 @@ def check_language_model(config: Config) -> list[Caution]:
     settings = find_settings(config.model)
     if settings is None or (config.model.trust_remote_code and getattr(settings, "auto_map", None)):
         return []
-    if type(settings) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+    text = _find_text_settings(settings)
+    if text is None or type(settings) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ConfigError(
             f"model.path: {config.model.path} holds a {settings.model_type} model, and transformers has no language "
             "model of this kind (AutoModelForCausalLM), which is what is trained here: give a model that it has"
         )
-    has_parts = settings.get_text_config() is not settings
+    has_parts = text is not settings
     if not has_parts or MODEL_FOR_CAUSAL_LM_MAPPING[type(settings)].config_class is type(settings):
         return []
     return [
@@ -192,6 +193,17 @@ def check_language_model(config: Config) -> list[Caution]:
             "trained, and checkpoints hold nothing else of it: they cannot see images"
         )
     ]
+
+
+def _find_text_settings(settings: PreTrainedConfig) -> PreTrainedConfig | None:
+    """The settings of a model's language model; None where several parts have to do with text, as in MusicGen, of which
+    one reads it and another writes sound.
+    """
+    try:
+        text: PreTrainedConfig = settings.get_text_config()
+    except ValueError:
+        return None
+    return text
 
 
 def check_packing(config: Config) -> None:

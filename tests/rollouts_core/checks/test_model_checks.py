@@ -28,6 +28,7 @@ from transformers import (
     JambaConfig,
     LlamaConfig,
     MptConfig,
+    MusicgenConfig,
     OPTConfig,
     Phi3Config,
     PreTrainedConfig,
@@ -216,6 +217,7 @@ def test_a_length_that_changes_how_shorter_samples_are_rotated_is_warned_of(
         (Qwen3_5Config(), "", "of the qwen3_5 model at .* the language model alone is trained"),
         (Qwen3VLConfig(), "a qwen3_vl model, and transformers has no language model of this kind", ""),
         (T5Config(), "a t5 model, and transformers has no language model of this kind", ""),
+        (MusicgenConfig(), "a musicgen model, and transformers has no language model of this kind", ""),
     ],
 )
 def test_what_is_no_language_model_is_refused_and_what_is_more_than_one_warned_of(
