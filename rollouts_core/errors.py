@@ -14,6 +14,7 @@
     │   ├── EngineUnavailableError   not reachable, restarting or overloaded: asking again may help
     │   ├── NoNumbersError       its weights give log-probs that are no finite numbers
     │   └── WeightSyncError      the engine did not take the weights that were published
+    │       └── OtherVersionError    it reports another version than it was given
     ├── EnvironmentUnavailableError  an environment's sandbox or service failed: beginning again may help
     │   └── EnvironmentOutageError   it failed so often that the run ends until it is mended
     └── TrainingError            training itself broke
@@ -95,6 +96,19 @@ class NoNumbersError(EngineAnswerError):
 
 class WeightSyncError(EngineError):
     """An engine that does not serve the weights that were published to it."""
+
+
+class OtherVersionError(WeightSyncError):
+    """An engine that took an update, and reports another version.
+
+    Args:
+        problem: what it was given, and what it serves.
+        served: the version that it reports.
+    """
+
+    def __init__(self, problem: str, served: str = "") -> None:
+        super().__init__(problem)
+        self.served = served
 
 
 class EnvironmentUnavailableError(RolloutsError):

@@ -22,6 +22,7 @@ from rollouts_core.engines.content import check_can_be_untied, is_tied
 from rollouts_core.errors import CheckpointError, ConfigError, DataError
 from rollouts_core.findings import Caution
 from rollouts_core.model.loading import (
+    MODELS_OF_SHORT_ROWS,
     check_packable,
     find_positions,
     find_rotation_limit,
@@ -31,7 +32,7 @@ from rollouts_core.model.loading import (
 from rollouts_core.model.model_size import INDEX, WHOLE
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 MODEL_FILES = {
     "configuration": ["config.json"],
@@ -177,12 +178,13 @@ def check_language_model(config: Config) -> list[Caution]:
     settings = find_settings(config.model)
     if settings is None or (config.model.trust_remote_code and getattr(settings, "auto_map", None)):
         return []
-    if type(settings) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+    text = _find_text_settings(settings)
+    if text is None or type(settings) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ConfigError(
             f"model.path: {config.model.path} holds a {settings.model_type} model, and transformers has no language "
             "model of this kind (AutoModelForCausalLM), which is what is trained here: give a model that it has"
         )
-    has_parts = settings.get_text_config() is not settings
+    has_parts = text is not settings
     if not has_parts or MODEL_FOR_CAUSAL_LM_MAPPING[type(settings)].config_class is type(settings):
         return []
     return [
@@ -193,8 +195,21 @@ def check_language_model(config: Config) -> list[Caution]:
     ]
 
 
+def _find_text_settings(settings: PreTrainedConfig) -> PreTrainedConfig | None:
+    """The settings of a model's language model; None where several parts have to do with text, as in MusicGen, of which
+    one reads it and another writes sound.
+    """
+    try:
+        text: PreTrainedConfig = settings.get_text_config()
+    except ValueError:
+        return None
+    return text
+
+
 def check_packing(config: Config) -> None:
-    """Raise ConfigError when a stage is to pack rows of a model that would not compute a sample as it does alone."""
+    """Raise ConfigError when a stage is to pack rows of a model that would not compute a sample as it does alone, or
+    not compute rows of that length at all.
+    """
     stages = {"sft": config.training.sft.packing, "rl": config.training.rl.packing}
     given = [f"training.{kind}.packing" for kind, packs in stages.items() if kind in config.mode and packs]
     if given and (settings := find_settings(config.model)) is not None:
@@ -202,6 +217,21 @@ def check_packing(config: Config) -> None:
         if config.mode != "sft":
             shares_prompts = config.training.rl.shares_prompts
             check_packable(settings, setting="training.rl.packing", shares_prompts=shares_prompts)
+        if "sft" in config.mode and stages["sft"] and settings.model_type in MODELS_OF_SHORT_ROWS:
+            _check_row_length(config)
+
+
+def _check_row_length(config: Config) -> None:
+    """Raise ConfigError when packed rows of demonstrations are longer than the model's positions.
+
+    Those of RL are no longer than the longest sample.
+    """
+    positions, max_length = find_positions(config.model), config.training.sft.max_length
+    if positions is not None and max_length - 1 > positions.num:
+        raise ConfigError(
+            f"training.sft.max_length: packed rows of {max_length} tokens need {max_length - 1} positions, the model "
+            f"at {config.model.path} has {positions.num}: set it to {positions.num + 1} or less"
+        )
 
 
 def count_positions(config: Config) -> int | None:
@@ -220,7 +250,8 @@ def count_positions(config: Config) -> int | None:
             runner="evaluation by the embedded engine",
             remedy='leave evaluation.engine = "embedded" out' if is_chosen else others + loss,
         ).max_context_length
-    return read_model_number(folder, "max_position_embeddings") or read_model_number(folder, "n_positions")
+    names = ("max_position_embeddings", "n_positions", "max_seq_len")
+    return next(filter(None, (read_model_number(folder, name) for name in names)), None)
 
 
 def check_positions(

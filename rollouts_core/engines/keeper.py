@@ -27,7 +27,13 @@ from rollouts_core.engines.completion import Completion, GenerationRequest
 from rollouts_core.engines.content import vocabulary_size
 from rollouts_core.engines.delivery import ServedWeights, ServerCalls, WeightDelivery
 from rollouts_core.engines.silence import SilenceWatch
-from rollouts_core.errors import EngineAnswerError, EngineBusyError, EngineError, EngineUnavailableError
+from rollouts_core.errors import (
+    EngineAnswerError,
+    EngineBusyError,
+    EngineError,
+    EngineUnavailableError,
+    OtherVersionError,
+)
 from rollouts_core.system.backoff import MAX_BACKOFF_S
 
 if TYPE_CHECKING:
@@ -247,10 +253,15 @@ class WeightKeeper:
             await self._load(self._served)
 
     async def _load(self, weights: ServedWeights) -> None:
-        """Load and prove; begins again when the server vanished meanwhile, since loading twice is loading once."""
+        """Load and prove; begins again when the server vanished meanwhile, since loading twice is loading once.
+
+        One that restarts between two requests shows it by its version alone, which is neither the new nor the one
+        before. Once that is a restart; a second time it is a server that does not take the weights.
+        """
         problem = ""
         before = self._served if self._is_proven else None
         self._is_proven = False
+        has_come_back = False
         for attempt in range(MAX_ATTEMPTS):
             if attempt or self.watch.is_silent:
                 await self.wait_until_ready(self.restart_timeout_s)
@@ -262,6 +273,11 @@ class WeightKeeper:
                 )
             except EngineUnavailableError as error:
                 problem = str(error)
+                continue
+            except OtherVersionError as error:
+                if has_come_back or (before is not None and error.served == before.version):
+                    raise
+                has_come_back, problem = True, str(error)
                 continue
             self._served, self._vocab_size = weights, vocabulary_size(weights.model_dir)
             self._is_proven = True

@@ -22,7 +22,7 @@ from rollouts_core.engines.protocol import SegmentAccess
 from rollouts_core.engines.segments import SegmentedWeights
 from rollouts_core.engines.sending import WeightSender
 from rollouts_core.engines.sent import SentWeights
-from rollouts_core.errors import EngineAnswerError, EngineError, WeightSyncError
+from rollouts_core.errors import EngineAnswerError, EngineError, OtherVersionError, WeightSyncError
 
 IDLE_TIMEOUT_S = 60.0
 MEMORY_TIMEOUT = httpx.Timeout(120.0, connect=CONNECT_TIMEOUT_S)
@@ -123,7 +123,7 @@ class SGLangEngine(EngineClient):
         if not answer.get("success"):
             raise WeightSyncError(f"{self.name} refused {version}: {answer.get('message', answer)}")
         if (served := await self.weight_version()) != version:
-            raise WeightSyncError(f"{self.name} serves {served} after it was given {version}")
+            raise OtherVersionError(f"{self.name} serves {served} after it was given {version}", served)
         return await self._held_tensors()
 
     async def take_segments(self, weights: SegmentedWeights, version: str) -> Mapping[str, str]:
@@ -153,7 +153,7 @@ class SGLangEngine(EngineClient):
         self._sender = self._sender or WeightSender(self._connection)
         await self._sender.send(weights, version, kept, is_paused=self._keeper.is_paused)
         if (served := await self.weight_version()) != version:
-            raise WeightSyncError(f"{self.name} serves {served} after it was sent {version}")
+            raise OtherVersionError(f"{self.name} serves {served} after it was sent {version}", served)
         return await self._held_tensors()
 
     async def aclose(self) -> None:

@@ -37,7 +37,13 @@ from rollouts_core.engines.content import (
 from rollouts_core.engines.http import CONNECT_TIMEOUT_S, UPDATE_TIMEOUT, read_completion, read_logprob
 from rollouts_core.engines.sending_to_vllm import RECEIVER, VLLMWeightSender
 from rollouts_core.engines.sent import SentWeights
-from rollouts_core.errors import EngineAnswerError, EngineError, EngineUnavailableError, WeightSyncError
+from rollouts_core.errors import (
+    EngineAnswerError,
+    EngineError,
+    EngineUnavailableError,
+    OtherVersionError,
+    WeightSyncError,
+)
 from rollouts_core.seeds import derive_seed
 from rollouts_core.system.concurrency import gather, in_short_thread
 from rollouts_core.system.open_files import request_places
@@ -204,7 +210,7 @@ class VLLMEngine(EngineClient):
 
     async def _held_tensors(self, version: str) -> HeldTensors:
         if (served := await self.weight_version()) != version:
-            raise WeightSyncError(f"{self.name} serves {served} after it was given {version}")
+            raise OtherVersionError(f"{self.name} serves {served} after it was given {version}", served)
         model_config = await self._model_config()
         dtype = getattr(torch, str(model_config.get("dtype")).removeprefix("torch."), None)
         is_plain = isinstance(dtype, torch.dtype) and not model_config.get("quantization")

@@ -26,6 +26,9 @@ from rollouts_core.model.loading import silence_progress_bars
 from rollouts_core.run_directory import RunDirectory, attempt_number
 from rollouts_core.system.gpu_use import gpus_in_use, sampled_gpu_use
 
+JAX_THREADS = "PJRT_NPROC"
+"""The variable from which JAX's client takes the size of its thread pools when it starts; no flag of XLA's sets it."""
+
 
 def run_training_job(
     job: SFTJob | RLJob,
@@ -41,7 +44,7 @@ def run_training_job(
         train: what the first process does; SIGTERM cancels it.
     """
     silence_progress_bars()
-    torch.set_num_threads(_num_threads(job))
+    _set_num_threads(job)
     if is_follower():
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the leader ends, and with it the others
     device = "cpu" if job.deployment.shares_cpu else ""
@@ -62,6 +65,13 @@ def _follow(backend: TrainingBackend) -> None:
 
     assert isinstance(backend, FSDPTrainingBackend)
     backend.follow()
+
+
+def _set_num_threads(job: SFTJob | RLJob) -> None:
+    """Have torch, and JAX where that trains, compute with so many threads; before JAX has begun to."""
+    torch.set_num_threads(_num_threads(job))
+    if job.deployment.trainer_threads and job.training.policy.backend == "jax":  # it takes all cores otherwise
+        os.environ[JAX_THREADS] = str(job.deployment.trainer_threads)
 
 
 def _num_threads(job: SFTJob | RLJob) -> int:

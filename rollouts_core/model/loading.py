@@ -42,6 +42,9 @@ UNTOLD_MODELS = {
 MODELS_OF_ROW_DISTANCES = {"gpt_neo", "mpt"}
 """Models that count how far back a token lies by its place in the row, whatever its position, by their type: only where
 all tokens of a sample lie next to each other is that the same."""
+MODELS_OF_SHORT_ROWS = {"big_bird", "gpt_neo", "mpt", "reformer"}
+"""Models that compute no row of more tokens than they have positions, whatever the positions of its samples, by their
+type: a table that is as large belongs to the row."""
 GROWING_POSITIONS = ("rope", "rotary", "alibi", "mamba")
 """How settings begin of models that compute a position however far it is, or whose layers need none."""
 
@@ -250,6 +253,8 @@ def find_positions(config: ModelConfig) -> Positions | None:
     values = settings.get_text_config().to_dict()
     if isinstance(num := values.get("n_positions"), int):  # models that rotate by a table have one too
         return Positions(num, are_all=True)
+    if settings.model_type == "mpt":  # its ALiBi is made for so many positions, unlike that of others
+        return Positions(settings.max_seq_len, are_all=True)
     num = values.get("max_position_embeddings")
     grows = any(value for name, value in values.items() if name.startswith(GROWING_POSITIONS))
     return Positions(num, are_all=not grows) if isinstance(num, int) else None

@@ -7,6 +7,8 @@ import asyncio
 import json
 import math
 import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -43,6 +45,7 @@ from rollouts_core.data.rows import digest_path
 from rollouts_core.errors import CheckpointError, ConfigError, TrainingError
 from rollouts_core.fingerprint import digest_model
 from rollouts_core.job import InputDataset, InputModel, SFTJob
+from rollouts_core.jobs.training_job import JAX_THREADS
 from rollouts_core.metrics import read_json_lines
 from rollouts_core.model import logprobs
 from rollouts_core.model.loading import load_hf_model
@@ -210,24 +213,47 @@ def test_a_value_head_goes_from_pytorch_to_jax_and_back(qwen3: ModelConfig, tmp_
     assert value_head.weight.tolist() == [[0.25] * 32]
 
 
-def test_an_sft_job_gives_the_losses_of_the_pytorch_job(
+def write_sft_job(directory: Path, model: ModelConfig, data: Path, backend: str, *, num_threads: int) -> Path:
+    """The job.json of two steps of SFT."""
+    job = SFTJob(
+        model=InputModel(name="base", model=model, digest=digest_model(model)),
+        data=(InputDataset(path=str(data), digest=digest_path(data)),),
+        training=SFTTrainingConfig(
+            num_steps=2, batch_size=2, max_length=64, log_every=1, policy=PolicyConfig(backend=backend)
+        ),
+        deployment=DeploymentConfig(trainer_threads=num_threads),
+    )
+    directory.mkdir()
+    (directory / "job.json").write_text(job.model_dump_json())
+    return directory / "job.json"
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="threads are counted in /proc, which only Linux has")
+def test_a_job_computes_with_as_many_threads_as_it_is_told(
     base_model: ModelConfig, quickstart_dir: Path, tmp_path: Path
 ) -> None:
+    """In a process of its own: JAX makes its threads once. One more than there are cores, which it takes by itself."""
+    num_threads = (os.cpu_count() or 1) + 1
+    job = write_sft_job(tmp_path / "job", base_model, quickstart_dir / "sft.jsonl", "jax", num_threads=num_threads)
+    code = (
+        "import sys\nfrom pathlib import Path\nfrom rollouts_core.__main__ import main\n"
+        "assert main(['sft', sys.argv[1]]) == 0\n"
+        "names = [path.read_text() for path in Path('/proc/self/task').glob('*/comm')]\n"
+        "print(sum('XLAEigen' in name for name in names))"
+    )
+    ended = subprocess.run([sys.executable, "-c", code, str(job)], capture_output=True, text=True, check=True)
+    assert ended.stdout.split()[-1] == str(num_threads)
+
+
+def test_an_sft_job_gives_the_losses_of_the_pytorch_job(
+    base_model: ModelConfig, quickstart_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(JAX_THREADS, "1")  # the job sets it in this process
     data = quickstart_dir / "sft.jsonl"
     losses = []
     for name in ("jax", "pytorch"):
-        training = SFTTrainingConfig(
-            num_steps=2, batch_size=2, max_length=64, log_every=1, policy=PolicyConfig(backend=name)
-        )
-        job = SFTJob(
-            model=InputModel(name="base", model=base_model, digest=digest_model(base_model)),
-            data=(InputDataset(path=str(data), digest=digest_path(data)),),
-            training=training,
-            deployment=DeploymentConfig(trainer_threads=1),
-        )
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "job.json").write_text(job.model_dump_json())
-        assert main(["sft", str(tmp_path / name / "job.json")]) == 0
+        job = write_sft_job(tmp_path / name, base_model, data, name, num_threads=1)
+        assert main(["sft", str(job)]) == 0
         losses.append([row["loss"] for row in read_json_lines(tmp_path / name / "metrics.jsonl")])
     assert len(losses[0]) == 2
     assert losses[0] == pytest.approx(losses[1], rel=ROUNDING)

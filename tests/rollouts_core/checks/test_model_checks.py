@@ -17,7 +17,9 @@ from safetensors.torch import save_file
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     BartConfig,
+    BigBirdConfig,
     BloomConfig,
+    CodeGenConfig,
     FalconConfig,
     Gemma3Config,
     GPT2Config,
@@ -25,12 +27,15 @@ from transformers import (
     GPTNeoConfig,
     JambaConfig,
     LlamaConfig,
+    MptConfig,
+    MusicgenConfig,
     OPTConfig,
     Phi3Config,
     PreTrainedConfig,
     PreTrainedTokenizerBase,
     Qwen3_5Config,
     Qwen3VLConfig,
+    ReformerConfig,
     SeedOssConfig,
     T5Config,
 )
@@ -53,6 +58,7 @@ from rollouts_core.config import Config, ModelConfig, PolicyConfig
 from rollouts_core.errors import CheckpointError, ConfigError
 from rollouts_core.model.loading import (
     MODELS_OF_ROW_DISTANCES,
+    MODELS_OF_SHORT_ROWS,
     UNMASKED_MODELS,
     UNTOLD_MODELS,
     find_unmasked_layers,
@@ -66,6 +72,8 @@ MODELS: dict[str, PreTrainedConfig] = {
     "gpt2": GPT2Config(n_positions=16),
     "gptj": GPTJConfig(n_positions=16),
     "opt": OPTConfig(max_position_embeddings=16),
+    "gpt_neo": GPTNeoConfig(max_position_embeddings=16),
+    "mpt": MptConfig(max_seq_len=16),
     "llama": LlamaConfig(max_position_embeddings=16),
     "jamba": JambaConfig(max_position_embeddings=16),
     "bart": BartConfig(),
@@ -73,6 +81,28 @@ MODELS: dict[str, PreTrainedConfig] = {
     "falcon": FalconConfig(alibi=True),
 }
 """Tables of learned, and of computed, positions; positions that go on; and none at all."""
+SHORT_ROWS: dict[str, PreTrainedConfig] = {
+    "big_bird": BigBirdConfig(
+        max_position_embeddings=16, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16,
+        attention_type="original_full", is_decoder=True, vocab_size=32, bos_token_id=1, eos_token_id=2, sep_token_id=3,
+    ),
+    "gpt_neo": GPTNeoConfig(
+        max_position_embeddings=16, hidden_size=16, num_layers=1, num_heads=2, attention_types=[[["global"], 1]],
+        vocab_size=32,
+    ),
+    "mpt": MptConfig(max_seq_len=16, d_model=16, n_layers=1, n_heads=2, vocab_size=32),
+    "reformer": ReformerConfig(
+        max_position_embeddings=16, hidden_size=16, num_attention_heads=2, attn_layers=["local"], is_decoder=True,
+        axial_pos_embds=False, vocab_size=32,
+    ),
+    "codegen": CodeGenConfig(n_positions=16, n_embd=64, n_layer=1, n_head=4, rotary_dim=4, vocab_size=32),
+    "gpt2": GPT2Config(n_positions=16, n_embd=16, n_layer=1, n_head=2, vocab_size=32),
+    "opt": OPTConfig(
+        max_position_embeddings=16, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, ffn_dim=16,
+        word_embed_proj_dim=16, vocab_size=32,
+    ),
+}  # fmt: skip
+"""Models with 16 positions; the last three compute rows that are longer."""
 
 
 def config_of(model: Path, mode: str, **settings: object) -> Config:
@@ -187,6 +217,7 @@ def test_a_length_that_changes_how_shorter_samples_are_rotated_is_warned_of(
         (Qwen3_5Config(), "", "of the qwen3_5 model at .* the language model alone is trained"),
         (Qwen3VLConfig(), "a qwen3_vl model, and transformers has no language model of this kind", ""),
         (T5Config(), "a t5 model, and transformers has no language model of this kind", ""),
+        (MusicgenConfig(), "a musicgen model, and transformers has no language model of this kind", ""),
     ],
 )
 def test_what_is_no_language_model_is_refused_and_what_is_more_than_one_warned_of(
@@ -283,7 +314,7 @@ def test_demonstrations_that_are_longer_than_what_the_model_sees_are_refused_or_
     config = config.model_copy(update={"model": ModelConfig(path=str(tmp_path))})
     num_needed = min(max_length, 41) - 1
     found = f"a demonstration of {num_needed + 1} tokens needs {num_needed} positions, the model at {tmp_path}"
-    if max_length > 17 and family in ("gpt2", "gptj", "opt"):
+    if max_length > 17 and family in ("gpt2", "gptj", "opt", "gpt_neo", "mpt"):
         with pytest.raises(ConfigError, match=f"{found} has 16: set training.sft.max_length to 17 or less"):
             check_demonstrations(config, tokenizer)
         return
@@ -291,6 +322,23 @@ def test_demonstrations_that_are_longer_than_what_the_model_sees_are_refused_or_
     assert [sentence.partition(":")[2].strip() for sentence in told] == [
         f"{found} was made for 16: what lies beyond teaches it little; set training.sft.max_length to 17 or less"
     ] * (max_length > 17 and family in ("llama", "jamba"))
+
+
+@pytest.mark.parametrize("family", SHORT_ROWS)
+def test_packed_rows_of_more_tokens_than_a_model_computes_in_one_are_refused(tmp_path: Path, family: str) -> None:
+    """Without it the training would end at the first row that is longer than the model's table of a row."""
+    settings = SHORT_ROWS[family]
+    settings.save_pretrained(tmp_path)
+    model = MODEL_FOR_CAUSAL_LM_MAPPING[type(settings)](settings)
+    too_long = torch.full((1, 17), 5)
+    is_refused = family in MODELS_OF_SHORT_ROWS
+    with pytest.raises((RuntimeError, ValueError)) if is_refused else nullcontext():
+        model(input_ids=too_long, position_ids=torch.arange(17)[None] % 8, use_cache=False)
+    for max_length, packing in ((17, True), (18, False), (18, True)):
+        config = config_of(tmp_path, "sft", training={"sft": {"max_length": max_length, "packing": packing}})
+        refused = pytest.raises(ConfigError, match=r"max_length: packed rows of 18 tokens need 17 .* set it to 17 or ")
+        with refused if is_refused and (max_length, packing) == (18, True) else nullcontext():
+            check_packing(config)
 
 
 @pytest.mark.parametrize("longest", ["sft_eval", "selection", "heldout"])

@@ -201,6 +201,10 @@ def test_a_checkpoint_that_sampled_or_graded_otherwise_is_refused_before_anythin
             {"rollout": {"engine": {"kind": "vllm"}, "sampling": {"max_new_tokens": 60}}, "name": "n_positions"},
             r"need 71 positions, the model at .* has 64",
         ),
+        (
+            {"rollout": {"engine": {"kind": "vllm"}, "sampling": {"max_new_tokens": 60}}, "name": "max_seq_len"},
+            r"need 71 positions, the model at .* has 64",
+        ),
     ],
 )
 def test_a_model_is_compared_by_an_engine_that_can_compute_it(

@@ -133,6 +133,54 @@ def test_an_update_or_a_request_under_which_the_server_vanished_is_made_again(
     assert transport.seen.count(lost_path) >= 2
 
 
+class RestartingTransport(httpx.AsyncBaseTransport):
+    """Passes requests on; after an update the server serves other weights, as one does that came back at once."""
+
+    def __init__(self, scheduler: Scheduler, start_dir: Path) -> None:
+        self.transport = httpx.ASGITransport(app=build_app(scheduler))
+        self.scheduler = scheduler
+        self.start_dir = start_dir
+        self.version = "default"
+        """What it serves when it came back."""
+        self.restarts_left = 0
+        self.num_updates = 0
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        response = await self.transport.handle_async_request(request)
+        if request.url.path == "/update_weights_from_disk":
+            self.num_updates += 1
+            if self.restarts_left:
+                self.restarts_left -= 1
+                update = self.scheduler.update_weights(self.start_dir, weight_version=self.version)
+                await asyncio.wrap_future(update)
+        return response
+
+
+@pytest.mark.parametrize(
+    ("version", "restarts", "num_updates", "is_taken"),
+    [("default", 1, 2, True), ("default", 2, 2, False), ("abc-6", 1, 1, False)],
+    ids=["a restart", "the same a second time", "an update that left the version before"],
+)
+def test_an_update_after_which_another_version_is_served_is_made_again_once(
+    model_dir: Path, trained_dir: Path, version: str, restarts: int, num_updates: int, is_taken: bool
+) -> None:
+    """No connection is lost where a server comes back within milliseconds."""
+
+    async def load_and_generate(engine: SGLangEngine, transport: RestartingTransport) -> set[str]:
+        await engine.load_weights(model_dir, "abc-6")
+        transport.num_updates, transport.restarts_left, transport.version = 0, restarts, version
+        [result] = await sync_weights_to_engines([engine], trained_dir, version="abc-7")
+        expected = "" if is_taken else f"http://engine serves {version} after it was given abc-7"
+        assert (result.error, transport.num_updates) == (expected, num_updates)
+        return {version for c in await engine.generate(REQUESTS) for version, _, _ in c.version_spans}
+
+    with Scheduler(Decoder(model_dir, num_slots=4), model_dir=model_dir) as scheduler:
+        transport = RestartingTransport(scheduler, model_dir)
+        engine = SGLangEngine("http://engine", transport=transport, restart_timeout_s=5.0)
+        served = asyncio.run(load_and_generate(engine, transport))
+    assert served == {"abc-7" if is_taken else "abc-6"}
+
+
 class WatchedTransport(httpx.AsyncBaseTransport):
     """Passes requests on, notes their paths, and may answer for the server which checksums its tensors have."""
 
