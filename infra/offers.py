@@ -68,9 +68,13 @@ class GPUQuery(BaseModel):
         """True when the offer is what was asked for."""
         return offer.is_sane and not self.misses(offer)
 
+    def admits_region(self, region: str) -> bool:
+        """True when a machine may stand there."""
+        return not self.regions or any(is_within(region, name) for name in self.regions)
+
     def misses(self, offer: "Offer") -> list[str]:
         """The fields that the offer does not answer to, by their names."""
-        types, regions = self.gpu_types, self.regions
+        types = self.gpu_types
         answers = {
             "gpu_types": any(is_gpu_type(offer.gpu_type, wanted) for wanted in types)
             if types
@@ -79,7 +83,7 @@ class GPUQuery(BaseModel):
             "min_vram_gb": offer.vram_gb >= self.min_vram_gb,
             "max_usd_per_gpu_hour": offer.usd_per_gpu_hour <= self.max_usd_per_gpu_hour,
             "disk_gb": offer.disk_gb is None or offer.disk_gb >= self.disk_gb,
-            "regions": not regions or any(is_within(offer.region, name) for name in regions),
+            "regions": self.admits_region(offer.region),
             "security": offer.is_secure or self.security == "any",
             "spot": offer.is_spot == self.spot,
         }
@@ -213,6 +217,8 @@ class Instance:
     """OpenSSH's configuration for that."""
     private_address: str = ""
     """Its IP address in the network of its region; empty where the provider does not say."""
+    region: str = ""
+    """Where it is, of a provider that may choose another place than it was asked for; empty where it does not say."""
     usd_per_hour: float | None = None
     """What the provider charges; None when it does not say."""
 
