@@ -35,7 +35,7 @@ from flows.evaluate_settings import EvaluateConfig
 from flows.retrain_settings import LINE_PATTERN, RetrainConfig, ScheduleConfig, check_retraining
 from flows.store import with_store
 from infra.node import NODE_TYPES, LocalNode, NodeSettings
-from infra.offers import CLOUD_NAMES, GPUQuery
+from infra.offers import CLOUD_NAMES, THROUGH_SKY, GPUQuery
 from infra.stores.object_store import check_url
 from rollouts_core.config import (
     Config,
@@ -55,8 +55,6 @@ from tasks.trackers import TrackerName
 
 NODE_FILES = ("key_file", "known_hosts", "requirements", "ssh_config")
 """Settings of nodes that name files of this machine."""
-THROUGH_SKY = ("aws", "gcp", "google", "azure", "kubernetes")
-"""Clouds that are reached through the provider `sky`."""
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
 CREDENTIALS_PATTERN = r"^([a-z0-9][a-z0-9-]{0,63})?$"
 """Prefect's names of blocks; empty names none."""

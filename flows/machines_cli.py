@@ -26,7 +26,17 @@ from flows.terminal import DEFAULT_STORE
 from infra.cloud import Cloud, look_up
 from infra.errors import InfraError, PermanentInfraError, TransientInfraError
 from infra.ledger import LEDGER_FILE, Ledger
-from infra.offers import CLOUD_NAMES, CUDA_PATTERN, CloudName, GPUQuery, Offer, Offered, describe_closest
+from infra.offers import (
+    CLOUD_NAMES,
+    CUDA_PATTERN,
+    THROUGH_SKY,
+    CloudName,
+    GPUQuery,
+    Offer,
+    Offered,
+    describe_closest,
+    explain_through_sky,
+)
 from infra.providers.clouds import (
     ENDPOINTS,
     account_of,
@@ -189,6 +199,8 @@ def render_offers(offers: Sequence[Offer]) -> str:
 def check_providers(given: Sequence[str]) -> tuple[CloudName, ...]:
     """The providers of a command line; all when none is given."""
     for name in given:
+        if name in THROUGH_SKY:
+            raise InputError(f"--provider: {explain_through_sky(name)}")
         if name not in CLOUD_NAMES:
             raise InputError(f"there is no provider {name}: choose of {', '.join(CLOUD_NAMES)}")
     return tuple(cast(CloudName, name) for name in given) or CLOUD_NAMES

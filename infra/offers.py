@@ -18,6 +18,8 @@ from infra.errors import InfraError
 
 CloudName = Literal["runpod", "lambda", "prime", "shadeform", "vast", "sky"]
 CLOUD_NAMES: tuple[CloudName, ...] = ("runpod", "lambda", "prime", "shadeform", "vast", "sky")
+THROUGH_SKY = ("aws", "gcp", "google", "azure", "kubernetes")
+"""Clouds that are reached through the provider `sky`."""
 NETWORKED_CLOUDS: tuple[CloudName, ...] = ("lambda", "sky")
 """Those whose machines reach each other by private addresses within a region."""
 MAX_USD_PER_HOUR = 1e6
@@ -55,6 +57,14 @@ class GPUQuery(BaseModel):
     """Lowest CUDA version of the machine's driver, for example 12.8, where the provider lets one choose."""
     providers: tuple[CloudName, ...] = CLOUD_NAMES
     """Providers that are asked. Of offers with the same price the one of the earlier provider is taken."""
+
+    @field_validator("providers", mode="before")
+    @classmethod
+    def _lead_to_sky(cls, value: object) -> object:
+        for name in value if isinstance(value, list | tuple) else ():
+            if name in THROUGH_SKY:
+                raise ValueError(explain_through_sky(name))
+        return value
 
     @field_validator("gpu_types", "regions")
     @classmethod
@@ -246,6 +256,11 @@ def describe_closest(query: GPUQuery, offers: Sequence[Offer], named: Callable[[
         return f"the cheapest is {what} for {usd:.2f} USD per GPU and hour: raise {named(price[0])} to that"
     fields = " and ".join(named(field) for field in missed[closest])
     return f"the closest is {what} for {usd:.2f} USD per GPU and hour, which does not answer to {fields}"
+
+
+def explain_through_sky(name: str) -> str:
+    """How the machines of a cloud of THROUGH_SKY are had."""
+    return f"{name} is reached through SkyPilot: name the provider sky instead, and its program in ROLLOUTS_SKY"
 
 
 def is_gpu_type(name: str, wanted: str) -> bool:
