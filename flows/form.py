@@ -47,7 +47,7 @@ from rollouts_core.config import (
     read_settings,
     resolve_paths,
 )
-from rollouts_core.config.messages import explain_validation_error, list_mistakes, suggest_key
+from rollouts_core.config.messages import explain_validation_error, list_mistakes, reason_of, suggest_key
 from rollouts_core.errors import ConfigError
 from rollouts_core.user_code.failures import describe_raised
 from rollouts_core.user_code.functions import resolve_function
@@ -292,8 +292,8 @@ def _run_python_file(path: Path) -> Any:  # Any: whatever the user's file calls 
         names = runpy.run_path(str(path))
     except ValidationError as error:
         problem = error.errors()[0]
-        key = ".".join(str(part) for part in problem["loc"])
-        raise ConfigError(f"{path}: {error.title} {key}: {problem['msg']}") from error
+        place = " ".join([error.title, ".".join(str(part) for part in problem["loc"])]).rstrip()
+        raise ConfigError(f"{path}: {place}: {reason_of(problem)}") from error
     except (Exception, SystemExit) as error:
         raise ConfigError(f"{path} {describe_raised(error)}") from error
     if not isinstance(names.get("config"), Pipeline | Config | dict):

@@ -49,6 +49,7 @@ from infra.providers.instance import find_instance
 from infra.providers.rented import known_hosts_of
 from infra.renting.reaper import ReapReport, reap, release_named
 from infra.renting.rentals import NAME_PREFIX, Rental, all_rentals, describe_keeping, find_rental, open_rentals
+from rollouts_core.config.messages import reason_of
 from rollouts_core.errors import ConfigError, InputError
 
 Explained = Callable[[Callable[..., None]], Callable[..., None]]
@@ -154,8 +155,7 @@ def build_query(**fields: Any) -> GPUQuery:  # Any: values of every type
     except ValidationError as error:
         problem = error.errors(include_url=False)[0]
         field = str(problem["loc"][0])
-        reason = problem["msg"].removeprefix("Value error, ")
-        raise InputError(f"{OPTIONS[field]}: {reason}") from error
+        raise InputError(f"{OPTIONS[field]}: {reason_of(problem)}") from error
 
 
 def search_in_parallel(query: GPUQuery, clouds: dict[CloudName, Cloud]) -> tuple[Offered, list[str]]:
