@@ -4,6 +4,7 @@ Not here: what is given back (cancellation.py), a run that goes on with what it 
 
     somebody follows the run   Prefect is asked, whoever follows it gives back what it holds; that is waited for
     nobody does any more       it is given back here, and Prefect told that the run is cancelled
+    it was deleted in Prefect  the same, as far as that can be found without the run's settings
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import os
 import re
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -51,6 +53,10 @@ def cancel(
     """
     check_server(store)
     with open_registry(store) as ledger, local_server(store) as address:
+        if deleted := find_deleted_run(address, ledger, run):
+            console.print(f"cancelling     {deleted.run_name}, which Prefect knows no more", markup=False)
+            typer.echo(f"{deleted.run_name}: {_give_back_deleted(address, ledger, store.resolve(), deleted)}")
+            return
         found = find_flow_run(address, ledger, store.resolve(), run)
         console.print(f"cancelling     {_name(found)}: {run_url(address, found['id'])}", markup=False)
         said = f"{_name(found)}: {cancel_run(address, ledger, store.resolve(), found)}"
@@ -91,6 +97,31 @@ def cancel_run(address: ServerAddress, ledger: Ledger, store: Path, run: FlowRun
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeletedRun:
+    """A run whose process is gone, which Prefect does not know, and that left something."""
+
+    run_id: str
+    run_name: str
+    """That of the folder with its results; its id where it had not come to one."""
+
+
+def find_deleted_run(address: ServerAddress, ledger: Ledger, given: str) -> DeletedRun | None:
+    """The run that is meant, if it is one that was deleted in Prefect after its process had gone."""
+    names = {use.run_id: use.run for use in ledger.stage_uses() if use.run}
+    dead = [run_id for run_id in _holding(ledger) if ledger.has_died(run_id)]
+    meant = [
+        run_id
+        for run_id in dead
+        if given in (run_id, names.get(run_id)) or (len(given) >= MIN_ID_CHARS and run_id.startswith(given))
+    ]
+    known = {run["id"] for run in _filtered(address, id={"any_": meant})} if meant else set[str]()
+    deleted = [run_id for run_id in meant if run_id not in known]
+    if len(deleted) != 1 or known:
+        return None
+    return DeletedRun(run_id=deleted[0], run_name=names.get(deleted[0], deleted[0]))
+
+
 def find_flow_run(address: ServerAddress, ledger: Ledger, store: Path, given: str) -> FlowRunJson:
     """The store's run that is meant: of several with a name the only one that has not ended, or that holds something.
 
@@ -100,7 +131,7 @@ def find_flow_run(address: ServerAddress, ledger: Ledger, store: Path, given: st
     under_way = without_later_looks(
         ask(address, "POST", "/flow_runs/filter", {**NOT_ENDED, "sort": "EXPECTED_START_TIME_ASC"})
     )
-    holding = {lease.run_id for lease in ledger.leases()} | {rental.run_id for rental in open_rentals(ledger)}
+    holding = _holding(ledger)
     by_id = [*sorted(holding), *([given] if FULL_ID.fullmatch(given) else [])]
     asked = [*_filtered(address, id={"any_": by_id}), *_filtered(address, name={"any_": _names(given)})]
     every = {run["id"]: run for run in of_store(address, store, [*under_way, *asked])}.values()
@@ -142,6 +173,26 @@ def _give_back_here(address: ServerAddress, store: Path, run: FlowRunJson) -> st
     return release_for(FlowRun.model_validate({**run, "parameters": {**run["parameters"], "run": settings}}))
 
 
+def _give_back_deleted(address: ServerAddress, ledger: Ledger, store: Path, run: DeletedRun) -> str:
+    """What was done, in a sentence.
+
+    Raises:
+        RolloutsError: something is left.
+    """
+    os.environ.update(prefect_environment(store, address))
+    from flows.cancellation import release_without_settings  # imports prefect, which reads what was just set
+
+    said = release_without_settings(run.run_id, store)
+    if left := sorted({lease.node for lease in ledger.leases_of(run.run_id)}):
+        raise RolloutsError(
+            f"{run.run_name}: {said}; how {', '.join(left)} is reached was known to Prefect alone: a run with the same "
+            "settings attaches to the jobs there, and can be cancelled"
+        )
+    if _holds(ledger, run.run_id):
+        raise RolloutsError(f"{run.run_name}: {said}")
+    return said
+
+
 def _set_state(address: ServerAddress, run_id: str, state: str) -> None:
     question = {"state": {"type": state}, "force": state == "CANCELLED"}
     ask(address, "POST", f"/flow_runs/{run_id}/set_state", question)
@@ -150,6 +201,11 @@ def _set_state(address: ServerAddress, run_id: str, state: str) -> None:
 def _filtered(address: ServerAddress, **condition: object) -> list[FlowRunJson]:
     found: list[FlowRunJson] = ask(address, "POST", "/flow_runs/filter", {"flows": FLOWS, "flow_runs": condition})
     return found
+
+
+def _holding(ledger: Ledger) -> set[str]:
+    """The ids of all runs that hold something."""
+    return {lease.run_id for lease in ledger.leases()} | {rental.run_id for rental in open_rentals(ledger)}
 
 
 def _holds(ledger: Ledger, run_id: str) -> bool:

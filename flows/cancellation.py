@@ -36,14 +36,15 @@ from flows.form import HeldNode
 from flows.store import with_store
 from infra.errors import InfraError, PermanentInfraError, TransientInfraError
 from infra.ledger import Ledger
-from infra.node import NodeSettings, RentedNode, without_further_nodes
+from infra.node import LocalNode, NodeSettings, RentedNode, without_further_nodes
 from infra.providers import provision_node
 from infra.providers.rented import find_rented, release_rentals
+from infra.renting.rentals import open_rentals
 from infra.repeating import repeating
 from rollouts_core.errors import ConfigError
-from tasks.provision import give_back
+from tasks.provision import describe_given_up, give_back
 from tasks.records import RunScope
-from tasks.stage import drop_leases
+from tasks.stage import drop_leases, stop_leased_jobs
 
 LOOK_S = 5.0
 SERVED_LOOK_S = 15.0
@@ -169,6 +170,27 @@ def release_leases(held: HeldByRun) -> str:
         return "; ".join(give_back_reached(settings, scope))
     except (PermanentInfraError, TransientInfraError) as error:
         return NOT_ENDED.format(error=error)
+
+
+def release_without_settings(run_id: str, store: Path) -> str:
+    """Give back what is found of a run whose settings nobody knows any more, and say in a sentence what was done.
+
+    These are its jobs on this machine and the machines that it rented; leases on other machines stay.
+    """
+    scope = RunScope(run_id=run_id, run_name=run_id, store=str(store))
+    here = provision_node(LocalNode(), store)
+    done: list[str] = []
+    try:
+        with Ledger(scope.ledger_path) as ledger:
+            leases = ledger.leases_of(run_id)
+            rented = {rental.name for rental in open_rentals(ledger) if rental.run_id == run_id}
+        if jobs := [lease for lease in leases if lease.node == here.name]:
+            done += describe_given_up(stop_leased_jobs(scope, here, jobs))
+        drop_leases(scope, [lease for lease in leases if lease.node in rented])  # they end with the machines
+        done += release_rentals(store, run_id)
+    except InfraError as error:
+        done.append(NOT_ENDED.format(error=error))
+    return "; ".join(done) or "nothing was left to give back"
 
 
 def give_back_reached(settings: NodeSettings, scope: RunScope) -> list[str]:

@@ -35,7 +35,7 @@ from flows.evaluate_settings import EvaluateConfig
 from flows.retrain_settings import LINE_PATTERN, RetrainConfig, ScheduleConfig, check_retraining
 from flows.store import with_store
 from infra.node import NODE_TYPES, LocalNode, NodeSettings
-from infra.offers import CLOUD_NAMES, GPUQuery
+from infra.offers import CLOUD_NAMES, THROUGH_SKY, GPUQuery
 from infra.stores.object_store import check_url
 from rollouts_core.config import (
     Config,
@@ -47,7 +47,7 @@ from rollouts_core.config import (
     read_settings,
     resolve_paths,
 )
-from rollouts_core.config.messages import explain_validation_error, list_mistakes, suggest_key
+from rollouts_core.config.messages import explain_validation_error, list_mistakes, reason_of, suggest_key
 from rollouts_core.errors import ConfigError
 from rollouts_core.user_code.failures import describe_raised
 from rollouts_core.user_code.functions import resolve_function
@@ -55,8 +55,6 @@ from tasks.trackers import TrackerName
 
 NODE_FILES = ("key_file", "known_hosts", "requirements", "ssh_config")
 """Settings of nodes that name files of this machine."""
-THROUGH_SKY = ("aws", "gcp", "google", "azure", "kubernetes")
-"""Clouds that are reached through the provider `sky`."""
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
 CREDENTIALS_PATTERN = r"^([a-z0-9][a-z0-9-]{0,63})?$"
 """Prefect's names of blocks; empty names none."""
@@ -294,8 +292,8 @@ def _run_python_file(path: Path) -> Any:  # Any: whatever the user's file calls 
         names = runpy.run_path(str(path))
     except ValidationError as error:
         problem = error.errors()[0]
-        key = ".".join(str(part) for part in problem["loc"])
-        raise ConfigError(f"{path}: {error.title} {key}: {problem['msg']}") from error
+        place = " ".join([error.title, ".".join(str(part) for part in problem["loc"])]).rstrip()
+        raise ConfigError(f"{path}: {place}: {reason_of(problem)}") from error
     except (Exception, SystemExit) as error:
         raise ConfigError(f"{path} {describe_raised(error)}") from error
     if not isinstance(names.get("config"), Pipeline | Config | dict):

@@ -26,7 +26,17 @@ from flows.terminal import DEFAULT_STORE
 from infra.cloud import Cloud, look_up
 from infra.errors import InfraError, PermanentInfraError, TransientInfraError
 from infra.ledger import LEDGER_FILE, Ledger
-from infra.offers import CLOUD_NAMES, CUDA_PATTERN, CloudName, GPUQuery, Offer, Offered, describe_closest
+from infra.offers import (
+    CLOUD_NAMES,
+    CUDA_PATTERN,
+    THROUGH_SKY,
+    CloudName,
+    GPUQuery,
+    Offer,
+    Offered,
+    describe_closest,
+    explain_through_sky,
+)
 from infra.providers.clouds import (
     ENDPOINTS,
     account_of,
@@ -39,6 +49,7 @@ from infra.providers.instance import find_instance
 from infra.providers.rented import known_hosts_of
 from infra.renting.reaper import ReapReport, reap, release_named
 from infra.renting.rentals import NAME_PREFIX, Rental, all_rentals, describe_keeping, find_rental, open_rentals
+from rollouts_core.config.messages import reason_of
 from rollouts_core.errors import ConfigError, InputError
 
 Explained = Callable[[Callable[..., None]], Callable[..., None]]
@@ -144,8 +155,7 @@ def build_query(**fields: Any) -> GPUQuery:  # Any: values of every type
     except ValidationError as error:
         problem = error.errors(include_url=False)[0]
         field = str(problem["loc"][0])
-        reason = problem["msg"].removeprefix("Value error, ")
-        raise InputError(f"{OPTIONS[field]}: {reason}") from error
+        raise InputError(f"{OPTIONS[field]}: {reason_of(problem)}") from error
 
 
 def search_in_parallel(query: GPUQuery, clouds: dict[CloudName, Cloud]) -> tuple[Offered, list[str]]:
@@ -189,6 +199,8 @@ def render_offers(offers: Sequence[Offer]) -> str:
 def check_providers(given: Sequence[str]) -> tuple[CloudName, ...]:
     """The providers of a command line; all when none is given."""
     for name in given:
+        if name in THROUGH_SKY:
+            raise InputError(f"--provider: {explain_through_sky(name)}")
         if name not in CLOUD_NAMES:
             raise InputError(f"there is no provider {name}: choose of {', '.join(CLOUD_NAMES)}")
     return tuple(cast(CloudName, name) for name in given) or CLOUD_NAMES

@@ -12,6 +12,7 @@ Prefect server, as long as it runs.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated
 from urllib.parse import urlsplit
@@ -23,7 +24,7 @@ from flows.prefect_api import RefusedError, ask
 from flows.preflight import check_writable
 from flows.server import ServerAddress, local_server, prefect_environment
 from flows.terminal import DEFAULT_STORE, Store, console
-from rollouts_core.config.messages import first_line
+from rollouts_core.config.messages import closest_name, first_line
 from rollouts_core.errors import ConfigError, InputError
 
 if TYPE_CHECKING:
@@ -76,14 +77,18 @@ def notify(
         ),
     ] = "",
     on: Annotated[
-        list[RunState] | None,
-        typer.Option(help=f"State to tell of, repeatable; otherwise {', '.join(DEFAULT_STATES)}."),
+        list[str] | None,
+        typer.Option(
+            metavar="STATE",
+            help=f"State to tell of, of {', '.join(RunState)}; repeatable. Otherwise {', '.join(DEFAULT_STATES)}.",
+        ),
     ] = None,
     remove: Annotated[bool, typer.Option("--remove", help="Tell it no more.")] = False,
     store: Store = DEFAULT_STORE,
 ) -> None:
     """Have Prefect send a message when runs end, fail or wait for a person; without NAME, show who is told what."""
-    check_request(block, url_variable, on, remove=remove)
+    states = read_states(on or ())
+    check_request(block, url_variable, states, remove=remove)
     url = read_url(url_variable) if url_variable else ""
     check_writable(store)
     with local_server(store) as address:
@@ -95,17 +100,26 @@ def notify(
             remove_notification(address, block)
             console.print(f"{block} is told nothing any more", markup=False)
         else:
-            states = tuple(on or DEFAULT_STATES)
-            add_notification(address, block, url, states)
+            told_of = states or DEFAULT_STATES
+            add_notification(address, block, url, told_of)
             console.print(f"told           {block}: a message is there now, and more when runs are", markup=False)
-            console.print(f"               {join(states)}", markup=False)
+            console.print(f"               {join(told_of)}", markup=False)
 
 
-def check_request(block: str, url_variable: str, on: list[RunState] | None, *, remove: bool) -> None:
+def read_states(given: Sequence[str]) -> tuple[RunState, ...]:
+    """The states of a command line; InputError for one that there is not."""
+    known = [state.value for state in RunState]
+    for name in given:
+        if name not in known:
+            raise InputError(f"--on {name}: there is no such state{closest_name(name, known)}")
+    return tuple(RunState(name) for name in given)
+
+
+def check_request(block: str, url_variable: str, states: tuple[RunState, ...], *, remove: bool) -> None:
     """Raise InputError for what cannot be meant, before any server is started."""
-    if not block and (url_variable or on or remove):
+    if not block and (url_variable or states or remove):
         raise InputError("expected a NAME for whom to tell, as in: rollouts notify team --url-variable TEAM_URL")
-    if remove and (url_variable or on):
+    if remove and (url_variable or states):
         raise InputError("--remove goes with the NAME alone")
     if "/" in block and url_variable:
         raise InputError(f"expected a NAME without a slash for a new address, found {block}")

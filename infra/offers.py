@@ -18,6 +18,8 @@ from infra.errors import InfraError
 
 CloudName = Literal["runpod", "lambda", "prime", "shadeform", "vast", "sky"]
 CLOUD_NAMES: tuple[CloudName, ...] = ("runpod", "lambda", "prime", "shadeform", "vast", "sky")
+THROUGH_SKY = ("aws", "gcp", "google", "azure", "kubernetes")
+"""Clouds that are reached through the provider `sky`."""
 NETWORKED_CLOUDS: tuple[CloudName, ...] = ("lambda", "sky")
 """Those whose machines reach each other by private addresses within a region."""
 MAX_USD_PER_HOUR = 1e6
@@ -56,6 +58,14 @@ class GPUQuery(BaseModel):
     providers: tuple[CloudName, ...] = CLOUD_NAMES
     """Providers that are asked. Of offers with the same price the one of the earlier provider is taken."""
 
+    @field_validator("providers", mode="before")
+    @classmethod
+    def _lead_to_sky(cls, value: object) -> object:
+        for name in value if isinstance(value, list | tuple) else ():
+            if name in THROUGH_SKY:
+                raise ValueError(explain_through_sky(name))
+        return value
+
     @field_validator("gpu_types", "regions")
     @classmethod
     def _check_names(cls, value: tuple[str, ...]) -> tuple[str, ...]:
@@ -68,9 +78,13 @@ class GPUQuery(BaseModel):
         """True when the offer is what was asked for."""
         return offer.is_sane and not self.misses(offer)
 
+    def admits_region(self, region: str) -> bool:
+        """True when a machine may stand there."""
+        return not self.regions or any(is_within(region, name) for name in self.regions)
+
     def misses(self, offer: "Offer") -> list[str]:
         """The fields that the offer does not answer to, by their names."""
-        types, regions = self.gpu_types, self.regions
+        types = self.gpu_types
         answers = {
             "gpu_types": any(is_gpu_type(offer.gpu_type, wanted) for wanted in types)
             if types
@@ -79,7 +93,7 @@ class GPUQuery(BaseModel):
             "min_vram_gb": offer.vram_gb >= self.min_vram_gb,
             "max_usd_per_gpu_hour": offer.usd_per_gpu_hour <= self.max_usd_per_gpu_hour,
             "disk_gb": offer.disk_gb is None or offer.disk_gb >= self.disk_gb,
-            "regions": not regions or any(is_within(offer.region, name) for name in regions),
+            "regions": self.admits_region(offer.region),
             "security": offer.is_secure or self.security == "any",
             "spot": offer.is_spot == self.spot,
         }
@@ -213,6 +227,8 @@ class Instance:
     """OpenSSH's configuration for that."""
     private_address: str = ""
     """Its IP address in the network of its region; empty where the provider does not say."""
+    region: str = ""
+    """Where it is, of a provider that may choose another place than it was asked for; empty where it does not say."""
     usd_per_hour: float | None = None
     """What the provider charges; None when it does not say."""
 
@@ -240,6 +256,11 @@ def describe_closest(query: GPUQuery, offers: Sequence[Offer], named: Callable[[
         return f"the cheapest is {what} for {usd:.2f} USD per GPU and hour: raise {named(price[0])} to that"
     fields = " and ".join(named(field) for field in missed[closest])
     return f"the closest is {what} for {usd:.2f} USD per GPU and hour, which does not answer to {fields}"
+
+
+def explain_through_sky(name: str) -> str:
+    """How the machines of a cloud of THROUGH_SKY are had."""
+    return f"{name} is reached through SkyPilot: name the provider sky instead, and its program in ROLLOUTS_SKY"
 
 
 def is_gpu_type(name: str, wanted: str) -> bool:

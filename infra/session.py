@@ -40,6 +40,8 @@ from infra.supervisor.files import parse_object
 
 MAX_READ_BYTES = 64 << 20
 """The largest file that `read_file` returns; what is larger is read by offset or copied."""
+MAX_OUTPUT_BYTES = 64 << 20
+"""So much a command on another machine may print that is run to its end; what prints more is streamed."""
 
 LOOPBACK = "127.0.0.1"
 
@@ -73,6 +75,7 @@ class Session(Protocol):
         Raises:
             CommandFailedError: it ended with another code than 0, and `check` is true.
             CommandTimeoutError: it did not end in time; it was killed.
+            PermanentInfraError: it printed more than MAX_OUTPUT_BYTES, on another machine; it was killed.
             RequestCutError: the connection broke before the answer.
         """
 

@@ -48,6 +48,7 @@ class _Pod(BaseModel):
     name: str | None = None
     status: str | None = None
     cost: float | None = None
+    dataCenterId: str | None = None
     ssh: _SSH | None = None
 
 
@@ -112,7 +113,7 @@ class RunPod(Account):
             "env": {"PUBLIC_KEY": spec.public_key},
         }
         if offer.region:
-            body["dataCenterIds"] = [offer.region]
+            body["dataCenterIds"] = [offer.region]  # preferred, no more: `get` tells where it really is
         return self._api.create("/v2/pods", body, _Pod, is_machine=True).id
 
     def get(self, instance_id: str) -> Instance | None:
@@ -190,5 +191,6 @@ def _read_pod(pod: _Pod) -> Instance:
         host=usable_host(direct.host) if direct and direct.port else "",
         port=usable_port(direct.port) if direct else 22,
         user=usable_user(direct.username if direct else None, "root"),
+        region=pod.dataCenterId or "",
         usd_per_hour=pod.cost,
     )

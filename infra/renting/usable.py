@@ -1,4 +1,4 @@
-"""Wait until a rented machine can be used: it has an address, costs what it may, and lets us log in.
+"""Wait until a rented machine can be used: it has an address, costs what it may, is where it may, lets us log in.
 
 Not here: renting it (provision.py), logging in (providers/rented.py).
 """
@@ -7,6 +7,7 @@ import time
 
 from infra.cloud import Cloud, look_up
 from infra.errors import LoginError, TransientInfraError, UnfitMachineError
+from infra.foreign_text import shown_line
 from infra.ledger import Ledger
 from infra.renting.rentals import Rental, RentalState, change_rental
 from infra.renting.request import Renting
@@ -36,6 +37,9 @@ def wait_until_usable(rental: Rental, renting: Renting) -> tuple[str, str, float
                 price = max(price, instance.usd_per_hour or 0.0)
             if price > max_usd_per_hour:
                 return f"{rental.name} costs {price:.2f} USD/h, more than was offered and allowed", "", price
+            if instance is not None and instance.region and not request.query.admits_region(instance.region):
+                place = f"{shown_line(instance.region)} and not in {rental.region}, for which it was asked"
+                return f"{rental.name} is in {place}: node.query.regions does not admit that", "", price
             if instance is not None and instance.has_address:
                 if request.expects_host_key:
                     rental = _with_expected_key(rental, renting.ledger, cloud)

@@ -39,7 +39,7 @@ from infra.errors import (
 from infra.node import SSHAccess
 from infra.node_agent import ISOLATED, STDERR, STDOUT
 from infra.node_programs import read_program
-from infra.session import LOOPBACK, MAX_READ_BYTES, refusal_to_write, split_lines
+from infra.session import LOOPBACK, MAX_OUTPUT_BYTES, MAX_READ_BYTES, refusal_to_write, split_lines
 from infra.ssh import openssh
 from infra.ssh.agent_call import Agent, AgentCall, JsonObject
 from infra.ssh.connection import SSHConnection, connect
@@ -158,9 +158,14 @@ class SSHSession:
     ) -> CompletedCommand:
         def run_once() -> CompletedCommand:
             output: dict[bytes, list[bytes]] = {STDOUT: [], STDERR: []}
+            num_bytes = 0
             with self._ask("control", request, timeout_s=timeout_s + ANSWER_MARGIN_S) as call:
                 call.send_input([stdin], in_background=len(stdin) > _INLINE_BYTES)
                 for kind, content in call.frames():
+                    num_bytes += len(content)
+                    if num_bytes > MAX_OUTPUT_BYTES:
+                        said = f"{argv[0]} on {self._access.address} prints more than {MAX_OUTPUT_BYTES} bytes"
+                        raise PermanentInfraError(f"{said}: it was ended")
                     output[kind].append(content)
             if call.answer.get("timed_out"):
                 raise CommandTimeoutError(tuple(argv), timeout_s)

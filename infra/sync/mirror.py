@@ -29,7 +29,7 @@ from infra.errors import DiskFullError, InfraError, PermanentInfraError, Transie
 from infra.locks import locked
 from infra.node_agent import DIGESTS
 from infra.repeating import repeating
-from infra.session import Session
+from infra.session import Session, read_answer
 from infra.supervisor.files import parse_object
 from infra.sync import receiver, sender
 
@@ -41,6 +41,8 @@ STEP = re.compile(r"checkpoints/step_(\d+)")
 INCOMING = ".incoming"
 LOCK = ".mirror.lock"
 MAX_HEAD_BYTES = 64 << 10
+MAX_NUMBER = 1 << 63
+"""Sizes and times of change of files are below it everywhere."""
 
 logger = logging.getLogger(__name__)
 
@@ -53,8 +55,8 @@ def pull_run(session: Session, source: str, target: Path) -> int:
 
     Raises:
         TransientInfraError: the connection broke, or a file arrived damaged; the next call goes on from there.
-        DiskFullError: there is no room here for what is new; none of it was fetched.
-        PermanentInfraError: a file name that is refused, or a file here that cannot be written.
+        DiskFullError: there is no room here for what is new; none of it was fetched, unless a file grew meanwhile.
+        PermanentInfraError: a file name or size that is refused, or a file here that cannot be written.
     """
     try:
         target.mkdir(parents=True, exist_ok=True)
@@ -105,18 +107,21 @@ def is_behind(session: Session, source: str, target: Path) -> bool:
 def _list(session: Session, source: str) -> tuple[dict[str, list[int]] | None, str]:
     """Size and time of change of the node's files, of checkpoints only the whole ones; and what it can digest by."""
     listed = session.run_program(Path(sender.__file__), ["list", source], timeout_s=LIST_TIMEOUT_S, may_repeat=True)
-    answer = json.loads(listed.stdout.splitlines()[-1])
-    files: dict[str, list[int]] | None = answer["files"]
+    answer = read_answer(listed)
     digest = checked_digest(answer)
-    if files is None:
+    if (files := answer.get("files", "none")) is None:
         return None, digest
-    for name in files:
+    if not isinstance(files, dict):
+        raise PermanentInfraError(f"{source} on the node: expected its files, found {str(files)[:80]}")
+    for name, found in files.items():
         try:
             receiver.check_name(name)
         except receiver.CopyError as error:
             raise PermanentInfraError(f"{source} on the node: {error.message}") from error
         if any(part.startswith(".") for part in name.split("/")):  # sender.py names none: names of that kind are ours
             raise PermanentInfraError(f"{source} on the node: the file name {name!r} is refused: it begins with a dot")
+        if not _are_size_and_time(found):
+            raise PermanentInfraError(f"{source} on the node: {name} cannot have size and time {str(found)[:80]}")
     whole = {str(PurePosixPath(name).parent) for name in files if PurePosixPath(name).name == MANIFEST}
     return {name: found for name, found in files.items() if _checkpoint_of(name) in (None, *whole)}, digest
 
@@ -210,6 +215,8 @@ def _fetch(
             if _manifest_of(name) == name:  # of another one: the files before it, or left out, may be of the one listed
                 may_appear &= [head["size"], head.get("modified_ns")] == list(names[name])
             if head["size"] is not None:
+                if head["size"] > names[name][0]:  # what was listed has room
+                    _check_room(target, {name: head["size"]})
                 if not _receive(stream, head, part, may_appear=may_appear):
                     damaged.append(name)
                 elif not part.is_in_place:
@@ -263,7 +270,15 @@ def _flush(directories: set[Path]) -> None:
 
 def _is_head_of(name: str, head: Mapping[str, Any]) -> bool:  # Any: JSON
     size, modified_ns = head.get("size", ""), head.get("modified_ns")
-    return head.get("name") == name and (size is None or (type(size), type(modified_ns)) == (int, int))
+    return head.get("name") == name and (size is None or _are_size_and_time([size, modified_ns]))
+
+
+def _are_size_and_time(found: Any) -> bool:  # Any: JSON
+    """Whether a node says, as size and time of change in nanoseconds since 1970, what a file can have."""
+    if not isinstance(found, list) or [type(number) for number in found] != [int, int]:
+        return False
+    size, modified_ns = found
+    return bool(0 <= size < MAX_NUMBER and -MAX_NUMBER <= modified_ns < MAX_NUMBER)
 
 
 def _part_of(target: Path, name: str) -> Path:

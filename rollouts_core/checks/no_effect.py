@@ -26,12 +26,12 @@ def find_settings_without_effect(config: Config) -> list[Caution]:
     found = _of_other_modes(config)
     if config.mode != "rl":
         found += _of_stage("training.sft", sft.optim, sft.policy, num_updates=sft.num_steps)
-        found += _of_intervals("training.sft", sft)
+        found += [*_of_intervals("training.sft", sft), *_of_resuming("training.sft", sft)]
         if sft.eval_every != SFTTrainingConfig().eval_every and not config.data.sft_eval:
             found.append(f"training.sft.eval_every {sft.eval_every} does nothing without data.sft_eval")
     if config.mode != "sft":
         found += _of_stage("training.rl", rl.optim, rl.policy, num_updates=rl.num_optim_steps)
-        found += _of_intervals("training.rl", rl)
+        found += [*_of_intervals("training.rl", rl), *_of_resuming("training.rl", rl)]
         found += [*_of_loss(rl), *_of_absent_parts(rl)]
     if config.evaluation.metric == "accuracy":
         found += _of_rollout(config.rollout)
@@ -105,6 +105,13 @@ def _of_intervals(stage: str, training: SFTTrainingConfig | RLTrainingConfig) ->
         f"{stage}.checkpoint_every {given} is more than its num_steps {training.num_steps}: there is no checkpoint but "
         "the last one to choose, and a training that is interrupted begins anew"
     ]
+
+
+def _of_resuming(stage: str, training: SFTTrainingConfig | RLTrainingConfig) -> list[str]:
+    """The run's own checkpoints are of its settings in any case."""
+    if not training.allow_changed or training.resume_from:
+        return []
+    return [f"{stage}.allow_changed does nothing without resume_from, which names the checkpoint to go on from"]
 
 
 def _of_loss(rl: RLTrainingConfig) -> list[str]:

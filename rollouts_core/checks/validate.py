@@ -1,8 +1,8 @@
 """Find out before any training whether a configuration can work: all checks in their order.
 
 Not here: the checks of a model's folder (model_checks.py), of demonstrations (demonstrations.py), of prompts
-(answers.py), of what models are compared on (compared_rows.py), of functions (function_checks.py), the form of
-settings (config/), machines and ports (infra).
+(answers.py), of what models are compared on (compared_rows.py), of functions (function_checks.py), of checkpoints to go
+on from (resumed.py), the form of settings (config/), machines and ports (infra).
 """
 
 from __future__ import annotations
@@ -13,9 +13,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pydantic import BaseModel
-
-from rollouts_core.checkpoint import find_checkpoint, load_manifest
 from rollouts_core.checks.answers import COMPARE_BY_LOSS, check_answers
 from rollouts_core.checks.compared_rows import check_held_out, check_num_rows, check_other_rows, warn_of_repeated_rows
 from rollouts_core.checks.demonstrations import check_compared_demonstrations, check_demonstrations
@@ -37,7 +34,8 @@ from rollouts_core.checks.model_checks import (
     warn_of_long_completions,
 )
 from rollouts_core.checks.no_effect import find_settings_without_effect, warn_of_equal_completions
-from rollouts_core.config import Config, ModelConfig, RLTrainingConfig, SFTTrainingConfig, name_of_function
+from rollouts_core.checks.resumed import check_resumed
+from rollouts_core.config import Config, ModelConfig, name_of_function
 from rollouts_core.data.chat import warn_of_endless_turns, warn_of_unseen_tools
 from rollouts_core.data.dataset import check_disjoint, load_prompts_from_jsonl
 from rollouts_core.data.held_out import HeldOutRows, read_held_out
@@ -49,7 +47,6 @@ from rollouts_core.model.loading import check_not_quantized, find_positions, loa
 from rollouts_core.rollout.generate import check_prompt_lengths
 from rollouts_core.rollout.offline_rollouts import OfflineRollouts, check_rollouts
 from rollouts_core.rollout.resolve import check_graded, resolve_environment
-from rollouts_core.saving import check_same_settings, check_step, describe_settings
 from rollouts_core.types import Prompt
 
 if TYPE_CHECKING:
@@ -188,28 +185,6 @@ def check_prompt_epochs(config: Config, num_prompts: int) -> list[str]:
         return [said]
     found = f"rollout.batch_size {batch_size} is more than the {num_prompts} prompts of {config.data.prompts}"
     return [said, Caution(f"{found}: a step sees the same prompt several times")]
-
-
-def check_resumed(config: Config) -> None:
-    """Raise CheckpointError for a `training.*.resume_from` of other settings, or beyond the steps of the training.
-
-    What it read, and the code that graded, only its job compares. A URL is looked at when it has been fetched.
-    """
-    trainings: list[tuple[SFTTrainingConfig | RLTrainingConfig, dict[str, BaseModel]]] = []
-    trainings += [(config.training.sft, {})] if config.mode != "rl" else []
-    trainings += [(config.training.rl, {"rollout": config.rollout})] if config.mode != "sft" else []
-    for training, sections in trainings:
-        if not training.resume_from or "://" in training.resume_from:
-            continue
-        checkpoint = find_checkpoint(Path(training.resume_from))
-        manifest = load_manifest(checkpoint)
-        compared = {*type(training).model_fields, *sections, "semantics"}
-        saved, current = (
-            {name: value for name, value in named.items() if name.partition(".")[0] in compared}
-            for named in (manifest.settings, describe_settings(training, {}, **sections))
-        )
-        check_same_settings(saved, current, allowed=training.allow_changed, checkpoint=checkpoint)
-        check_step(manifest.step, training.num_steps, checkpoint=checkpoint)
 
 
 def _read_held_out(config: Config) -> list[HeldOutRows]:

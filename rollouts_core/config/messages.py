@@ -68,6 +68,11 @@ def suggest_key(path: Sequence[str], known: list[str], root: type[BaseModel], *,
     return hint
 
 
+def reason_of(problem: ErrorDetails) -> str:
+    """What is wrong with a value, in the words of the check that refused it."""
+    return str(problem["ctx"]["error"]) if problem["type"] == "value_error" else problem["msg"]
+
+
 def first_line(error: BaseException) -> str:
     """What an error of somebody else's code says, in one line that may be read; its kind where it says nothing."""
     line = (str(error).strip() or type(error).__name__).splitlines()[0]
@@ -82,7 +87,7 @@ def _sentence(problem: ErrorDetails, path: list[str], model: type[BaseModel]) ->
     if problem["type"] == "missing":
         return f"{key} is missing"
     if problem["type"] == "value_error":
-        return f"{key}: {problem['ctx']['error']}" if key else str(problem["ctx"]["error"])
+        return f"{key}: {reason_of(problem)}" if key else reason_of(problem)
     if problem["type"] in ("model_type", "dict_type"):
         return f"{key}: expected a table of settings, found {_show(problem['input'])}"
     if problem["type"] in ("tuple_type", "list_type"):

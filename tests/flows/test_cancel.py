@@ -113,6 +113,28 @@ def test_the_job_of_a_run_whose_process_was_killed_is_ended(rollouts: Rollouts, 
     assert last.step == events_of(sft, "checkpoint")[-1]["step"]
 
 
+def test_the_job_of_a_run_that_was_killed_and_then_deleted_in_prefect_is_ended(
+    rollouts: Rollouts, tmp_path: Path
+) -> None:
+    process, sft = run_until(rollouts, write_small_pipeline(tmp_path / "small", mode="sft", **LONG), "sft")
+    end_flow(process, signal.SIGKILL)
+    run_id = run_that_holds(rollouts)
+    with local_server(rollouts.store) as address:
+        ask(address, "DELETE", f"/flow_runs/{run_id}")
+    name = f"small-{run_id[:8]}"
+    other = dataclasses.replace(rollouts, output=rollouts.output.with_name("other.txt"))
+    assert f"rollouts cancel {name} ends it" in other.run("status")[1]
+    code, output = other.run("cancel", name)
+    assert code == 0, output
+    assert f"cancelling     {name}, which Prefect knows no more" in output
+    assert f"{name}: ended the job in {sft}" in output
+    assert json.loads((sft / "exit-1.json").read_text())["cancelled"]
+    with Ledger(rollouts.store / LEDGER_FILE) as ledger:
+        assert ledger.leases() == []
+    code, output = other.run("cancel", name)
+    assert code == 2 and f"there is no run {name}" in output
+
+
 @pytest.mark.matrix
 def test_a_served_run_that_nobody_serves_any_more_is_cancelled_and_not_started_again(
     served: Rollouts,  # noqa: F811

@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 
-from flows.cancellation import give_back_reached, is_cancelled
+from flows.cancellation import give_back_reached, is_cancelled, release_without_settings
 from infra.errors import NodeUnreachableError
 from infra.jobs import JobState, job_status, start_or_attach
-from infra.ledger import Ledger
-from infra.node import FurtherNode, SSHNode
+from infra.ledger import LEDGER_FILE, Ledger
+from infra.node import FurtherNode, LocalNode, SSHNode
+from infra.providers import provision_node
 from infra.session import LocalSession
 from tasks.records import RunScope
 from tests.infra.shell_jobs import shell_spec
@@ -60,3 +61,18 @@ def test_the_training_of_a_cancelled_run_ends_although_its_engines_machine_is_lo
         assert said[1:] == [f"ended the job in {sft}", f"gave back ssh node {host}"]
         with pytest.raises(NodeUnreachableError):
             give_back_reached(SSHNode(host=lost.host, **login), scope)
+
+
+@pytest.mark.slow
+def test_without_its_settings_the_jobs_of_a_run_end_here_and_its_claims_elsewhere_stay(tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    here = provision_node(LocalNode(), store)
+    session, sft = LocalSession(sys.executable), f"{store}/stages/sft-1"
+    start_or_attach(session, shell_spec(Path(sft), "sleep 60"))
+    with Ledger(store / LEDGER_FILE) as ledger:
+        ledger.add_lease(sft, "run-a", here.name)
+        ledger.add_lease("/elsewhere/stages/rl-1", "run-a", "me@elsewhere")
+        assert release_without_settings("run-a", store) == f"ended the job in {sft}"
+        assert job_status(session, sft).state is not JobState.RUNNING
+        assert [lease.node for lease in ledger.leases_of("run-a")] == ["me@elsewhere"]
+    assert release_without_settings("run-a", store) == "nothing was left to give back"

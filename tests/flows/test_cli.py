@@ -31,6 +31,7 @@ from flows.cli import app, render_curl, run_pipeline
 from flows.form import Pipeline, load_pipeline
 from flows.pipeline import PipelineResult
 from infra.ledger import LEDGER_FILE, Ledger
+from rollouts_core.errors import ConfigError
 from tests.flows.conftest import clean_environment, processes_of
 from tests.small_pipeline import small_settings, write_small_pipeline
 from tests.waiting import wait_until
@@ -202,6 +203,16 @@ def test_a_python_file_may_define_only_the_core_settings(folder: Path) -> None:
     pipeline = load_pipeline(path)
     assert pipeline.config == load_pipeline(folder / "small.toml").config
     assert pipeline.run.name == "of-my-own"
+
+
+def test_what_a_record_in_a_python_file_refuses_is_said_in_the_words_of_its_check(tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "from rollouts_core.config import SFTTrainingConfig\n"
+        "config = SFTTrainingConfig(num_steps=3, batch_size=7, micro_batch_size=2)\n"
+    )
+    with pytest.raises(ConfigError, match=r"mine\.py: SFTTrainingConfig: batch_size 7 is not a multiple of"):
+        load_pipeline(path)
 
 
 def test_paths_are_relative_to_the_configuration(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

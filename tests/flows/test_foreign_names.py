@@ -165,6 +165,16 @@ def test_a_cloud_as_the_provider_of_the_node_is_told_how_to_rent(provider: str, 
         parse_small(node__provider=provider)
 
 
+@pytest.mark.parametrize("cloud", ["aws", "gcp", "google", "azure", "kubernetes"])
+def test_a_cloud_among_the_providers_that_are_asked_leads_to_sky(cloud: str) -> None:
+    node = {"provider": "provision", "max_usd": 1.0, "query": {"providers": ["runpod", cloud]}}
+    with pytest.raises(ConfigError) as refused:
+        parse_small(node=node)
+    assert f"table node: query.providers: {cloud} is reached through SkyPilot: name the provider sky" in str(
+        refused.value
+    )
+
+
 def test_a_provider_that_is_no_cloud_is_told_what_there_is() -> None:
     with pytest.raises(
         ConfigError, match=r"node\.provider is 'slurm': expected one of local, ssh, instance, provision$"

@@ -96,6 +96,7 @@ def test_a_provider_that_does_not_answer_is_named(runpod: FakeRunPod) -> None:
     ("arguments", "sentence"),
     [
         (("gpus", "--provider", "moon"), "there is no provider moon: choose of runpod, lambda, prime, shadeform, vast"),
+        (("gpus", "--provider", "aws"), "--provider: aws is reached through SkyPilot: name the provider sky instead"),
         (("gpus", "--min-cuda", "twelve"), "give it as 12.8"),
         (("gpus", "--min-cuda", "12.8.1"), "--min-cuda 12.8.1 is no version: give it as 12.8"),
         (("gpus", "--count", "100"), "rollouts: --count: Input should be less than or equal to 64"),

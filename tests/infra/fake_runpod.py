@@ -28,6 +28,9 @@ class FakeRunPod(FakeCloud):
         self.log_goes_on = False
         """More may come, so that the answer does not end."""
 
+        self.num_elsewhere = 0
+        """So many pods, of the first, are in another data center than the request preferred."""
+
     def routes(self) -> list[Any]:
         return [
             Route("/v2/catalog/gpus", self.gpus),
@@ -98,6 +101,11 @@ class FakeRunPod(FakeCloud):
             await asyncio.sleep(0.05)
             yield ": still here\n\n"
 
+    def data_center_of(self, machine: Machine) -> str:
+        if list(self.machines).index(machine.id) < self.num_elsewhere:
+            return "CA-MTL-1"
+        return str(machine.request.get("dataCenterIds", ["EU-RO-1"])[0])
+
     def describe(self, machine: Machine) -> dict[str, Any]:
         status = self.status_of(machine, "STARTING", "RUNNING")
         asked = machine.request
@@ -117,7 +125,7 @@ class FakeRunPod(FakeCloud):
             "registry": None,
             "gpu": {"id": asked["gpu"]["id"], "count": asked["gpu"]["count"]},
             "cloud": asked["cloud"],
-            "dataCenterId": "EU-RO-1",
+            "dataCenterId": self.data_center_of(machine),
             "cudaVersion": "12.8",
             "ssh": {"proxy": None, "direct": endpoint if status == "RUNNING" else None},
             "template": None,

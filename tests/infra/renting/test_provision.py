@@ -335,6 +335,22 @@ def test_a_machine_that_costs_more_than_was_offered_is_given_back(world: World) 
     assert world.fake.alive() == []
 
 
+def test_a_machine_in_another_place_than_is_allowed_is_given_back_and_the_next_offer_taken(world: World) -> None:
+    world.fake.num_elsewhere = 1
+    rental = world.rent()
+    [elsewhere, there] = world.rows()
+    assert there == rental and [machine.id for machine in world.fake.alive()] == [rental.instance_id]
+    assert elsewhere.state is RentalState.GONE
+    place = f"is in CA-MTL-1 and not in {elsewhere.region}, for which it was asked: node.query.regions"
+    assert place in elsewhere.note
+
+
+def test_a_machine_in_another_place_of_those_allowed_is_taken(world: World) -> None:
+    world.fake.num_elsewhere = 1
+    rental = world.rent(replace(REQUEST, query=GPUQuery(gpu_types=("H100",), regions=("EU", "CA"))))
+    assert [rental] == world.rows() and rental.state is RentalState.READY
+
+
 def test_a_machine_that_costs_more_than_was_offered_and_less_than_is_allowed_ends_when_the_money_does(
     world: World,
 ) -> None:

@@ -152,6 +152,17 @@ def test_much_input_and_output_at_once_do_not_wait_for_each_other(ssh_session: S
     assert ssh_session.run(["cat"], stdin=content, timeout_s=60).stdout == content
 
 
+def test_a_command_that_prints_without_end_is_ended_and_the_next_one_answered(
+    ssh_session: SSHSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("infra.ssh.ssh_session.MAX_OUTPUT_BYTES", 1 << 20)
+    began = time.monotonic()
+    with pytest.raises(PermanentInfraError, match=r"sh on .* prints more than 1048576 bytes: it was ended"):
+        ssh_session.run(["sh", "-c", f"echo $$ > {tmp_path}/pid; exec yes"], timeout_s=20)
+    wait_until(lambda: not is_alive(read_pid(tmp_path / "pid")))
+    assert time.monotonic() - began < 15 and ssh_session.run(["echo", "x"], timeout_s=10).stdout == b"x\n"
+
+
 def test_a_port_of_the_node_is_reached_here(ssh_session: SSHSession) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]

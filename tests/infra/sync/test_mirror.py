@@ -532,6 +532,61 @@ def test_a_node_that_lies_about_its_names_writes_nothing_elsewhere(there: Path, 
     assert content_of(here).keys() <= before.keys()
 
 
+class LyingAboutSizes(LocalSession):
+    """Says something else about its files than it has, and sends zeros for as long as somebody takes them."""
+
+    def __init__(self, *, listed: object = None, head: dict[str, object] | None = None) -> None:
+        super().__init__(sys.executable)
+        self._listed, self._head = listed, head
+        self.num_bytes = 0
+
+    def run_program(self, source: Path, arguments: Sequence[str], **more: Any) -> CompletedCommand:
+        told = super().run_program(source, arguments, **more)
+        if self._listed is None:
+            return told
+        answer = json.loads(told.stdout) | {"files": self._listed}
+        return replace(told, stdout=json.dumps(answer).encode() + b"\n")
+
+    @contextmanager
+    def pipe(self, argv: Sequence[str], *, stdin: bytes = b"") -> Iterator[Iterator[bytes]]:
+        wanted = json.loads(stdin)["files"][0][0]
+        yield self._sent(json.dumps({"name": wanted, "size": 1, "modified_ns": 1} | (self._head or {})))
+
+    def _sent(self, head: str) -> Iterator[bytes]:
+        yield head.encode() + b"\n"
+        while self.num_bytes < 64 << 20:
+            self.num_bytes += 1 << 20
+            yield bytes(1 << 20)
+
+
+@pytest.mark.parametrize(
+    ("head", "error"),
+    [
+        ({"size": -1}, TransientInfraError),
+        ({"size": 1 << 62}, DiskFullError),
+        ({"size": 10**400}, TransientInfraError),
+        ({"size": True}, TransientInfraError),
+        ({"modified_ns": 10**40}, TransientInfraError),
+        ({"modified_ns": None}, TransientInfraError),
+    ],
+)
+def test_a_size_that_a_file_cannot_have_or_that_does_not_fit_is_refused_before_a_byte_is_taken(
+    there: Path, here: Path, head: dict[str, object], error: type[Exception]
+) -> None:
+    session = LyingAboutSizes(head=head)
+    with pytest.raises(error):
+        pull_run(session, str(there), here)
+    assert session.num_bytes == 0 and sum(path.stat().st_size for path in here.rglob("*") if path.is_file()) == 0
+
+
+@pytest.mark.parametrize("found", [[-5, 1], [1], [1, 2, 3], "12", None, [1.5, 2], [10**40, 1], [1, 10**40]])
+def test_a_list_with_what_no_file_has_is_refused(there: Path, here: Path, found: object) -> None:
+    with pytest.raises(PermanentInfraError, match=r"metrics\.jsonl cannot have size and time"):
+        pull_run(LyingAboutSizes(listed={"metrics.jsonl": found}), str(there), here)
+    with pytest.raises(PermanentInfraError, match="expected its files, found"):
+        pull_run(LyingAboutSizes(listed=[found]), str(there), here)
+
+
 def test_names_that_are_odd_and_harmless_arrive_as_they_are(session: Session, there: Path, here: Path) -> None:
     for name in ("-rf", "--", "a b", "A", "a", "ü", "x" * 255, "$(touch x)", "CON", "name.", "%2e%2e"):
         (there / "samples").mkdir(exist_ok=True)

@@ -45,6 +45,8 @@ def test_usual_settings_all_do_something() -> None:
         ({"num_steps": 6, "checkpoint_every": 7}, "checkpoint_every 7 is more than its num_steps 6: there is no"),
         ({"num_steps": 6, "checkpoint_every": 6}, ""),
         ({"num_steps": 5}, ""),  # a short training, of which nobody said how often it saves
+        ({"allow_changed": ["optim.lr"]}, "allow_changed does nothing without resume_from"),
+        ({"allow_changed": ["optim.lr"], "resume_from": "step_000010"}, ""),
         ({"policy": {"lora": {"alpha": 16.0}}}, "policy.lora.alpha does nothing without lora.rank"),
         ({"policy": {"lora": {"rank": 8, "alpha": 16.0}}}, ""),
     ],

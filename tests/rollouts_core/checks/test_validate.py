@@ -17,9 +17,9 @@ from transformers import (
 from rollouts_core.checkpoint import new_checkpoint
 from rollouts_core.checks.function_checks import check_functions
 from rollouts_core.checks.model_checks import check_positions, count_positions
+from rollouts_core.checks.resumed import check_resumed
 from rollouts_core.checks.validate import (
     check_prompt_epochs,
-    check_resumed,
     validate_config,
     warn_of_own_generation,
     warn_of_uncorrected_age,
@@ -179,6 +179,39 @@ def test_a_checkpoint_that_sampled_or_graded_otherwise_is_refused_before_anythin
         check(reward_fn="exact_match")
     with pytest.raises(CheckpointError, match=f"semantics was 1 and is {SEMANTICS_VERSION}"):
         check("b", reward_fn="exact_match", n_samples_per_prompt=4)
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("bogus", r"; known are allow_changed, batch_size, "),
+        ("optm", r"; did you mean optim\?"),
+        ("optim.lrr", r"; did you mean optim\.lr\?"),
+        ("lr", r"; did you mean optim\.lr\?"),
+        ("rollout", "; known are"),  # SFT samples nothing
+    ],
+)
+@pytest.mark.parametrize("resume_from", ["", "s3://bucket/step_000010"])
+def test_what_is_allowed_to_change_has_a_name_that_there_is(name: str, meant: str, resume_from: str) -> None:
+    allowing: dict[str, Any] = {"resume_from": resume_from, "allow_changed": ["optim.lr", name]}
+    with pytest.raises(ConfigError, match=rf"training\.sft\.allow_changed: there is no setting {name}{meant}"):
+        check_resumed(make_config("a.jsonl", **allowing))
+
+
+def test_every_name_that_a_refusal_may_list_may_be_allowed_to_change(tmp_path: Path) -> None:
+    names = ["optim", "optim.lr", "policy.lora.rank", "batch_size", "data", "samples", "model", "semantics"]
+    check_resumed(make_config("a.jsonl", allow_changed=names))
+    rl = RLTrainingConfig.model_validate(
+        {"allow_changed": ["rollout", "rollout.sampling.temperature", "plugins", "loss"]}
+    )
+    config = with_rollout()
+    training = config.training.model_copy(update={"rl": rl})
+    check_resumed(config.model_copy(update={"mode": "rl", "training": training}))
+    settings = describe_settings(make_config("a.jsonl").training.sft, {}) | {"optim.of_another_version": 3}
+    with new_checkpoint(tmp_path / "step_000010", step=10, settings=settings) as folder:
+        (folder / "model.safetensors").write_bytes(b"weights")
+    again: dict[str, Any] = {"resume_from": str(tmp_path / "step_000010"), "num_steps": 20}
+    check_resumed(make_config("a.jsonl", **again, allow_changed=["optim.of_another_version"]))
 
 
 @pytest.mark.parametrize(

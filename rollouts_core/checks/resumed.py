@@ -1,0 +1,92 @@
+"""Find out before any training whether it can go on from the checkpoint that its settings name.
+
+Not here: the same for the checkpoints of the training itself, and for its data (saving.py).
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+
+from rollouts_core.checkpoint import find_checkpoint, load_manifest
+from rollouts_core.config import Config, RLTrainingConfig, RolloutConfig, SFTTrainingConfig
+from rollouts_core.config.messages import closest_name, nested_record
+from rollouts_core.errors import ConfigError
+from rollouts_core.saving import check_same_settings, check_step, describe_settings
+
+INPUTS = ("model", "data", "samples", "plugins", "semantics")
+"""What a checkpoint is described by besides settings: digests of what the training reads, and a version."""
+
+
+def check_resumed(config: Config) -> None:
+    """Raise CheckpointError for a `training.*.resume_from` of other settings, or beyond the steps of the training.
+
+    What it read, and the code that graded, only its job compares. A URL is looked at when it has been fetched.
+
+    Raises:
+        ConfigError: `training.*.allow_changed` has a name that nothing has.
+    """
+    trainings: list[tuple[str, SFTTrainingConfig | RLTrainingConfig, dict[str, BaseModel]]] = []
+    trainings += [("training.sft", config.training.sft, {})] if config.mode != "rl" else []
+    trainings += [("training.rl", config.training.rl, {"rollout": config.rollout})] if config.mode != "sft" else []
+    for section, training, further in trainings:
+        if not training.resume_from or "://" in training.resume_from:
+            _check_names(training, {}, section=section)
+            continue
+        checkpoint = find_checkpoint(Path(training.resume_from))
+        manifest = load_manifest(checkpoint)
+        _check_names(training, manifest.settings, section=section)
+        compared = {*type(training).model_fields, *further, "semantics"}
+        saved, current = (
+            {name: value for name, value in named.items() if name.partition(".")[0] in compared}
+            for named in (manifest.settings, describe_settings(training, {}, **further))
+        )
+        check_same_settings(saved, current, allowed=training.allow_changed, checkpoint=checkpoint)
+        check_step(manifest.step, training.num_steps, checkpoint=checkpoint)
+
+
+def _check_names(
+    training: SFTTrainingConfig | RLTrainingConfig,
+    saved: Mapping[str, Any],  # Any: JSON
+    *,
+    section: str,
+) -> None:
+    """Raise ConfigError for a name in `allow_changed` of no setting, input or section.
+
+    Args:
+        saved: what the checkpoint is described by: another version may have had other settings.
+    """
+    known = [*_settings_of(type(training)), *INPUTS, *_with_sections(saved)]
+    if isinstance(training, RLTrainingConfig):
+        known += ["rollout", *(f"rollout.{name}" for name in _settings_of(RolloutConfig))]
+    for name in training.allow_changed:
+        if name not in known:
+            raise ConfigError(f"{section}.allow_changed: there is no setting {name}{_closest(name, known)}")
+
+
+def _settings_of(record: type[BaseModel]) -> Iterator[str]:
+    """The settings of a record and its sections by their dotted names."""
+    for name in record.model_fields:
+        yield name
+        if below := nested_record(record, name):
+            yield from (f"{name}.{each}" for each in _settings_of(below))
+
+
+def _with_sections(names: Iterable[str]) -> Iterator[str]:
+    """The names, and those of the sections that they are in."""
+    for name in names:
+        parts = name.split(".")
+        yield from (".".join(parts[:number]) for number in range(1, len(parts) + 1))
+
+
+def _closest(name: str, known: list[str]) -> str:
+    """What may be meant: a setting of that name in another section, the nearest name, else the outermost ones."""
+    last = name.rpartition(".")[2]
+    if same := [each for each in dict.fromkeys(known) if each.rpartition(".")[2] == last]:
+        return f"; did you mean {' or '.join(same)}?"
+    is_close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    return closest_name(name, known if is_close else list(dict.fromkeys(each for each in known if "." not in each)))
