@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from rollouts_core.errors import CheckpointError
+from rollouts_core.system.concurrency import read_each
 from rollouts_core.system.files import link_or_copy, new_directory, remove_directory, write_json
 
 logger = logging.getLogger(__name__)
@@ -148,11 +149,14 @@ def verify_checkpoint(path: Path, *, by_size_alone: bool = False) -> Manifest:
         CheckpointError: names the first file that is missing, differs, or was added.
     """
     manifest = load_manifest(path)
-    for name, entry in manifest.files.items():
+
+    def verify(name: str) -> None:
         try:
-            _verify_file(path / name, entry, by_size_alone=by_size_alone)
+            _verify_file(path / name, manifest.files[name], by_size_alone=by_size_alone)
         except OSError as error:
             raise CheckpointError(f"checkpoint {path} lacks {name}, or it cannot be read ({error.strerror})") from error
+
+    read_each(verify, manifest.files, num_bytes=0 if by_size_alone else sum(e.size for e in manifest.files.values()))
     for name in _file_names(path):
         if name != MANIFEST and name not in manifest.files and Path(name).suffix in LOADABLE_SUFFIXES:
             raise CheckpointError(f"{path / name} is not in the manifest of its checkpoint: it was added, remove it")

@@ -20,6 +20,7 @@ import re
 import zlib
 from array import array
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from io import BufferedReader
 from pathlib import Path
 from typing import Any, Protocol
@@ -27,6 +28,7 @@ from typing import Any, Protocol
 from rollouts_core.config.messages import first_line
 from rollouts_core.data.conversations import Row
 from rollouts_core.errors import DataError
+from rollouts_core.system.concurrency import read_each
 
 TABLE_READ_ROWS = 1024
 PARQUET_MAGIC = b"PAR1"
@@ -205,10 +207,19 @@ def digest_path(path: str | Path, *, revision: str = "") -> str:
     if not root.is_dir():
         total.update(f"hub:{path}@{revision}".encode() if revision else f"hub:{path}".encode())
         return total.hexdigest()
-    for file in sorted(p for p in root.rglob("*") if p.is_file() and "__pycache__" not in p.parts):
-        line = f"{file.relative_to(root).as_posix()}\0{_digest_file(file)}\n"
+    files = sorted(p for p in root.rglob("*") if p.is_file() and "__pycache__" not in p.parts)
+    for file, digest in zip(files, read_each(_digest_file, files, num_bytes=_count_bytes(files)), strict=True):
+        line = f"{file.relative_to(root).as_posix()}\0{digest}\n"
         total.update(line.encode(errors="surrogateescape"))  # names need not be UTF-8
     return total.hexdigest()
+
+
+def _count_bytes(files: Sequence[Path]) -> int:
+    total = 0
+    for file in files:
+        with suppress(OSError):  # gone meanwhile: who reads it says so
+            total += file.stat().st_size
+    return total
 
 
 def _stamp_files(path: Path) -> dict[str, tuple[int, ...]]:

@@ -6,8 +6,9 @@ Not here: how long one of them may take (time_limits.py).
 from __future__ import annotations
 
 import asyncio
+import os
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from types import TracebackType
@@ -15,7 +16,13 @@ from typing import Self, TypeVar
 
 import anyio
 
+ItemT = TypeVar("ItemT")
 ResultT = TypeVar("ResultT")
+
+MAX_READING_THREADS = 4
+"""They compute no torch, and all else waits for them: what a process does besides is not slowed by them for long."""
+MIN_BYTES_PER_THREAD = 16 * 2**20
+"""A thread for less costs more than it saves: 2.4 ms instead of 0.5 ms for 0.6 MB on two cores."""
 
 
 async def gather(calls: Sequence[Callable[[], Awaitable[ResultT]]], *, max_concurrent: int = 1024) -> list[ResultT]:
@@ -41,6 +48,18 @@ async def gather(calls: Sequence[Callable[[], Awaitable[ResultT]]], *, max_concu
     if failure is not None:
         raise failure
     return [results[number] for number in range(len(calls))]
+
+
+def read_each(read: Callable[[ItemT], ResultT], items: Iterable[ItemT], *, num_bytes: int) -> list[ResultT]:
+    """What `read`, which digests or compares bytes, gives for each item, in order.
+
+    Where they are many bytes in all, threads do it, which end with it. Of several errors the first item's is raised.
+    """
+    num_threads = min(MAX_READING_THREADS, os.cpu_count() or 1, num_bytes // MIN_BYTES_PER_THREAD)
+    if num_threads <= 1:
+        return [read(item) for item in items]
+    with ThreadPoolExecutor(max_workers=num_threads, thread_name_prefix="read") as executor:
+        return list(executor.map(read, items))
 
 
 def start_short_thread(work: Callable[[], ResultT]) -> Future[ResultT]:
