@@ -113,6 +113,7 @@ def test_the_job_of_a_run_whose_process_was_killed_is_ended(rollouts: Rollouts, 
     assert last.step == events_of(sft, "checkpoint")[-1]["step"]
 
 
+@pytest.mark.matrix
 def test_the_job_of_a_run_that_was_killed_and_then_deleted_in_prefect_is_ended(
     rollouts: Rollouts, tmp_path: Path
 ) -> None:

@@ -68,7 +68,6 @@ SURFACE = {
 URL = re.compile(r"http://127\.0\.0\.1:\d+[^\s]*")
 ESCAPE = re.compile(r"\x1b\[[0-9;]*m")
 PYTHON_CONFIG = """
-from rollouts_core.checks import demonstrations
 from rollouts_core.config import Config, DataConfig, ModelConfig
 from flows.form import LocalNode, Pipeline, RunOptions
 
