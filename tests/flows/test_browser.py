@@ -17,11 +17,19 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from flows.server import ServerAddress, running_server
 from infra.ssh.login_keys import read_public_key
 from tests.flows.conftest import Rollouts
 from tests.flows.test_faults import LONG, exits_of, program_of, run_dir
-from tests.flows.test_up import api, served, state_of, trigger, up, wait_for_checkpoint, wait_for_state  # noqa: F401
+from tests.flows.test_up import (  # noqa: F401
+    address_of,
+    api,
+    served,
+    state_of,
+    trigger,
+    up,
+    wait_for_checkpoint,
+    wait_for_state,
+)
 from tests.infra.ssh_server import make_key
 from tests.small_pipeline import write_small_pipeline
 from tests.waiting import wait_until
@@ -96,12 +104,6 @@ def assert_live_page_moves(page: Page, rollouts: Rollouts, run_id: str) -> None:
         assert re.match(r"step \d+ of 400", seen), seen
         keep_picture(visitor, "live page")
         wait_until(lambda: state.inner_text().split(",")[0] != seen.split(",")[0], what="the next step on the page")
-
-
-def address_of(rollouts: Rollouts) -> ServerAddress:
-    address = running_server(rollouts.store)
-    assert address is not None, "no server answers"
-    return address
 
 
 @pytest.mark.matrix

@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 
 from flows.prefect_api import ask
-from flows.server import running_server
+from flows.server import ServerAddress, running_server
 from flows.up import find_serving
 from infra.ledger import Ledger
 from rollouts_core.checkpoint import list_checkpoints, verify_checkpoint
@@ -81,11 +81,23 @@ def trigger(rollouts: Rollouts, name: str, *assignments: str) -> str:
     return found[1]
 
 
+def address_of(rollouts: Rollouts) -> ServerAddress:
+    """Where the store's server answers; it is waited for, since it may be silent for a while on a busy machine."""
+    found: list[ServerAddress | None] = []
+
+    def is_there() -> bool:
+        found.append(running_server(rollouts.store))
+        return found[-1] is not None
+
+    wait_until(is_there, what="the server", every_s=ASK_S)
+    address = found[-1]
+    assert address is not None
+    return address
+
+
 def api(rollouts: Rollouts, method: str, path: str, question: Any = None) -> Any:  # Any: JSON
     """What the store's Prefect server answers."""
-    address = running_server(rollouts.store)
-    assert address is not None, "no server answers"
-    return ask(address, method, path, question)
+    return ask(address_of(rollouts), method, path, question)
 
 
 def state_of(rollouts: Rollouts, run_id: str) -> str:
@@ -146,8 +158,7 @@ def test_up_outlives_its_terminal_is_joined_runs_what_is_asked_for_and_is_ended_
     assert serving.deployments.keys() - first.deployments.keys() == {"small", "small-evaluate"}
 
     by_command = trigger(served, "small", "run.name=asked")
-    address = running_server(served.store)
-    assert address is not None
+    address = address_of(served)
     found = api(served, "GET", "/deployments/name/sft-rl/small")
     curl = ["curl", "--silent", "--retry", "5", "--user", password, "--header", "Content-Type: application/json"]
     curl += [
