@@ -5,7 +5,6 @@ Not here: the same for the checkpoints of the training itself, and for its data 
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from pydantic import BaseModel
 
 from rollouts_core.checkpoint import find_checkpoint, load_manifest
 from rollouts_core.config import Config, RLTrainingConfig, RolloutConfig, SFTTrainingConfig
-from rollouts_core.config.messages import closest_name, nested_record
+from rollouts_core.config.messages import closest_name, settings_of
 from rollouts_core.errors import ConfigError
 from rollouts_core.saving import check_same_settings, check_step, describe_settings
 
@@ -60,20 +59,12 @@ def _check_names(
     Args:
         saved: what the checkpoint is described by: another version may have had other settings.
     """
-    known = [*_settings_of(type(training)), *INPUTS, *_with_sections(saved)]
+    known = [*settings_of(type(training), with_lists=True), *INPUTS, *_with_sections(saved)]
     if isinstance(training, RLTrainingConfig):
-        known += ["rollout", *(f"rollout.{name}" for name in _settings_of(RolloutConfig))]
+        known += ["rollout", *(f"rollout.{name}" for name in settings_of(RolloutConfig, with_lists=True))]
     for name in training.allow_changed:
         if name not in known:
             raise ConfigError(f"{section}.allow_changed: there is no setting {name}{_closest(name, known)}")
-
-
-def _settings_of(record: type[BaseModel]) -> Iterator[str]:
-    """The settings of a record and its sections by their dotted names."""
-    for name in record.model_fields:
-        yield name
-        if below := nested_record(record, name):
-            yield from (f"{name}.{each}" for each in _settings_of(below))
 
 
 def _with_sections(names: Iterable[str]) -> Iterator[str]:
@@ -88,5 +79,5 @@ def _closest(name: str, known: list[str]) -> str:
     last = name.rpartition(".")[2]
     if same := [each for each in dict.fromkeys(known) if each.rpartition(".")[2] == last]:
         return f"; did you mean {' or '.join(same)}?"
-    is_close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
-    return closest_name(name, known if is_close else list(dict.fromkeys(each for each in known if "." not in each)))
+    hint = closest_name(name, known)
+    return closest_name(name, sorted({each.partition(".")[0] for each in known})) if "; known are" in hint else hint

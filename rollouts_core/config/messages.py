@@ -57,8 +57,8 @@ def suggest_key(path: Sequence[str], known: list[str], root: type[BaseModel], *,
         return f"; here it is {foreign}" if " " in foreign else f"; did you mean {foreign}?"
     *around, name = (part for part in path if not part.isdecimal())
     section = _record_at(around, root)
-    below = [".".join([*around, each]) for each in _settings_of(section, with_lists=bool(around))] if section else []
-    for settings in (below, [*_settings_of(root, with_lists=False), *others]):
+    below = [".".join([*around, each]) for each in settings_of(section, with_lists=bool(around))] if section else []
+    for settings in (below, [*settings_of(root, with_lists=False), *others]):
         if same := [each for each in settings if _last(each) == name]:
             return f"; did you mean {' or '.join(same)}?"
     hint = closest_name(name, known)
@@ -132,13 +132,13 @@ def _record_at(path: Sequence[str], model: type[BaseModel]) -> type[BaseModel] |
     return section
 
 
-def _settings_of(record: type[BaseModel], *, with_lists: bool) -> Iterator[str]:
+def settings_of(record: type[BaseModel], *, with_lists: bool) -> Iterator[str]:
     """The settings of a record by their dotted names, those of its sections and of the items of its lists too."""
     for name, field in record.model_fields.items():
         yield name
         below = nested_record(record, name)
         if below and (with_lists or below is field.annotation):
-            yield from (f"{name}.{each}" for each in _settings_of(below, with_lists=with_lists))
+            yield from (f"{name}.{each}" for each in settings_of(below, with_lists=with_lists))
 
 
 def _last(setting: str) -> str:
