@@ -29,7 +29,7 @@ MAX_FRAME_BYTES = 256 << 10
 """Input is sent in frames of at most this size."""
 _LOADER = "import io, sys; exec(io.BufferedReader(io.FileIO(0, closefd=False), 1).read(int(sys.argv[1])))"
 """Reads the agent's text and not a byte more."""
-_RECEIVE_BYTES = 256 << 10
+_RECEIVE_BYTES = 1 << 20
 
 # Any: requests and answers are JSON objects.
 JsonObject = dict[str, Any]
