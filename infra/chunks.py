@@ -15,10 +15,8 @@ CHUNK_BYTES = 8 << 20
 """Each chunk of a file has this size, but for the last one; so much is sent again where a bit differs."""
 _READ_BYTES = 256 << 10
 """So little that it is still in the processor's cache when it has been hashed."""
-
-
 SHA256 = "sha256"
-"""The digest that every Python has; nodes say which they have better (`DIGESTS`)."""
+"""The digest that every Python has; a node says where it has a better one (`DIGESTS`)."""
 
 
 def checked_digest(answer: Mapping[str, Any]) -> str:  # Any: JSON
@@ -28,7 +26,7 @@ def checked_digest(answer: Mapping[str, Any]) -> str:  # Any: JSON
         PermanentInfraError: that is not known here.
     """
     if (algorithm := answer.get("digest")) not in DIGESTS:
-        raise PermanentInfraError(f"the node digests files by {algorithm!r}, which is not known here: install blake3")
+        raise PermanentInfraError(f"the node digests files by {algorithm!r}, which is not known here: install it")
     return str(algorithm)
 
 

@@ -109,7 +109,8 @@ def _list(session: Session, source: str) -> tuple[dict[str, list[int]] | None, s
     listed = session.run_program(Path(sender.__file__), ["list", source], timeout_s=LIST_TIMEOUT_S, may_repeat=True)
     answer = read_answer(listed)
     digest = checked_digest(answer)
-    if (files := answer.get("files", "none")) is None:
+    files = answer.get("files", "nothing")
+    if files is None:
         return None, digest
     if not isinstance(files, dict):
         raise PermanentInfraError(f"{source} on the node: expected its files, found {str(files)[:80]}")

@@ -1,7 +1,8 @@
 """Take in a copied directory on a node: make room for it, verify it, and let it appear as a whole.
 
-The node's side of push.py. Runs as `receiver.py VERB ...`; standard library only and one file, because it
-is sent to nodes by content. Each verb prints one JSON object; `{"error": sentence}` with exit code 1 when it refuses.
+The node's side of push.py. Runs as `receiver.py VERB ...`; standard library only (with blake3 where that is installed)
+and one file, because it is sent to nodes by content. Each verb prints one JSON object; `{"error": sentence}` with exit
+code 1 when it refuses.
 
     describe DESTINATION                    (on stdin {"sizes": {name: size}, "chunk_bytes"} of what shall be there)
                                             what lies there now, and what could be used again, with digests of its

@@ -1,7 +1,7 @@
 """Say which files a run directory on a node holds, and send what is asked for of them.
 
-The node's side of mirror.py. Runs as `sender.py VERB DIRECTORY`; standard library only and one file, because it
-is sent to nodes by content.
+The node's side of mirror.py. Runs as `sender.py VERB DIRECTORY`; standard library only (with blake3 where that is
+installed) and one file, because it is sent to nodes by content.
 
     list DIRECTORY      one JSON object, {"files": {name: [size, modified_ns]}, "digest": what chunks can be digested
                         by}; "files" is null where there is no such directory

@@ -196,9 +196,7 @@ def check_language_model(config: Config) -> list[Caution]:
 
 
 def _find_text_settings(settings: PreTrainedConfig) -> PreTrainedConfig | None:
-    """The settings of a model's language model; None where several parts have to do with text, as in MusicGen, of which
-    one reads it and another writes sound.
-    """
+    """The settings of a model's language model; None where several parts have to do with text, as in MusicGen."""
     try:
         text: PreTrainedConfig = settings.get_text_config()
     except ValueError:
@@ -207,9 +205,7 @@ def _find_text_settings(settings: PreTrainedConfig) -> PreTrainedConfig | None:
 
 
 def check_packing(config: Config) -> None:
-    """Raise ConfigError when a stage is to pack rows of a model that would not compute a sample as it does alone, or
-    not compute rows of that length at all.
-    """
+    """Raise ConfigError when a stage is to pack rows that the model would not compute, or not as samples alone."""
     stages = {"sft": config.training.sft.packing, "rl": config.training.rl.packing}
     given = [f"training.{kind}.packing" for kind, packs in stages.items() if kind in config.mode and packs]
     if given and (settings := find_settings(config.model)) is not None:

@@ -83,6 +83,13 @@ def test_what_runs_on_nodes_imports_only_the_standard_library_of_an_older_python
     assert not names & {"Self", "UTC", "StrEnum", "tomllib", "assert_never", "LiteralString"}
 
 
+def test_each_program_of_one_file_digests_as_the_others_do() -> None:
+    """They cannot import the table of digests from one another."""
+    texts = [(INFRA / name).read_text() for name in ("node_agent.py", "sync/receiver.py", "sync/sender.py")]
+    [table] = {text[text.index("DIGESTS: ") : text.index(".blake3\n")] for text in texts}
+    assert "ImportError" in table, "a bare Python is enough"
+
+
 @pytest.mark.parametrize("is_sent", [True, False], ids=["as one text", "as a folder"])
 def test_the_supervisor_runs_where_nothing_of_ours_is_installed(is_sent: bool, tmp_path: Path) -> None:
     program = tmp_path / "supervisor"
