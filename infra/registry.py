@@ -1,6 +1,6 @@
 """Remember which models there are, which one is in production, and which were: the rows of the ledger about models.
 
-Not here: the database (ledger.py), when a model is promoted (tasks/retraining.py), looking into a checkpoint.
+Not here: the database (ledger_file.py), when a model is promoted (tasks/retraining.py), looking into a checkpoint.
 
 A line is a series of models that replace each other, `small`; its models are small-1, small-2 and so on. An alias names
 at most one model of a line:

@@ -1,6 +1,6 @@
 """Remember which data was trained on when, and what came of it: the rows of the ledger about retrainings.
 
-Not here: the database (ledger.py), models (registry.py), what is to be done next (tasks/retraining.py).
+Not here: the database (ledger_file.py), models (registry.py), what is to be done next (tasks/retraining.py).
 
     training ──a candidate was compared──> compared ────────────────────> promoted | rejected
         \\──> failed                           \\──> waiting for a person ──┘

@@ -1,6 +1,6 @@
 """Remember what is rented, for whom, since when and at what price: the rows of the ledger about machines.
 
-Not here: the database (ledger.py), when a row changes (provision.py, reaper.py).
+Not here: the database (ledger_file.py), when a row changes (provision.py, reaper.py).
 
     intended ──created──> rented ──logged in──> ready ──> releasing ──verified──> gone
                                                   └ its run failed: kept until ..., then releasing, or a run's again

@@ -123,7 +123,7 @@ def test_a_file_that_is_no_ledger_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_ledger_is_opened_and_read_while_somebody_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("infra.ledger.BUSY_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("infra.ledger_file.BUSY_TIMEOUT_S", 0.05)
     path = tmp_path / "ledger.sqlite"
     with Ledger(path) as ledger:
         ledger.add_lease("/runs/sft", "run-a", "local")
