@@ -41,6 +41,7 @@ from rollouts_core.backends.process_group import (
     wait_for,
 )
 from rollouts_core.backends.process_group import find_address_towards as find_own_address
+from rollouts_core.engines.nccl import nccl_version
 from rollouts_core.errors import EngineUnavailableError
 
 GroupBackend = Literal["gloo", "nccl"]
@@ -124,7 +125,8 @@ class WeightGroup:
             yield
         except (RuntimeError, OSError) as error:  # all of torch's errors of networks and groups are RuntimeErrors
             first_line = str(error).partition("\n")[0]
-            raise EngineUnavailableError(f"{self.url} {what} by {self.backend}: {first_line}") from error
+            own = f" (NCCL {nccl_version()} here; NCCL_DEBUG=WARN says more)" if self.backend == "nccl" else ""
+            raise EngineUnavailableError(f"{self.url} {what} by {self.backend}: {first_line}{own}") from error
 
 
 def open_store(address: str) -> tuple[TCPStore, int]:

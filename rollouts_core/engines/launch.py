@@ -23,6 +23,7 @@ from rollouts_core.config import EngineKind
 from rollouts_core.embedded.server import API_KEY_VARIABLE, is_loopback
 from rollouts_core.engines import in_vllm, sweep
 from rollouts_core.engines.content import can_be_untied, is_tied, read_config, write_untied
+from rollouts_core.engines.nccl import check_version, nccl_version
 from rollouts_core.engines.sending_to_vllm import RECEIVER
 from rollouts_core.engines.vllm import LOGPROBS_MODE
 from rollouts_core.errors import ConfigError
@@ -55,8 +56,8 @@ def exec_engine(job: ServeJob, run_dir: Path, *, api_key: str = "") -> NoReturn:
         api_key: what requests must carry; none where empty, which only a loopback address allows.
 
     Raises:
-        ConfigError: the interpreter of the engine's environment does not exist, or the address is beyond this machine
-            and no key would protect it.
+        ConfigError: the interpreter of the engine's environment does not exist or has another NCCL, or the address is
+            beyond this machine and no key would protect it.
     """
     check_host(job, api_key)
     model_dir = Path(job.model.model.path)
@@ -66,6 +67,8 @@ def exec_engine(job: ServeJob, run_dir: Path, *, api_key: str = "") -> NoReturn:
         model_dir = run_dir / "served_model"
     command = render_launch(job, model_dir, on_gpu=torch.cuda.is_available())
     kept = {name: value for name, value in os.environ.items() if name not in FOREIGN_VARIABLES}
+    if job.engine.weight_transfer == "nccl":
+        check_version(command.argv[0], kept, own=nccl_version())
     scratch = _scratch_folder()
     secret = render_key(job.engine.kind, api_key, Path(scratch["TMPDIR"]))
     try:

@@ -1,0 +1,58 @@
+"""What NCCL asks of a trainer and an engine that it is to connect, two programs with a torch each.
+
+Not here: the group (group.py), what is sent (sending.py, sending_to_vllm.py).
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Mapping
+
+import torch
+from torch import distributed as dist
+
+from rollouts_core.config import EngineConfig
+from rollouts_core.errors import ConfigError
+
+MEMORY_VARIABLE = "NCCL_CUMEM_ENABLE"
+"""Whether NCCL hands memory of a GPU over by CUDA's virtual memory; it is read once, when the first group is made."""
+ASK_TIMEOUT_S = 120.0
+_ASK = (
+    "import torch; from torch import distributed as d; "
+    "print('.'.join(map(str, torch.cuda.nccl.version())) if d.is_available() and d.is_nccl_available() else '')"
+)
+
+
+def share_memory_as(engine: EngineConfig) -> None:
+    """Have NCCL in this process hand memory over as the engine's does; before its first group, what is set stays.
+
+    SGLang turns the newer way off where its environment does not say otherwise (`_set_envs_and_config` in its
+    srt/entrypoints/engine.py), and NCCL gives one end's handles to the other as they are.
+    """
+    if engine.weight_transfer == "nccl" and engine.kind == "sglang":
+        os.environ.setdefault(MEMORY_VARIABLE, "0")
+
+
+def nccl_version() -> str:
+    """The version of this process's NCCL, for example 2.27.5; empty where its torch has none."""
+    return ".".join(map(str, torch.cuda.nccl.version())) if dist.is_nccl_available() else ""
+
+
+def check_version(python: str, environment: Mapping[str, str], *, own: str) -> None:
+    """Raise ConfigError where the torch of an engine's interpreter has another NCCL: only equal ones connect.
+
+    One that cannot be asked, or that has none, is left to say so itself when it starts.
+    """
+    try:
+        asked = subprocess.run(
+            [python, "-c", _ASK], env=environment, capture_output=True, text=True, timeout=ASK_TIMEOUT_S, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return
+    if (theirs := asked.stdout.strip()) and own and theirs != own:
+        raise ConfigError(
+            f"rollout.engine.weight_transfer = \"nccl\": the engine's torch has NCCL {theirs} and the trainer's {own}, "
+            f"and NCCL connects equal versions alone: install the same torch for {python} and for the trainer, or set "
+            'weight_transfer = "gloo"'
+        )
