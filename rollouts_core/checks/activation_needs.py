@@ -38,7 +38,7 @@ from rollouts_core.model.adapter_targets import is_target_in_files, linear_layer
 from rollouts_core.model.model_shape import ModelShape, read_shape
 from rollouts_core.model.model_size import ModelSize
 
-LOGITS_PIECE_BYTES = 64 << 20
+LOGITS_PIECE_BYTES = 256 << 20
 """Float32 logits that are held at a time (model/logprobs.py)."""
 NUM_PIECES = 3
 """Logits, their log-probs or gradient, and the gradient in the number format of the products."""

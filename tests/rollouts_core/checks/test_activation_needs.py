@@ -135,7 +135,7 @@ def test_a_pass_takes_about_what_is_said_and_not_more(
 
 
 def test_the_numbers_of_other_files_are_those_here() -> None:
-    assert activation_needs.LOGITS_PIECE_BYTES == logprobs.MAX_PIECE_BYTES
+    assert activation_needs.LOGITS_PIECE_BYTES == logprobs.MAX_GPU_PIECE_BYTES
     assert activation_needs.MAX_SHARERS == rl_batch.MAX_SHARERS
 
 
