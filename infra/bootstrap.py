@@ -27,6 +27,8 @@ class GpuReport:
     name: str
     total_gb: float
     free_gb: float
+    has_bfloat16: bool = False
+    """Whether it multiplies in bfloat16, several times as fast as in float32."""
     problem: str = ""
     """Why it cannot compute; then nothing else of it is known. Others beside it may."""
 

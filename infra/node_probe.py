@@ -28,6 +28,8 @@ from typing import Any  # Any: a JSON object
 KEPT_DIR = ".probes"
 MAX_KEPT_FOLDERS = 20
 NVIDIA_SMI_TIMEOUT_S = 30.0
+FIRST_WITH_BFLOAT16 = (8, 0)
+"""The compute capability from which GPUs of NVIDIA's multiply in bfloat16: that of the A100."""
 _DRIVER, _BOOT = "/proc/driver/nvidia/version", "/proc/sys/kernel/random/boot_id"
 _DEVICE = re.compile(r"nvidia\d+$")
 _VARIABLES = ("CUDA_", "NVIDIA_", "HIP_", "ROCR_", "LD_", "PYTHON", "VIRTUAL_ENV")
@@ -136,7 +138,7 @@ def _ask_torch(document: "dict[str, Any]", rows: "list[list[str]]") -> "list[dic
                 document["gpu_problem"] = document["gpu_problem"] or problem
                 document["gpus"].append({"name": "", "total_gb": 0.0, "free_gb": 0.0, "problem": problem})
             else:
-                document["gpus"].append({name: found[-1][name] for name in ("name", "total_gb", "free_gb")})
+                document["gpus"].append({name: value for name, value in found[-1].items() if name != "uuid"})
         if document["gpu_problem"]:
             if not found:
                 document["gpus"] = []
@@ -155,8 +157,13 @@ def _try_gpu(torch: "Any", index: int) -> "dict[str, Any]":
     assert int(torch.ones(2, device="cuda:" + str(index)).sum()) == 2
     free_bytes, total_bytes = torch.cuda.mem_get_info(index)
     uuid = getattr(torch.cuda.get_device_properties(index), "uuid", None)
-    name = torch.cuda.get_device_name(index)
-    return {"name": name, "total_gb": total_bytes / 1e9, "free_gb": free_bytes / 1e9, "uuid": "GPU-" + str(uuid)}
+    return {
+        "name": torch.cuda.get_device_name(index),
+        "total_gb": total_bytes / 1e9,
+        "free_gb": free_bytes / 1e9,
+        "has_bfloat16": torch.cuda.get_device_capability(index) >= FIRST_WITH_BFLOAT16,
+        "uuid": "GPU-" + str(uuid),
+    }
 
 
 def _build_of(torch: "Any") -> str:
@@ -183,7 +190,8 @@ def refresh_gpus(kept: "list[dict[str, Any]]", rows: "list[list[str]]") -> "list
     free_gb = _free_memory_of_gpus(rows)
     if sorted(free_gb) != sorted(gpu["uuid"] for gpu in kept):
         return None
-    return [{"name": gpu["name"], "total_gb": gpu["total_gb"], "free_gb": free_gb[gpu["uuid"]]} for gpu in kept]
+    as_they_are = [dict(gpu, free_gb=free_gb[gpu["uuid"]]) for gpu in kept]
+    return [{name: value for name, value in gpu.items() if name != "uuid"} for gpu in as_they_are]
 
 
 def _free_memory_of_gpus(rows: "list[list[str]]") -> "dict[str, float]":

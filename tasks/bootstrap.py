@@ -27,7 +27,7 @@ from rollouts_core.checks.resource_needs import (
     engine_weight_bytes,
     training_needs,
 )
-from rollouts_core.config import Config
+from rollouts_core.config import Config, PolicyConfig
 from rollouts_core.keys import key_variables
 from rollouts_core.model.model_size import ModelSize, find_model_size
 from rollouts_core.run_directory import RunDirectory
@@ -80,6 +80,7 @@ def bootstrap(
         modules = modules_called(config, trains=trains)
         ready, report = prepare_machine(session, node, settings, needs, config, progress, modules)
         warn_of_memory(report, needs, config, size, num_machines=num_machines, say=progress.say)
+        warn_of_precision(report, needs, config, say=progress.say)
         if leads_engines(config, node, trains=trains):
             check_installed(session, ready, config.rollout.engine)
         check_router(session, config, trains=trains)
@@ -161,12 +162,30 @@ def warn_of_memory(
         say(warning)
 
 
+def warn_of_precision(report: NodeReport, needs: NodeNeeds, config: Config, *, say: Callable[[str], None]) -> None:
+    """Say which trainings compute in float32, the default, on a GPU that is made for bfloat16."""
+    ranks = needs.trainer_gpu_ranks or (0,) if needs.trains_on_gpu else ()
+    gpu = next(
+        (report.gpus[rank] for rank in ranks if rank < len(report.gpus) and report.gpus[rank].has_bfloat16), None
+    )
+    for kind, policy in torch_policies(config).items():
+        if gpu is not None and policy.precision == "float32":
+            say(
+                f"training.{kind} computes in float32 on {gpu.name}, which is several times as fast in bfloat16: "
+                f'training.{kind}.policy.precision = "bfloat16" keeps weights and optimizer in float32'
+            )
+
+
 def wants_gpu(config: Config) -> bool:
     """Whether torch trains, and on a GPU where there is one: processes without GPUs' ranks are content with a CPU."""
-    placement, training = config.deployment, config.training
-    policies = {"sft": training.sft.policy, "rl": training.rl.policy}
-    uses_torch = any(policy.backend == "pytorch" for kind, policy in policies.items() if kind in config.mode)
-    return uses_torch and not (placement.trainer_processes and not placement.trainer_gpu_ranks)
+    placement = config.deployment
+    return bool(torch_policies(config)) and not (placement.trainer_processes and not placement.trainer_gpu_ranks)
+
+
+def torch_policies(config: Config) -> dict[str, PolicyConfig]:
+    """How the trainings of the mode compute, by their kind: those that torch does."""
+    policies = {"sft": config.training.sft.policy, "rl": config.training.rl.policy}
+    return {kind: policy for kind, policy in policies.items() if kind in config.mode and policy.backend == "pytorch"}
 
 
 def modules_called(config: Config, *, trains: bool) -> dict[str, str]:

@@ -36,7 +36,9 @@ def share_memory_as(engine: EngineConfig) -> None:
 
 def nccl_version() -> str:
     """The version of this process's NCCL, for example 2.27.5; empty where its torch has none."""
-    return ".".join(map(str, torch.cuda.nccl.version())) if dist.is_nccl_available() else ""
+    if not dist.is_nccl_available():
+        return ""
+    return ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
 
 
 def check_version(python: str, environment: Mapping[str, str], *, own: str) -> None:

@@ -179,6 +179,7 @@ cuda = Some(
     device_count=lambda: len(devices),
     mem_get_info=lambda index: (1e9, 80e9),
     get_device_name=lambda index: "H200",
+    get_device_capability=lambda index: (9, 0),
     get_device_properties=lambda index: Some(uuid=devices[index]),
 )
 """
@@ -260,7 +261,10 @@ def test_devices_are_asked_for_their_memory_every_time_and_tried_again_when_they
     fake = FakePackages(tmp_path)
     fake.use_devices("a b")
     assert [gpu.free_gb for gpu in fake.probe().gpus] == [1.0, 1.0]
-    assert fake.probe().gpus == (GpuReport(name="H200", total_gb=80.0, free_gb=1000 * 1048576 / 1e9),) * 2
+    assert (
+        fake.probe().gpus
+        == (GpuReport(name="H200", total_gb=80.0, free_gb=1000 * 1048576 / 1e9, has_bfloat16=True),) * 2
+    )
     fake.free.write_text("2000")
     assert [gpu.free_gb for gpu in fake.probe().gpus] == [2000 * 1048576 / 1e9] * 2
     assert fake.num_imports == 1
@@ -318,7 +322,7 @@ def test_a_gpu_that_others_use_up_does_not_hide_those_after_it(tmp_path: Path) -
     fake.change_torch(ALL_TAKEN)
     for _ in range(2):
         report = fake.probe()
-        assert report.gpus[1] == GpuReport(name="H200", total_gb=80.0, free_gb=1.0)
+        assert report.gpus[1] == GpuReport(name="H200", total_gb=80.0, free_gb=1.0, has_bfloat16=True)
         assert report.device_summary == "1 x H200"
     check_node(report, NodeNeeds(num_gpus=1, last_gpu=1, trains_on_gpu=True, trainer_gpu_ranks=(1,), trainer_gb=60.0))
     for needs in (NodeNeeds(num_gpus=1, trainer_gpu_ranks=(0,)), NodeNeeds(trains_on_gpu=True)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from infra.node import LocalNode
 from infra.providers import provision_node
 from rollouts_core.errors import ConfigError
 from rollouts_core.model.model_size import ModelSize
-from tasks.bootstrap import bootstrap, modules_called, wants_gpu, warn_of_memory
+from tasks.bootstrap import bootstrap, modules_called, wants_gpu, warn_of_memory, warn_of_precision
 from tests.infra.test_bootstrap import GOOD
 from tests.mounts import mounted_tmpfs
 from tests.tasks.test_plan import config_at
@@ -92,4 +93,21 @@ def test_a_gpu_that_holds_the_weights_and_little_more_is_warned_of(tmp_path: Pat
     sharing = NodeNeeds(trainer_gb=128, num_trainers=2)
     warn_of_memory(GOOD, sharing, config, size, num_machines=1, say=said.append)
     warn_of_memory(GOOD, NodeNeeds(), config, size, num_machines=1, say=said.append)
+    assert said == []
+
+
+def test_float32_on_a_gpu_that_is_made_for_bfloat16_is_warned_of(tmp_path: Path) -> None:
+    modern = replace(GOOD, gpus=(GOOD.gpus[0], replace(GOOD.gpus[1], has_bfloat16=True)))
+    needs = NodeNeeds(trains_on_gpu=True, trainer_gpu_ranks=(1,))
+    said: list[str] = []
+    warn_of_precision(modern, needs, config_at(tmp_path), say=said.append)
+    assert [each.split(" on NVIDIA")[0] for each in said] == [
+        f"training.{k} computes in float32" for k in ("sft", "rl")
+    ]
+    said.clear()
+    policy = {"policy": {"precision": "bfloat16"}}
+    rounded = config_at(tmp_path, training={"sft": policy, "rl": policy})
+    warn_of_precision(modern, needs, rounded, say=said.append)
+    warn_of_precision(GOOD, needs, config_at(tmp_path), say=said.append)
+    warn_of_precision(modern, NodeNeeds(), config_at(tmp_path), say=said.append)
     assert said == []
