@@ -13,12 +13,13 @@ BIN := .venv/bin
 # Tests start thousands of processes, and without bytecode each compiles what it imports anew.
 unexport PYTHONDONTWRITEBYTECODE
 READY := .venv/.ready
+INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet --constraint constraints.txt --editable
 # A file of tests stays in one process: its fixtures train models once for all of them. tests/conftest.py orders the files.
 PYTEST := $(BIN)/python -m pytest --numprocesses logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 .PHONY: quickstart test test-fast test-matrix test-engines engines check bench install clean
 
-quickstart: $(READY)
+quickstart: .venv/.installed
 	$(BIN)/rollouts quickstart
 
 test: $(READY)
@@ -46,10 +47,15 @@ bench: .bench/.ready
 
 install: $(READY)
 
-$(READY): pyproject.toml constraints.txt
+# Who only runs pipelines waits for nothing else: the extras and tools of the tests take nearly as long again.
+.venv/.installed: pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed: install it, or name one with PYTHON=..."; exit 2; }
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --disable-pip-version-check --quiet --constraint constraints.txt --editable '.[dev]'
+	$(INSTALL) .
+	@touch $@
+
+$(READY): .venv/.installed
+	$(INSTALL) '.[dev]'
 	@touch $@
 
 # An environment of its own: the peers are no part of the project.
