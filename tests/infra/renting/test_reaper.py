@@ -209,6 +209,25 @@ def test_a_machine_that_appears_when_its_run_has_another_one_is_ended_while_the_
         assert len(report.ended) == 1 and [machine.name for machine in world.fake.alive()] == [used.name]
 
 
+@pytest.mark.parametrize("has_another", [False, True])
+def test_a_machine_that_was_asked_for_by_an_earlier_try_and_appears_late_is_ended_while_the_run_lives(
+    world: World, has_another: bool
+) -> None:
+    with Ledger(world.path) as ledger:
+        asked_for = {"state": RentalState.INTENDED, "instance_id": "", "rented_at": None, "host_key": ""}
+        assert change_rental(ledger, world.rent(), **asked_for) is not None, "killed before it was written down"
+        if has_another:
+            late = replace(all_rentals(ledger)[0], name=f"rollouts-{ledger.identity}-run-a9-t1700000000")
+            add_rental(ledger, replace(late, state=RentalState.READY, instance_id=world.fake.add(late.name, BODY).id))
+        world.fake.faults.list_lag_s = 3.0
+        with ledger.living_run(REQUEST.run_id):
+            used = world.rent()
+            world.fake.faults.list_lag_s = 0.0
+            assert len(world.fake.alive()) == 2
+            assert len(reap_now(world, spare=True).ended) == 1
+            assert [machine.name for machine in world.fake.alive()] == [used.name]
+
+
 def test_a_refusal_that_was_none_is_found_out(world: World) -> None:
     with Ledger(world.path) as ledger, ledger.living_run(REQUEST.run_id):
         gone = release_machine(world.rent(), ledger, world.cloud, pace=PACE)
