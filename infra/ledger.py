@@ -207,7 +207,7 @@ class Ledger(LedgerFile):
 
     def is_alive(self, run_id: str) -> bool:
         """True if the run said that it lives, and its process is there."""
-        return self._run_lock_path(run_id).exists() and not self.has_died(run_id)
+        return self._run_lock_path(run_id).is_file() and not self.has_died(run_id)
 
     def living_runs(self) -> dict[str, float]:
         """When each run that lives began at the latest, seconds since 1970, by its id."""
@@ -237,7 +237,12 @@ class Ledger(LedgerFile):
                     path.unlink(missing_ok=True)
 
     def has_died(self, run_id: str) -> bool:
-        """True if the run was a living one and is no more; a run that never said that it lives counts as alive."""
+        """True if the run was a living one and is no more; a run that never said that it lives counts as alive.
+
+        So does the run without an id of a machine that was found, and was not in the ledger.
+        """
+        if not run_id:
+            return False
         try:
             lock = os.open(self._run_lock_path(run_id), os.O_RDWR)
         except FileNotFoundError:

@@ -28,7 +28,15 @@ from infra.offers import CloudName, Instance
 from infra.providers.runpod import RunPod
 from infra.renting.reaper import UNSEEN_AFTER_S, ReapReport, reap
 from infra.renting.release import release_machine
-from infra.renting.rentals import Rental, RentalState, add_rental, all_rentals, change_rental, find_rental
+from infra.renting.rentals import (
+    Rental,
+    RentalState,
+    add_rental,
+    all_rentals,
+    change_rental,
+    find_rental,
+    open_rentals,
+)
 from tests.infra.fake_cloud import KEY, FakeCloud, Faults
 from tests.infra.fake_runpod import FakeRunPod
 from tests.infra.providers.test_cloud_contracts import PROVIDERS
@@ -183,6 +191,16 @@ def test_a_machine_of_ours_that_the_ledger_does_not_know_is_ended(world: World) 
     with Ledger(world.path) as ledger:
         world.fake.add(f"rollouts-{ledger.identity}-run-a1-t1700000000", BODY)
     assert len(reap_now(world).ended) == 1 and world.fake.alive() == []
+
+
+def test_one_that_does_not_end_is_in_the_way_of_nobody_who_asks_which_runs_live(world: World) -> None:
+    world.fake.faults.never_ends = True
+    with Ledger(world.path) as ledger, ledger.living_run("other"):
+        world.fake.add(f"rollouts-{ledger.identity}-run-a1-t1700000000", BODY)
+        reap(ledger, {"runpod": world.cloud}, pace=replace(PACE, gone_within_s=0.1))
+        [row] = open_rentals(ledger)
+        assert row.state is RentalState.RELEASING
+        assert not ledger.has_died(row.run_id) and not ledger.is_alive(row.run_id)
 
 
 def test_a_machine_that_appears_late_is_ended(world: World) -> None:
