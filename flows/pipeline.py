@@ -43,7 +43,7 @@ from flows.live import find_live_pages
 from flows.retrain_settings import RetrainConfig
 from flows.server import held_server
 from infra.errors import BudgetUsedUpError
-from infra.interrupts import uninterrupted
+from infra.interrupts import interrupted_afterwards, uninterrupted
 from infra.ledger import Ledger
 from infra.node import Node, NodeSettings, RentedNode
 from infra.providers.rented import ended_when_expired
@@ -279,7 +279,7 @@ def released_at_the_end(settings: NodeSettings, scope: RunScope) -> Iterator[Nod
         with uninterrupted():  # who gets impatient must not leave a machine of which nobody says that it may be rented
             release(machine, scope, keep_minutes=keep_minutes if is_kept else 0.0)
         raise
-    with uninterrupted():
+    with interrupted_afterwards():  # what would come next, a publication or a promotion, is not wanted then
         release(machine, scope)
 
 

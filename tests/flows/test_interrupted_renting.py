@@ -9,7 +9,6 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -116,7 +115,7 @@ def test_an_error_before_anything_is_rented_leaves_what_the_run_had_before_and_c
 
 
 @pytest.mark.parametrize("error", [None, RuntimeError("the training failed")], ids=["finished", "failed"])
-def test_ctrl_c_while_the_machine_of_a_run_that_is_over_is_given_back_does_nothing(
+def test_ctrl_c_while_the_machine_of_a_run_that_is_over_is_given_back_stops_what_comes_after_that(
     world: World, scope: RunScope, error: Exception | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("flows.pipeline.release", release_now)  # the function of the task
@@ -137,7 +136,7 @@ def test_ctrl_c_while_the_machine_of_a_run_that_is_over_is_given_back_does_nothi
 
     monkeypatch.setattr(RunPod, "terminate", interrupt_and_terminate)
     provisions(lambda: machine, monkeypatch)
-    with pytest.raises(type(error)) if error else nullcontext(), released_at_the_end(SETTINGS, scope):
+    with pytest.raises(type(error or KeyboardInterrupt())), released_at_the_end(SETTINGS, scope):
         if error:
             raise error
     assert world.fake.alive() == [] and world.rows()[0].state is RentalState.GONE
