@@ -205,7 +205,8 @@ def _filtered(address: ServerAddress, **condition: object) -> list[FlowRunJson]:
 
 def _holding(ledger: Ledger) -> set[str]:
     """The ids of all runs that hold something."""
-    return {lease.run_id for lease in ledger.leases()} | {rental.run_id for rental in open_rentals(ledger)}
+    holders = {lease.run_id for lease in ledger.leases()} | {rental.run_id for rental in open_rentals(ledger)}
+    return holders - {""}  # a machine that was found, and was not in the ledger, is no run's
 
 
 def _holds(ledger: Ledger, run_id: str) -> bool:

@@ -43,7 +43,7 @@ from flows.live import find_live_pages
 from flows.retrain_settings import RetrainConfig
 from flows.server import held_server
 from infra.errors import BudgetUsedUpError
-from infra.interrupts import uninterrupted
+from infra.interrupts import interrupted_afterwards, uninterrupted
 from infra.ledger import Ledger
 from infra.node import Node, NodeSettings, RentedNode
 from infra.providers.rented import ended_when_expired
@@ -276,9 +276,11 @@ def released_at_the_end(settings: NodeSettings, scope: RunScope) -> Iterator[Nod
             raise
         # Without money nobody could go on there, and who pressed Cancel while it failed wants nothing kept.
         is_kept = keep_minutes > 0 and not isinstance(error, BudgetUsedUpError) and not is_cancelled(scope.run_id)
-        release(machine, scope, keep_minutes=keep_minutes if is_kept else 0.0)
+        with uninterrupted():  # who gets impatient must not leave a machine of which nobody says that it may be rented
+            release(machine, scope, keep_minutes=keep_minutes if is_kept else 0.0)
         raise
-    release(machine, scope)
+    with interrupted_afterwards():  # what would come next, a publication or a promotion, is not wanted then
+        release(machine, scope)
 
 
 def release_whatever(machine: Node | None, scope: RunScope) -> None:

@@ -19,6 +19,7 @@
         ├── CommandFailedError    a command on a node ended with another code than 0
         ├── FileMissingError      a file on a node does not exist
         ├── DiskFullError         a node's disk has no room
+        ├── NameUnknownError      nobody knows a host by its name
         ├── HostKeyError          a host shows another key than it should
         ├── LoginError            a node does not let us in, or our key cannot be used
         ├── JobFailedError        a job ended without its result.json
@@ -178,6 +179,10 @@ class DiskFullError(PermanentInfraError):
 
     def __str__(self) -> str:
         return f"the disk of {self.path} is full: {self.needed_bytes} bytes are needed there, free some space"
+
+
+class NameUnknownError(PermanentInfraError):
+    """Nobody knows a host by its name: there is none, or whoever knows it cannot be asked."""
 
 
 class HostKeyError(PermanentInfraError):

@@ -207,7 +207,7 @@ class Ledger(LedgerFile):
 
     def is_alive(self, run_id: str) -> bool:
         """True if the run said that it lives, and its process is there."""
-        return self._run_lock_path(run_id).exists() and not self.has_died(run_id)
+        return self._run_lock_path(run_id).is_file() and not self.has_died(run_id)
 
     def living_runs(self) -> dict[str, float]:
         """When each run that lives began at the latest, seconds since 1970, by its id."""
@@ -237,15 +237,23 @@ class Ledger(LedgerFile):
                     path.unlink(missing_ok=True)
 
     def has_died(self, run_id: str) -> bool:
-        """True if the run was a living one and is no more; a run that never said that it lives counts as alive."""
-        try:
-            lock = os.open(self._run_lock_path(run_id), os.O_RDWR)
-        except FileNotFoundError:
+        """True if the run was a living one and is no more; a run that never said that it lives counts as alive.
+
+        So does the run without an id of a machine that was found, and was not in the ledger.
+        """
+        path = self._run_lock_path(run_id)
+        if not run_id or not path.exists():
             return False
-        try:
-            return try_lock(lock, fcntl.LOCK_EX)
-        finally:
-            os.close(lock)
+        # Who looks has the lock for a moment, in which the run would look alive to another one.
+        with _alone_in(path.parent):
+            try:
+                lock = os.open(path, os.O_RDWR)
+            except FileNotFoundError:
+                return False
+            try:
+                return try_lock(lock, fcntl.LOCK_EX)
+            finally:
+                os.close(lock)
 
     @property
     def identity(self) -> str:
@@ -280,6 +288,18 @@ class Ledger(LedgerFile):
 
     def _run_lock_path(self, run_id: str) -> Path:
         return self.path.with_suffix(".runs") / run_id
+
+
+@contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """Be the only one in such a block for a folder, where its file system has locks of folders."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 @contextmanager

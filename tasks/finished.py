@@ -14,8 +14,10 @@ from pathlib import Path
 
 from prefect import Task
 
+from infra.errors import InfraError
 from infra.ledger import Ledger
 from infra.node import Node, NodeSettings, RentedNode, no_machine
+from infra.providers.rented import end_left_machines, is_left_for
 from infra.renting.rentals import open_rentals
 from rollouts_core.run_directory import RunDirectory
 from tasks.artifacts import is_finished
@@ -40,7 +42,7 @@ def placeholder_if_finished(
     Args:
         run_stages: goes through the stages of the run, each by the function that it is given.
     """
-    if not isinstance(settings, RentedNode) or has_machine_to_end(scope):
+    if not isinstance(settings, RentedNode) or has_machine_to_end(settings, scope):
         return None
     nowhere = no_machine(scope.store)
     try:
@@ -48,6 +50,11 @@ def placeholder_if_finished(
     except _UnfinishedError:
         return None
     with StageProgress("provision") as progress:
+        if has_left_machines(scope):
+            try:
+                end_left_machines(settings, Path(scope.store), progress.say)
+            except InfraError as error:  # nothing of this run depends on it
+                progress.say(str(error))
         progress.say("every stage is finished: nothing is rented")
     return nowhere
 
@@ -88,7 +95,19 @@ def take_finished(stage: Stage, scope: RunScope) -> StageRecord:
     )
 
 
-def has_machine_to_end(scope: RunScope) -> bool:
-    """Whether the run, or one that died, has a machine: provisioning takes it over, and the end of the run ends it."""
+def has_machine_to_end(settings: RentedNode, scope: RunScope) -> bool:
+    """Whether the run, or one with the same settings that died, has a machine.
+
+    Provisioning takes it over, and the end of the run ends it. Beside any other one it would only rent another.
+    """
     with Ledger(scope.ledger_path) as ledger:
-        return any(rental.run_id == scope.run_id or ledger.has_died(rental.run_id) for rental in open_rentals(ledger))
+        return any(
+            rental.run_id == scope.run_id or (is_left_for(rental, settings) and ledger.has_died(rental.run_id))
+            for rental in open_rentals(ledger)
+        )
+
+
+def has_left_machines(scope: RunScope) -> bool:
+    """Whether a run that died has a machine."""
+    with Ledger(scope.ledger_path) as ledger:
+        return any(ledger.has_died(rental.run_id) for rental in open_rentals(ledger))

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import rollouts_core
-from infra.errors import InfraError, StoreUnavailableError
+from infra.errors import InfraError, StoreUnavailableError, TransientInfraError
 from infra.jobs import JobState, cancel_job, job_status
 from infra.node import Node
 from infra.session import Session
@@ -226,11 +226,15 @@ def place_code(
 
     Args:
         say: told what is sent, in a sentence.
+
+    Raises:
+        TransientInfraError: somebody edited a file meanwhile.
     """
     core = source_files(Path(rollouts_core.__file__).parent)
     parts = {"rollouts_core": {f"rollouts_core/{name}": path for name, path in core.items()}}
     parts |= {code.name: code.files for code in (own_code(rollout.modules_named.values()) if rollout else ())}
     files = {name: path for part in parts.values() for name, path in part.items()}
+    before = {path: _version_of(path) for path in files.values()}
     digest = hashlib.sha256()
     for name, path in sorted(files.items()):
         mode = "\0x" if is_executable(path) else ""
@@ -240,7 +244,20 @@ def place_code(
     if not exists_on_node(session, folder):
         say(f"sends code: {', '.join(describe_files(name, part) for name, part in parts.items())}")
         publish_files(session, files, folder)
+        if edited := [path for path in before if _version_of(path) != before[path]]:
+            # What came there is called by the digest of something else, and every later run would take it for that.
+            session.run(["rm", "-rf", "--", folder], timeout_s=CALL_TIMEOUT_S, may_repeat=True)
+            raise TransientInfraError(f"{edited[0]} was edited while it was sent: start the run again")
     return folder
+
+
+def _version_of(path: Path) -> tuple[int, int, int] | None:
+    """Another one after every edit; None of a file that is gone."""
+    try:
+        status = path.stat()
+    except FileNotFoundError:
+        return None
+    return status.st_size, status.st_mtime_ns, status.st_ino
 
 
 def describe_files(name: str, files: Mapping[str, Path]) -> str:

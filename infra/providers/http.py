@@ -32,6 +32,8 @@ from infra.offers import CloudName
 TIMEOUT_S = 30.0
 CREATE_TIMEOUT_S = 90.0
 MAX_ANSWER_BYTES = 10_000_000
+MAX_ANSWER_S = 120.0
+"""An answer that has begun is here by then, also over a slow line; timeouts alone let one drip for ever."""
 MAX_SHOWN_CHARACTERS = 300
 FIRST_PAUSE_S = 1.0
 MAX_PAUSE_S = 30.0
@@ -306,11 +308,13 @@ class ProviderAPI:
         if is_machine:
             _TURNS.wait((*self._account, "machine"), self._endpoint.create_interval_s)
         with self._client.stream(method, path, params=params, json=body, timeout=timeout_s) as response:
-            content = b""
+            content, began = b"", time.monotonic()
             for chunk in response.iter_bytes():
                 content += chunk
                 if len(content) > MAX_ANSWER_BYTES:
                     raise OverflowError
+                if time.monotonic() - began > MAX_ANSWER_S:
+                    raise httpx.ReadTimeout("the answer does not end")
             return _Answer(response.status_code, content, response.headers.get("retry-after", ""))
 
     def _pause_after(self, answer: _Answer, attempt: int, deadline: float, what: str) -> None:

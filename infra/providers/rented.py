@@ -14,7 +14,7 @@ import hashlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -31,13 +31,13 @@ from infra.errors import (
 )
 from infra.ledger import LEDGER_FILE, Ledger
 from infra.node import InstanceNode, Node, RentedNode, SSHAccess
-from infra.offers import NETWORKED_CLOUDS, Instance, Offer, describe_closest
+from infra.offers import NETWORKED_CLOUDS, CloudName, Instance, Offer, describe_closest
 from infra.providers.clouds import account_of, credentials_in_use, open_clouds, require_keys
 from infra.providers.ssh import CALL_TIMEOUT_S, expand_root, open_ssh_session
 from infra.reach import own_address
 from infra.renting.acceptance import require_gpus, require_peers, require_speed
 from infra.renting.provision import given_back_on_failure, rent_machines, search_offers
-from infra.renting.reaper import reap
+from infra.renting.reaper import ReapReport, reap
 from infra.renting.release import release_all, release_machines
 from infra.renting.rentals import Rental, RentalState, change_rental, find_rental, in_utc, rentals_of
 from infra.renting.request import Renting, RentRequest
@@ -73,13 +73,7 @@ def provision_rented(settings: RentedNode, store: Path, run_id: str, say: Say) -
     request = build_request(settings, run_id)
     names = require_keys(request.query.providers)
     with Ledger(mirror / LEDGER_FILE) as ledger, open_clouds(names) as clouds:
-        report = reap(
-            ledger, clouds, spare=True, credentials=request.credentials, pace=Pace(gone_within_s=REAP_WITHIN_S)
-        )
-        for line in report.ended:
-            say(f"ended {line}, whose time was over, or nearly, or which did not run any more, or had never")
-        for line in report.failures:
-            say(line)
+        report = _end_unwanted(ledger, clouds, say)
         renting = Renting(request, ledger, clouds, check=partial(log_in, settings, mirror, say), say=say)
         rentals = rent_machines(renting)
         with given_back_on_failure(renting):  # nobody else knows of them yet
@@ -94,6 +88,34 @@ def provision_rented(settings: RentedNode, store: Path, run_id: str, say: Say) -
         f"for {settings.max_usd:g} USD at most"
     )
     return _unit_of(nodes, settings)
+
+
+def is_left_for(rental: Rental, settings: RentedNode) -> bool:
+    """Whether a run with these settings would go on with a machine, once the run that has it has died."""
+    is_same = (rental.purpose, rental.credentials) == (purpose_of(settings), credentials_in_use())
+    return is_same and rental.state is RentalState.READY
+
+
+def end_left_machines(settings: RentedNode, store: Path, say: Say) -> None:
+    """End what nobody wants of what the store has rented, as renting does first, and say what was ended.
+
+    Raises:
+        InfraError: there is no key with which it could be looked at.
+    """
+    with (
+        Ledger(store.expanduser().absolute() / LEDGER_FILE) as ledger,
+        open_clouds(require_keys(settings.query.providers)) as clouds,
+    ):
+        _end_unwanted(ledger, clouds, say)
+
+
+def _end_unwanted(ledger: Ledger, clouds: Mapping[CloudName, Cloud], say: Say) -> ReapReport:
+    report = reap(ledger, clouds, spare=True, credentials=credentials_in_use(), pace=Pace(gone_within_s=REAP_WITHIN_S))
+    for line in report.ended:
+        say(f"ended {line}, whose time was over, or nearly, or which did not run any more, or had never")
+    for line in report.failures:
+        say(line)
+    return report
 
 
 def find_rented(settings: RentedNode, store: Path, run_id: str) -> Node | None:
@@ -297,9 +319,6 @@ def build_request(settings: RentedNode, run_id: str) -> RentRequest:
     """
     from infra.ssh.login_keys import read_public_key, require_login_key  # paramiko loads here
 
-    demands = {"min_free_gb", "usable_within_minutes", "min_link_mbit_s", "min_disk_mb_s"}
-    limits = {"max_usd", "max_hours", "keep_on_failure_minutes"}
-    sameness = settings.model_dump_json(exclude=limits | demands)
     query = settings.query
     if settings.num_machines > 1:
         networked = tuple(name for name in query.providers if name in NETWORKED_CLOUDS)
@@ -312,13 +331,21 @@ def build_request(settings: RentedNode, run_id: str) -> RentRequest:
         num_machines=settings.num_machines,
         public_key=public_key,
         image=settings.image,
-        purpose=hashlib.sha256(sameness.encode()).hexdigest()[:16],
+        purpose=purpose_of(settings),
         credentials=credentials_in_use(),
         max_usd=settings.max_usd,
         max_hours=settings.max_hours,
         usable_within_s=settings.usable_within_minutes * 60,
         expects_host_key=settings.host_keys == "expect",
     )
+
+
+def purpose_of(settings: RentedNode) -> str:
+    """Hash of what makes one machine as good as another."""
+    demands = {"min_free_gb", "usable_within_minutes", "min_link_mbit_s", "min_disk_mb_s"}
+    limits = {"max_usd", "max_hours", "keep_on_failure_minutes"}
+    sameness = settings.model_dump_json(exclude=limits | demands)
+    return hashlib.sha256(sameness.encode()).hexdigest()[:16]
 
 
 def access_to(instance: Instance, settings: RentedNode | InstanceNode) -> SSHAccess:

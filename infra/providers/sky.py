@@ -167,10 +167,13 @@ class Sky:
         with tempfile.NamedTemporaryFile("w", encoding="utf-8", prefix="rollouts-sky-", suffix=".yaml") as file:
             file.write(json.dumps(task))  # JSON is YAML
             file.flush()
+            # One that comes up after its end is of no use, and may cost more until then than the run may spend.
+            left_s = math.inf if spec.ends_at is None else max(0.0, spec.ends_at - time.time())
+            timeout_s = min(LAUNCH_TIMEOUT_S, left_s)
             try:
-                done = self._run([*words, file.name], timeout_s=LAUNCH_TIMEOUT_S)
+                done = self._run([*words, file.name], timeout_s=timeout_s)
             except subprocess.TimeoutExpired as error:
-                raise UnclearAnswerError(f"sky launch took longer than {LAUNCH_TIMEOUT_S:.0f} s") from error
+                raise UnclearAnswerError(f"sky launch took longer than {timeout_s:.0f} s") from error
         if done.returncode == 0:
             return spec.name
         problem = f"sky launch ended with {done.returncode}: {_last_words(done)}"

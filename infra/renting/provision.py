@@ -95,6 +95,8 @@ def rent_machines(renting: Renting) -> list[Rental]:
             elif rental.instance_id:  # one whose creation was not answered, and another one took its place
                 renting.say(f"gives {rental.name} back: there are others in its place")
                 renting.release(rental)
+            else:
+                _go_on_without(rental, renting)
         if len(unit) < num_machines:
             _rent_new(unit, renting)
         return unit
@@ -204,7 +206,8 @@ def _settle(rental: Rental, renting: Renting, *, beside: Sequence[Rental]) -> Re
     if rental.state is RentalState.INTENDED:
         found = find_machine(rental, renting.cloud_of(rental), renting.pace)
         if found is None:
-            return None  # it may still appear: the row stays, and the reaper looks for it
+            _go_on_without(rental, renting)
+            return None
         rental = _adopt_or_release(rental, found.instance_id, renting, note=FOUND_NOTE)
     if rental.state is RentalState.RELEASING or rental.expires_at <= time.time():
         renting.release(rental)
@@ -419,9 +422,7 @@ def _create_once(rental: Rental, offer: Offer, renting: Renting, *, host_key: Ho
     except UnclearAnswerError as error:
         found = find_machine(rental, cloud, renting.pace)
         if found is None:
-            # The run goes on without it, so whoever sees it later ends it, also while the run lives.
-            change_rental(ledger, rental, expires_at=time.time(), note=f"{error}; it did not appear so far")
-            renting.say(f"{rental.name} has not appeared, and may be rented: `rollouts reap` ends it when it does")
+            _go_on_without(rental, renting, reason=str(error))
             raise _NotHadError(f"{error}; it did not appear") from error
         return _adopt_or_release(rental, found.instance_id, renting, note=FOUND_NOTE)
     except InfraError as error:
@@ -432,6 +433,14 @@ def _create_once(rental: Rental, offer: Offer, renting: Renting, *, host_key: Ho
             raise _RefusedError(str(error)) from error
         raise
     return _adopt_or_release(rental, instance_id, renting)
+
+
+def _go_on_without(rental: Rental, renting: Renting, *, reason: str = "its creation was not answered") -> None:
+    """Have whoever sees a machine that has not appeared so far end it, also while the run lives; nobody counts it."""
+    now = time.time()
+    if rental.expires_at > now:  # else that was done before
+        change_rental(renting.ledger, rental, expires_at=now, note=f"{reason}; it did not appear so far")
+        renting.say(f"{rental.name} has not appeared, and may be rented: `rollouts reap` ends it when it does")
 
 
 def _adopt_or_release(rental: Rental, instance_id: str, renting: Renting, *, note: str = "") -> Rental:

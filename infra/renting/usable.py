@@ -6,7 +6,7 @@ Not here: renting it (provision.py), logging in (providers/rented.py).
 import time
 
 from infra.cloud import Cloud, look_up
-from infra.errors import LoginError, TransientInfraError, UnfitMachineError
+from infra.errors import LoginError, NameUnknownError, TransientInfraError, UnfitMachineError
 from infra.foreign_text import shown_line
 from infra.ledger import Ledger
 from infra.renting.rentals import Rental, RentalState, change_rental
@@ -46,7 +46,7 @@ def wait_until_usable(rental: Rental, renting: Renting) -> tuple[str, str, float
                 return "", renting.check(rental, instance), price
         except UnfitMachineError as error:
             return str(error), "", price
-        except (TransientInfraError, LoginError) as error:  # keys arrive late on fresh machines
+        except (TransientInfraError, LoginError, NameUnknownError) as error:  # keys and names of fresh ones come late
             reason = str(error)
         if time.monotonic() - started + pace.poll_s > request.usable_within_s:
             return f"{rental.name} could not be used within {request.usable_within_s:g} s ({reason})", "", price

@@ -19,7 +19,13 @@ from typing import Any, Protocol
 
 import paramiko
 
-from infra.errors import LoginError, NodeUnreachableError, PermanentInfraError, TransientInfraError
+from infra.errors import (
+    LoginError,
+    NameUnknownError,
+    NodeUnreachableError,
+    PermanentInfraError,
+    TransientInfraError,
+)
 from infra.node import SSHAccess
 from infra.ssh.heard_socket import HeardSocket
 from infra.ssh.host_keys import HostKey, HostKeyEvidence, HostKeyPolicy
@@ -207,10 +213,11 @@ def connect(access: SSHAccess) -> SSHConnection:
     """Log in on a node.
 
     Raises:
-        NodeUnreachableError: nobody answers there, or the connection breaks.
+        NodeUnreachableError: nobody answers there, or the connection breaks; or nobody knows the name of a node whose
+            key is known.
         HostKeyError: somebody answers with the wrong key; no key of ours was used.
         LoginError: the node does not let us in, or our key cannot be used.
-        PermanentInfraError: its name is unknown.
+        NameUnknownError: nobody knows the name of one whose key is not.
     """
     keys = list(load_keys(access))
     policy = HostKeyPolicy(
@@ -220,7 +227,13 @@ def connect(access: SSHAccess) -> SSHConnection:
         known_hosts=tuple(Path(path).expanduser() for path in access.known_hosts),
         first_use_file=Path(access.first_use_file) if access.first_use_file else None,
     )
-    transport, host_key, evidence = _open_verified(access, policy)
+    try:
+        transport, host_key, evidence = _open_verified(access, policy)
+    except NameUnknownError as error:
+        if not (policy.pinned or policy.known_keys()):
+            raise
+        # It has answered to its name before: what knows that is away, a company's network or any at all.
+        raise NodeUnreachableError(access.address, str(error)) from error
     try:
         key_file = _log_in(transport, access, keys)
         logger.info("connected to %s, host key by %s", access.address, evidence)
@@ -304,6 +317,7 @@ def _open_transport(access: SSHAccess, key_types: Sequence[str]) -> tuple[Any, H
     Raises:
         NodeUnreachableError: nobody answers, or the answer breaks off.
         LoginError: a machine on the way there does not let us in.
+        NameUnknownError: nobody knows its name, or that of a machine on the way.
         paramiko.IncompatiblePeer: the host has no key of these types.
     """
     proxy = open_proxy(access) if access.proxy_jump else None
@@ -333,7 +347,7 @@ def _open_socket(access: SSHAccess) -> socket.socket:
         tcp = socket.create_connection((access.host, access.port), CONNECT_TIMEOUT_S)
     except socket.gaierror as error:
         if error.errno == socket.EAI_NONAME:
-            raise PermanentInfraError(f"there is no host called {access.host}: check node.host") from error
+            raise NameUnknownError(f"there is no host called {access.host}: check node.host") from error
         raise NodeUnreachableError(access.address, error.strerror or str(error)) from error
     except OSError as error:
         raise NodeUnreachableError(access.address, error.strerror or str(error)) from error

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
 
-from infra.errors import LoginError, NodeUnreachableError, PermanentInfraError
+from infra.errors import LoginError, NameUnknownError, NodeUnreachableError, PermanentInfraError
 from infra.node import SSHAccess
 from infra.ssh.heard_socket import HeardSocket
 
@@ -41,7 +41,8 @@ _OPTIONS = {
     "ServerAliveInterval": str(HEARTBEAT_INTERVAL_S),
 }
 _END_TIMEOUT_S = 2.0
-_REFUSALS = ("Permission denied", "Host key verification failed", "Could not resolve hostname", "Bad configuration")
+_NO_NAME = "Could not resolve hostname"
+_REFUSALS = ("Permission denied", "Host key verification failed", _NO_NAME, "Bad configuration")
 """What the client says where trying again does not help."""
 
 
@@ -92,13 +93,16 @@ def open_proxy(access: SSHAccess) -> ProxySocket:
     return ProxySocket(process, said, ours)
 
 
-def explain_proxy(access: SSHAccess, proxy: ProxySocket, reason: str) -> NodeUnreachableError | LoginError:
+def explain_proxy(
+    access: SSHAccess, proxy: ProxySocket, reason: str
+) -> NodeUnreachableError | LoginError | NameUnknownError:
     """The error for a machine that did not answer through others, in the words of the client."""
     problem = proxy.problem() or reason
     if any(known in problem for known in _REFUSALS):
         there = f" -F {access.ssh_config}" if access.ssh_config else ""
-        problem = f"no way through {access.proxy_jump} ({problem}): try `{PROGRAM}{there} -J {access.proxy_jump} ...`"
-        return LoginError(access.address, f"{problem} in a terminal, without being asked anything")
+        way = f"no way through {access.proxy_jump} ({problem}): try `{PROGRAM}{there} -J {access.proxy_jump} ...`"
+        refusal = LoginError(access.address, f"{way} in a terminal, without being asked anything")
+        return NameUnknownError(str(refusal)) if _NO_NAME in problem else refusal
     return NodeUnreachableError(access.address, f"through {access.proxy_jump}: {problem}")
 
 

@@ -12,17 +12,20 @@ import subprocess
 import sys
 import uuid
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
-from flows.cancel import is_left_alone
+from flows.cancel import find_deleted_run, find_flow_run, is_left_alone
 from flows.cancellation import NOT_PAUSED
 from flows.cli import app
 from flows.prefect_api import ask
-from flows.server import local_server
+from flows.server import ServerAddress, local_server
 from infra.ledger import LEDGER_FILE, Ledger
+from infra.renting.rentals import Rental, RentalState, add_rental
 from rollouts_core.checkpoint import list_checkpoints, verify_checkpoint
+from rollouts_core.errors import InputError
 from tests.flows.conftest import ROOT, Rollouts
 from tests.flows.test_faults import (
     LONG,
@@ -174,6 +177,37 @@ def test_a_named_server_says_whether_somebody_serves_what_a_lost_run_was_started
         wait_until(
             lambda: not is_left_alone(address, ledger, store, run), what="the sign of a serving process", every_s=0.5
         )
+
+
+def test_a_machine_that_is_of_no_run_hinders_the_cancelling_of_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[dict[str, Any]] = []
+
+    def no_runs(_: ServerAddress, __: str, ___: str, question: dict[str, Any]) -> list[Any]:
+        asked.append(question)
+        return []
+
+    monkeypatch.setattr("flows.cancel.ask", no_runs)
+    address = ServerAddress(api_url="", ui_url="")
+    with Ledger(tmp_path / LEDGER_FILE) as ledger, ledger.living_run(str(uuid.uuid4())):
+        row = Rental(
+            name="rollouts-1",
+            run_id="",
+            provider="runpod",
+            purpose="",
+            state=RentalState.RELEASING,
+            gpu="unknown",
+            region="",
+            usd_per_hour=2.0,
+            intended_at=0.0,
+            expires_at=0.0,
+        )
+        add_rental(ledger, row)
+        assert find_deleted_run(address, ledger, "small") is None
+        with pytest.raises(InputError, match="there is no run small"):
+            find_flow_run(address, ledger, tmp_path, "small")
+    assert asked and all("" not in question.get("flow_runs", {}).get("id", {}).get("any_", ()) for question in asked)
 
 
 def run_that_holds(rollouts: Rollouts) -> str:

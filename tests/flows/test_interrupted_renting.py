@@ -5,6 +5,8 @@ Without it Ctrl-C, Cancel or an error in the moment between renting and working 
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,10 +18,11 @@ from flows.pipeline import released_at_the_end
 from infra.cloud import Pace
 from infra.jobs import JobState, job_status, start_or_attach
 from infra.ledger import LEDGER_FILE, Ledger
-from infra.node import LocalNode, Node, RentedNode
+from infra.node import LocalNode, Node, RentedNode, SSHAccess
 from infra.providers.runpod import RunPod
 from infra.renting.rentals import Rental, RentalState, all_rentals, change_rental
 from infra.session import LocalSession
+from tasks.provision import release_now
 from tasks.records import RunScope
 from tests.infra.fake_cloud import KEY
 from tests.infra.fake_runpod import FakeRunPod
@@ -109,6 +112,34 @@ def test_an_error_before_anything_is_rented_leaves_what_the_run_had_before_and_c
         with pytest.raises(type(error)), released_at_the_end(SETTINGS, scope):
             pytest.fail("there is no machine")
         assert [machine.id for machine in world.fake.alive()] == left
+
+
+@pytest.mark.parametrize("error", [None, RuntimeError("the training failed")], ids=["finished", "failed"])
+def test_ctrl_c_while_the_machine_of_a_run_that_is_over_is_given_back_stops_what_comes_after_that(
+    world: World, scope: RunScope, error: Exception | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flows.pipeline.release", release_now)  # the function of the task
+    rental, terminate = world.rent(), world.cloud.terminate
+    machine = Node(
+        name=rental.name,
+        provider="provision",
+        root="/root/rollouts",
+        python=sys.executable,
+        mirror=scope.store,
+        access=SSHAccess(host="127.0.0.1", port=22, user="root"),
+        is_rented=True,
+    )
+
+    def interrupt_and_terminate(_: RunPod, instance_id: str) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        terminate(instance_id)
+
+    monkeypatch.setattr(RunPod, "terminate", interrupt_and_terminate)
+    provisions(lambda: machine, monkeypatch)
+    with pytest.raises(type(error or KeyboardInterrupt())), released_at_the_end(SETTINGS, scope):
+        if error:
+            raise error
+    assert world.fake.alive() == [] and world.rows()[0].state is RentalState.GONE
 
 
 def test_a_block_that_never_began_gives_everything_back(

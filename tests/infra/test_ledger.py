@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import sqlite3
 import time
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.queues import Queue
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
@@ -174,6 +175,19 @@ def test_a_run_lives_until_the_last_of_its_processes_has_left(tmp_path: Path) ->
                 pass
             assert ledger.is_alive("run") and ledger.living_runs().keys() == {"run"}
         assert not ledger.is_alive("run") and list((tmp_path / "ledger.runs").iterdir()) == []
+
+
+def test_who_looks_at_once_whether_a_run_has_died_does_not_take_each_other_for_it(tmp_path: Path) -> None:
+    """Else a run would be told that somebody does its stage, or leave its job to nobody."""
+    with Ledger(tmp_path / "ledger.db") as ledger, ledger.living_run("dead"):
+        ledger.add_lease("/s/sft-1", "dead", "local")
+
+    def look(_: int) -> int:
+        with Ledger(tmp_path / "ledger.db") as own:
+            return sum(own.has_died("dead") for _ in range(2000))
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(look, range(2))) == [2000, 2000]
 
 
 def test_a_run_whose_lock_is_removed_in_the_moment_in_which_it_begins_can_be_told_dead(

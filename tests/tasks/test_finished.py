@@ -15,7 +15,10 @@ import pytest
 from infra.errors import PermanentInfraError
 from infra.ledger import Ledger
 from infra.node import LocalNode, Node, NodeSettings, RentedNode, SSHNode, no_machine
+from infra.offers import CLOUD_NAMES
 from infra.providers import open_session
+from infra.providers.clouds import ENDPOINTS
+from infra.providers.rented import purpose_of
 from infra.renting.rentals import Rental, RentalState, add_rental
 from rollouts_core.checkpoint import load_manifest, new_checkpoint
 from rollouts_core.run_directory import RunDirectory
@@ -83,12 +86,14 @@ def ledger(scope: RunScope) -> Iterator[Ledger]:
         yield ledger
 
 
-def rent(ledger: Ledger, run_id: str, state: RentalState = RentalState.READY) -> None:
+def rent(
+    ledger: Ledger, run_id: str, state: RentalState = RentalState.READY, settings: RentedNode | None = RENTED
+) -> None:
     row = Rental(
         name="rollouts-1",
         run_id=run_id,
         provider="runpod",
-        purpose="",
+        purpose=purpose_of(settings) if settings else "",
         state=state,
         instance_id="1",
         gpu="1x H100",
@@ -141,6 +146,25 @@ def test_so_is_one_that_a_dead_run_left_and_no_other(
         if not is_alive:
             living.close()
         assert (spared(stages, scope) is not None) == is_spared
+
+
+@pytest.mark.parametrize("state", [RentalState.READY, RentalState.INTENDED, RentalState.RELEASING])
+def test_beside_one_that_no_run_of_these_settings_goes_on_with_nothing_is_rented(
+    stages: dict[str, Stage],
+    scope: RunScope,
+    ledger: Ledger,
+    state: RentalState,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    for name in CLOUD_NAMES:
+        monkeypatch.delenv(ENDPOINTS[name].key_variable, raising=False)
+    rent(ledger, "theirs", state, settings=None if state is RentalState.READY else RENTED)
+    with ledger.living_run("theirs"):
+        pass
+    assert spared(stages, scope) is not None
+    said = capfd.readouterr().err
+    assert "there is no key of a provider" in said and "every stage is finished: nothing is rented" in said
 
 
 @pytest.mark.parametrize("settings", [LocalNode(), SSHNode(host="me@machine", python="/usr/bin/python3")])

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from infra.errors import PermanentInfraError
+from infra.errors import PermanentInfraError, TransientInfraError
 from infra.jobs import JobState, cancel_job, job_status, start_or_attach
 from infra.node import Node
 from infra.session import LocalSession
@@ -316,6 +316,25 @@ def test_a_single_file_comes_with_what_it_imports_and_what_is_sent_is_said(
     assert sentence.endswith(", graders_of_a_test (1 file, 0 kB), rubrics_of_a_test (1 file, 0 kB)")
     assert sentence.startswith("sends code: rollouts_core (")
     assert place_code(session, node, config.rollout, say=said.append) == folder and len(said) == 1
+
+
+def test_code_that_is_edited_while_it_is_sent_is_not_taken_for_what_it_was_before(
+    session: CountingSession, node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = tmp_path / "own" / "grader_that_is_edited.py"
+    module.parent.mkdir()
+    module.write_text("def score(*_): return 1.0\n")
+    monkeypatch.syspath_prepend(module.parent)
+    rollout = RolloutConfig(reward_fn="grader_that_is_edited:score")
+
+    def edit(_: str) -> None:
+        module.write_text("def score(*_): return 0.25\n")
+
+    with pytest.raises(TransientInfraError, match="was edited while it was sent"):
+        place_code(session, node, rollout, say=edit)
+    module.write_text("def score(*_): return 1.0\n")
+    folder = place_code(session, node, rollout)
+    assert Path(folder, module.name).read_text() == module.read_text()
 
 
 def test_on_this_machine_nothing_is_copied(

@@ -6,7 +6,8 @@ Without it a lost answer becomes a second machine, or a list that failed becomes
 from __future__ import annotations
 
 import email.utils
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 
 import httpx
 import pytest
@@ -222,6 +223,26 @@ def test_an_endless_answer_is_cut() -> None:
     api, _ = make_api(says(200, "x" * (MAX_ANSWER_BYTES + 1)))
     with pytest.raises(ProviderUnavailableError, match="does not answer"):
         api.read("/machines", _Thing)
+
+
+@pytest.mark.parametrize("is_machine", [False, True])
+def test_an_answer_that_drips_is_given_up(is_machine: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else who ends machines would wait for it for ever, and end none."""
+    monkeypatch.setattr("infra.providers.http.MAX_ANSWER_S", 0.05)
+
+    def drip() -> Iterator[bytes]:
+        for _ in range(1000):
+            time.sleep(0.01)
+            yield b" "
+
+    api, _ = make_api(lambda request: httpx.Response(200, content=drip()))
+    began = time.monotonic()
+    with pytest.raises(UnclearAnswerError if is_machine else ProviderUnavailableError, match="does not answer"):
+        if is_machine:
+            api.create("/machines", {}, _Thing, is_machine=True)
+        else:
+            api.read("/machines", _Thing)
+    assert time.monotonic() - began < 5
 
 
 def test_the_key_is_sent_and_shown_nowhere(caplog: pytest.LogCaptureFixture) -> None:

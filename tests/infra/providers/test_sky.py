@@ -25,14 +25,16 @@ from flows.cli import app
 from infra.errors import (
     HostKeyError,
     MissingKeyError,
+    NodeUnreachableError,
     NoMachineError,
+    PermanentInfraError,
     ProviderRefusedError,
     ProviderUnavailableError,
     StillRentedError,
 )
 from infra.ledger import Ledger
 from infra.node import InstanceNode
-from infra.offers import GPUQuery, InstanceStatus
+from infra.offers import GPUQuery, Instance, InstanceStatus
 from infra.providers import sky
 from infra.providers.clouds import ENDPOINTS, open_account
 from infra.providers.rented import access_to, describe_offer
@@ -116,6 +118,10 @@ def ledger(tmp_path: Path) -> Iterator[Ledger]:
         yield ledger
 
 
+def never_usable(rental: Rental, instance: Instance) -> str:
+    raise NodeUnreachableError("a@h:22", "it boots")
+
+
 def rent(cloud: Sky, ledger: Ledger) -> Rental:
     [rental] = rent_machines(Renting(WANTED, ledger, {"sky": cloud}, check=usable, pace=PACE))
     return rental
@@ -187,6 +193,20 @@ def test_a_launch_that_is_not_answered_is_found_by_its_name(
     rental = rent(cloud, ledger)
     assert rental.state is RentalState.READY and installed.state["num_made"] == 1
     assert list(installed.state["clusters"]) == [rental.name]
+
+
+@pytest.mark.slow
+def test_a_launch_is_waited_for_no_longer_than_the_money_or_the_hours_last(
+    installed: Installed, cloud: Sky, ledger: Ledger
+) -> None:
+    installed.set("faults", hang_launch_s=30)
+    began = time.monotonic()
+    with pytest.raises(PermanentInfraError, match="the run has spent the "):  # at 6.5 USD/h, 5 s
+        rent_machines(
+            Renting(replace(WANTED, max_usd=0.01), ledger, {"sky": cloud}, check=never_usable, pace=PACE),
+        )
+    assert time.monotonic() - began < 25 and installed.state["clusters"] == {}
+    assert [rental.state for rental in all_rentals(ledger)] == [RentalState.GONE]
 
 
 def test_a_launch_that_failed_while_skypilot_could_not_say_what_it_left_is_looked_for(

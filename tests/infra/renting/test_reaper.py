@@ -28,7 +28,15 @@ from infra.offers import CloudName, Instance
 from infra.providers.runpod import RunPod
 from infra.renting.reaper import UNSEEN_AFTER_S, ReapReport, reap
 from infra.renting.release import release_machine
-from infra.renting.rentals import Rental, RentalState, add_rental, all_rentals, change_rental, find_rental
+from infra.renting.rentals import (
+    Rental,
+    RentalState,
+    add_rental,
+    all_rentals,
+    change_rental,
+    find_rental,
+    open_rentals,
+)
 from tests.infra.fake_cloud import KEY, FakeCloud, Faults
 from tests.infra.fake_runpod import FakeRunPod
 from tests.infra.providers.test_cloud_contracts import PROVIDERS
@@ -185,6 +193,16 @@ def test_a_machine_of_ours_that_the_ledger_does_not_know_is_ended(world: World) 
     assert len(reap_now(world).ended) == 1 and world.fake.alive() == []
 
 
+def test_one_that_does_not_end_is_in_the_way_of_nobody_who_asks_which_runs_live(world: World) -> None:
+    world.fake.faults.never_ends = True
+    with Ledger(world.path) as ledger, ledger.living_run("other"):
+        world.fake.add(f"rollouts-{ledger.identity}-run-a1-t1700000000", BODY)
+        reap(ledger, {"runpod": world.cloud}, pace=replace(PACE, gone_within_s=0.1))
+        [row] = open_rentals(ledger)
+        assert row.state is RentalState.RELEASING
+        assert not ledger.has_died(row.run_id) and not ledger.is_alive(row.run_id)
+
+
 def test_a_machine_that_appears_late_is_ended(world: World) -> None:
     world.fake.faults.drop_creates = 1
     world.fake.faults.list_lag_s = 3.0
@@ -207,6 +225,25 @@ def test_a_machine_that_appears_when_its_run_has_another_one_is_ended_while_the_
         world.fake.faults.list_lag_s = 0.0
         report = reap_now(world, spare=True)
         assert len(report.ended) == 1 and [machine.name for machine in world.fake.alive()] == [used.name]
+
+
+@pytest.mark.parametrize("has_another", [False, True])
+def test_a_machine_that_was_asked_for_by_an_earlier_try_and_appears_late_is_ended_while_the_run_lives(
+    world: World, has_another: bool
+) -> None:
+    with Ledger(world.path) as ledger:
+        asked_for = {"state": RentalState.INTENDED, "instance_id": "", "rented_at": None, "host_key": ""}
+        assert change_rental(ledger, world.rent(), **asked_for) is not None, "killed before it was written down"
+        if has_another:
+            late = replace(all_rentals(ledger)[0], name=f"rollouts-{ledger.identity}-run-a9-t1700000000")
+            add_rental(ledger, replace(late, state=RentalState.READY, instance_id=world.fake.add(late.name, BODY).id))
+        world.fake.faults.list_lag_s = 3.0
+        with ledger.living_run(REQUEST.run_id):
+            used = world.rent()
+            world.fake.faults.list_lag_s = 0.0
+            assert len(world.fake.alive()) == 2
+            assert len(reap_now(world, spare=True).ended) == 1
+            assert [machine.name for machine in world.fake.alive()] == [used.name]
 
 
 def test_a_refusal_that_was_none_is_found_out(world: World) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from infra.errors import HostKeyError, LoginError, NodeUnreachableError, PermanentInfraError
+from infra.errors import HostKeyError, LoginError, NameUnknownError, NodeUnreachableError, PermanentInfraError
 from infra.node import SSHAccess
 from infra.ssh.connection import connect
 from infra.ssh.proxy_jump import proxy_command
@@ -125,6 +125,11 @@ def test_what_keeps_us_from_getting_through_is_one_sentence(
     access = bastions.before(ssh_server.access, "outer")
     with pytest.raises(NodeUnreachableError, match=r"through outer: .*(refused|closed|forwarding failed)"):
         connect(replace(access, port=1))
+    nowhere = replace(access, proxy_jump="no-such-host.invalid")
+    with pytest.raises(NodeUnreachableError, match="Could not resolve hostname no-such-host"):
+        connect(nowhere)  # whose key is known, so it was found before
+    with pytest.raises(NameUnknownError, match="Could not resolve hostname no-such-host"):
+        connect(replace(nowhere, host_key=""))
     known = bastions.known_hosts.read_text()
     bastions.known_hosts.write_text("")
     with pytest.raises(LoginError, match=r"no way through outer \(Host key verification failed"):

@@ -15,7 +15,14 @@ from typing import Any
 import pytest
 
 import infra.ssh.connection
-from infra.errors import HostKeyError, LoginError, NodeUnreachableError, PermanentInfraError, TransientInfraError
+from infra.errors import (
+    HostKeyError,
+    LoginError,
+    NameUnknownError,
+    NodeUnreachableError,
+    PermanentInfraError,
+    TransientInfraError,
+)
 from infra.node import SSHAccess
 from infra.ssh.connection import connect
 from infra.ssh.host_keys import HostKeyEvidence
@@ -112,8 +119,20 @@ def test_no_key_at_all_is_said(ssh_server: SSHServer, tmp_path: Path, monkeypatc
 def test_a_host_that_does_not_listen_or_has_no_name_is_said(ssh_server: SSHServer) -> None:
     with pytest.raises(NodeUnreachableError, match=r"127\.0\.0\.1:1 does not answer \(Connection refused\)"):
         connect(replace(ssh_server.access, port=1))
-    with pytest.raises(PermanentInfraError, match=r"there is no host called no-such-host\.invalid"):
-        connect(replace(ssh_server.access, host="no-such-host.invalid"))
+    with pytest.raises(NameUnknownError, match=r"there is no host called no-such-host\.invalid"):
+        connect(unpinned(replace(ssh_server.access, host="no-such-host.invalid")))
+
+
+def test_a_name_that_somebody_has_answered_to_and_nobody_knows_now_is_no_mistake_in_the_settings(
+    ssh_server: SSHServer, tmp_path: Path
+) -> None:
+    """As while a VPN is away, or on a laptop that has just woken up: a retry may help, and the job goes on."""
+    away = replace(ssh_server.access, host="no-such-host.invalid")
+    known_hosts = tmp_path / "known_hosts"
+    known_hosts.write_text(known_hosts_line(ssh_server).replace("127.0.0.1", "no-such-host.invalid"))
+    for access in (away, unpinned(away, known_hosts)):
+        with pytest.raises(NodeUnreachableError, match=r"there is no host called no-such-host\.invalid"):
+            connect(access)
 
 
 def test_a_server_that_says_nothing_is_given_up(ssh_server: SSHServer, monkeypatch: pytest.MonkeyPatch) -> None:
