@@ -23,6 +23,7 @@ from rollouts_core.backends.ranks import Ranks
 from rollouts_core.data.data_buffer import DataBuffer
 from rollouts_core.data.dataset import load_prompts_from_jsonl
 from rollouts_core.engines import InferenceEngine
+from rollouts_core.engines.nccl import share_memory_as
 from rollouts_core.environments.protocol import describe_tools
 from rollouts_core.job import RLJob
 from rollouts_core.jobs.job_engines import keep_leases, open_engines, publish_target
@@ -48,6 +49,7 @@ MANY_SKIPPED = 0.5
 
 def run_rl_job(job: RLJob, directory: RunDirectory) -> None:
     """Improve a model; the record, which lists the checkpoints, exists when this returns."""
+    share_memory_as(job.rollout.engine)
     run_training_job(job, directory, create=partial(create_rl_backend, job), train=partial(train, job, directory))
 
 

@@ -20,7 +20,6 @@ from rollouts_core.backends.launch import is_follower, is_launched
 from rollouts_core.backends.protocol import TrainingBackend
 from rollouts_core.backends.ranks import Ranks, join_ranks
 from rollouts_core.checkpoint import list_checkpoints, load_manifest
-from rollouts_core.engines.nccl import share_memory_as
 from rollouts_core.job import RLJob, SFTJob
 from rollouts_core.metrics import EventLog
 from rollouts_core.model.loading import silence_progress_bars
@@ -46,8 +45,6 @@ def run_training_job(
     """
     silence_progress_bars()
     _set_num_threads(job)
-    if isinstance(job, RLJob):
-        share_memory_as(job.rollout.engine)
     if is_follower():
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the leader ends, and with it the others
     device = "cpu" if job.deployment.shares_cpu else ""
