@@ -15,14 +15,13 @@ from rollouts_core.config import (
     Config,
     DatasetConfig,
     EngineConfig,
-    FunctionName,
     ModelConfig,
-    RewardConfig,
     RolloutConfig,
     SamplingConfig,
     SFTTrainingConfig,
 )
 from rollouts_core.data.rows import digest_path, resolve_revision
+from rollouts_core.errors import ConfigError
 from rollouts_core.fingerprint import digest_checkpoint, digest_model, digest_plugins, fingerprint_job
 from rollouts_core.job import (
     EngineAddress,
@@ -74,7 +73,7 @@ def plan_rl(start: InputModel, config: Config, scope: RunScope, node: Node) -> S
         training=config.training.rl,
         resume_digest=digest_checkpoint(config.training.rl.resume_from),
         rollout=with_engines_elsewhere(config.rollout) if node.engine_nodes else config.rollout,
-        plugin_digest=plugin_digest(config),
+        plugin_digest=plugin_digest(config.rollout),
         deployment=config.deployment,
     )
     return build_stage("rl", job, scope, node, num_steps=config.training.rl.num_steps)
@@ -194,26 +193,25 @@ def evaluation_job(checkpoints: Sequence[InputModel], data: str, config: Config,
     config = with_engines_of_trainer(config) if node.engine_nodes else config
     rollout, sft = config.rollout, config.training.sft
     is_generating = config.evaluation.metric == "accuracy"
+    sampled = RolloutConfig(
+        engine=config.evaluation_engine if is_generating else EngineConfig(),
+        environment=rollout.environment,
+        multi_turn=rollout.multi_turn,
+        max_environment_retries=rollout.max_environment_retries,
+        reward_fn=rollout.reward_fn,
+        rewards=rollout.rewards,
+        reward_timeout_s=rollout.reward_timeout_s,
+        request_timeout_s=rollout.request_timeout_s,
+        silence_timeout_s=rollout.silence_timeout_s,
+        sampling=SamplingConfig(max_new_tokens=rollout.sampling.max_new_tokens),
+    )
     return EvalJob(
         checkpoints=tuple(checkpoints),
         data=input_file(data),
         evaluation=config.evaluation.model_copy(update={"engine": "rollout"}),  # which is the one below
-        rollout=RolloutConfig(
-            engine=config.evaluation_engine if is_generating else EngineConfig(),
-            environment=rollout.environment,
-            multi_turn=rollout.multi_turn,
-            max_environment_retries=rollout.max_environment_retries,
-            reward_fn=rollout.reward_fn,
-            rewards=rollout.rewards,
-            reward_timeout_s=rollout.reward_timeout_s,
-            request_timeout_s=rollout.request_timeout_s,
-            silence_timeout_s=rollout.silence_timeout_s,
-            sampling=SamplingConfig(max_new_tokens=rollout.sampling.max_new_tokens),
-        ),
+        rollout=sampled,
         training=SFTTrainingConfig(max_length=sft.max_length, train_on=sft.train_on, on_overlong=sft.on_overlong),
-        plugin_digest=digest_graders(
-            rollout.rewards, rollout.environment, rollout.reward_fn, *(each.name for each in rollout.rewards)
-        ),
+        plugin_digest=plugin_digest(sampled),
         deployment=config.deployment,
     )
 
@@ -235,24 +233,31 @@ def input_dataset(dataset: DatasetConfig) -> InputDataset:
     return InputDataset(**{**dataset.model_dump(), "revision": revision, "digest": digest})
 
 
-def plugin_digest(config: Config) -> str:
-    """The digest of the user's own code and models that sampling, grading and filtering for RL name."""
-    rollout = config.rollout
+def plugin_digest(rollout: RolloutConfig) -> str:
+    """The digest of the user's own code and models that sampling, grading and filtering name.
+
+    `digest_plugins` of the names, and the content of the rewards' models where they are folders of this machine. A
+    judge's model is the name that its endpoint has for it.
+    """
     rewards = [each.name for each in rollout.rewards]
     filters = [rollout.filter_fn, *(each.name for each in rollout.filters), rollout.buffer_filter_fn]
-    names = (rollout.environment, rollout.generate_fn, rollout.reward_fn, *rewards, *filters)
-    return digest_graders(rollout.rewards, *names)
-
-
-def digest_graders(rewards: Sequence[RewardConfig], *names: FunctionName) -> str:
-    """`digest_plugins` of the names, and the content of the rewards' models where they are folders of this machine.
-
-    A judge's model is the name that its endpoint has for it.
-    """
-    code = digest_plugins(*names)
-    folders = [Path(each.model) for each in rewards if each.kind in ("classifier", "reward_model")]
+    code = digest_plugins(rollout.environment, rollout.generate_fn, rollout.reward_fn, *rewards, *filters)
+    folders = [Path(each.model) for each in rollout.rewards if each.kind in ("classifier", "reward_model")]
     models = [digest_path(folder) for folder in folders if folder.is_dir()]
     return hashlib.sha256("".join([code, *models]).encode()).hexdigest() if models else code
+
+
+def check_plugins(stage: Stage) -> None:
+    """Raise ConfigError where the code or the models of `plugin_digest` are others now than when it was planned.
+
+    Engines start in between: what was edited meanwhile would train under the identity of what it was.
+    """
+    planned = stage.job.get("plugin_digest")
+    if planned and plugin_digest(RolloutConfig.model_validate(stage.job["rollout"])) != planned:
+        raise ConfigError(
+            "the code of rewards and environments, or a model that grades, changed since the stage was planned: start "
+            "the run again"
+        )
 
 
 def build_stage(name: str, job: Job, scope: RunScope, node: Node, *, num_steps: int) -> Stage:

@@ -43,6 +43,7 @@ from tasks.early_end import begin_with_earlier, check_own_end, read_early_end, r
 from tasks.leases import has_lease
 from tasks.node_job import GRACE_S, gpus_of, job_spec
 from tasks.placement import place_stage
+from tasks.plan import check_plugins
 from tasks.progress import StageProgress
 from tasks.records import How, RunScope, Stage, StageRecord
 from tasks.tracking import tracked
@@ -121,6 +122,7 @@ def run_on_node(stage: Stage, scope: RunScope, node: Node, progress: StageProgre
     ):
         if left := ledger.nodes_left(Path(stage.run_dir).name) - {node.name}:
             progress.say(describe_left_job(left))
+        check_plugins(stage)
         placement = place_stage(session, stage, node, say=progress.say)
         with trainers_beside(stage, session, scope, node, progress.say) as trainers:
             placed = placement.stage.model_copy(update={"job": {**placement.stage.job, **trainers}})

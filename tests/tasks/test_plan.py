@@ -17,13 +17,14 @@ from infra.providers import provision_node
 from rollouts_core.checkpoint import load_manifest, new_checkpoint
 from rollouts_core.config import ENGINE_MARGINS, MIN_ENGINE_CONTEXT, Config, DataConfig, ModelConfig
 from rollouts_core.engines.canary import canary_requests
-from rollouts_core.errors import CheckpointError
+from rollouts_core.errors import CheckpointError, ConfigError
 from rollouts_core.fingerprint import fingerprint_job
 from rollouts_core.job import EvalJob, InputModel
 from rollouts_core.keys import OWN_KEY_VARIABLE
 from tasks.node_job import job_environment
 from tasks.plan import (
     base_model,
+    check_plugins,
     plan_engine,
     plan_evaluation,
     plan_rl,
@@ -147,6 +148,26 @@ def test_another_model_that_grades_in_the_same_folder_is_another_rl_and_another_
     first, again, other = identities
     assert first == again
     assert not set(first) & set(other)
+
+
+def test_a_reward_that_is_edited_between_planning_and_starting_is_not_trained_on(
+    tmp_path: Path, scope: RunScope, node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = tmp_path / "edited_reward_of_a_test.py"
+    code.write_text("A = 1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    config = config_at(tmp_path / "inputs", rollout={"reward_fn": "edited_reward_of_a_test:score"})
+    model = base_model(config)
+    graded = [plan_rl(model, config, scope, node), plan_evaluation({"base": model}, config, scope, node)]
+    stages = [plan_sft(config, scope, node), *graded, plan_rl(model, config_at(tmp_path / "inputs"), scope, node)]
+    for stage in stages:
+        check_plugins(stage)
+    code.write_text("A = 2\n")
+    for stage in graded:
+        with pytest.raises(ConfigError, match="changed since the stage was planned: start the run again"):
+            check_plugins(stage)
+    for stage in (stages[0], stages[-1]):
+        check_plugins(stage)
 
 
 def test_engines_and_ports_are_no_part_of_the_identity_of_rl(
