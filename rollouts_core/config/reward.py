@@ -49,7 +49,7 @@ class RewardConfig(Record):
     address before `/chat/completions`, or one that ends in `/generate`."""
     model: str = ""
     """Folder of the classifier, of a reward model's tokenizer and config.json, or the judge's name at its endpoint; for
-    `/generate` the folder of its tokenizer."""
+    `/generate` the folder of its tokenizer. Folders are relative to the configuration's file."""
     label: str = ""
     """Which score of a reward model with several is the reward: the label's name in its config.json (`id2label`), or
     its number, from 0."""
