@@ -67,6 +67,12 @@ class RewardConfig(Record):
     """How often a service or judge that is away or overloaded, or whose answer cannot be read, is asked again: after
     longer and longer pauses, or as late as its Retry-After says."""
 
+    @property
+    def model_folder(self) -> str:
+        """`model` where it is a folder; empty where there is none, or it is a judge's name at its endpoint."""
+        is_asked_in_tokens = self.kind == "judge" and self.url.rstrip("/").endswith("/generate")
+        return self.model if self.kind in ("classifier", "reward_model") or is_asked_in_tokens else ""
+
     @model_validator(mode="after")
     def _check_kind(self) -> Self:
         for field in NEEDED.get(self.kind, ()):
