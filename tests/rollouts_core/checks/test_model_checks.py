@@ -54,7 +54,7 @@ from rollouts_core.checks.model_checks import (
 from rollouts_core.checks.validate import (
     validate_config,
 )
-from rollouts_core.config import Config, ModelConfig, PolicyConfig
+from rollouts_core.config import Config, LoRAConfig, ModelConfig, PolicyConfig
 from rollouts_core.errors import CheckpointError, ConfigError
 from rollouts_core.model.loading import (
     MODELS_OF_ROW_DISTANCES,
@@ -247,6 +247,19 @@ def test_dropout_is_warned_of_where_the_loss_compares_with_an_engine(
     settings.save_pretrained(tmp_path)
     config = config_of(tmp_path, mode)
     assert [named in sentence for sentence in warn_of_dropout(config)] == [True] * bool(named)
+
+
+@pytest.mark.parametrize(("mode", "rank", "is_told"), [("rl", 8, True), ("sft", 8, False), ("rl", 0, False)])
+def test_dropout_of_adapters_is_warned_of_like_that_of_the_model(
+    tmp_path: Path, mode: str, rank: int, is_told: bool
+) -> None:
+    LlamaConfig().save_pretrained(tmp_path)
+    config = config_of(tmp_path, mode)
+    policy = PolicyConfig(lora=LoRAConfig(rank=rank, dropout=0.05))
+    stages = {kind: getattr(config.training, kind).model_copy(update={"policy": policy}) for kind in ("sft", "rl")}
+    found = warn_of_dropout(config.model_copy(update={"training": config.training.model_copy(update=stages)}))
+    said = "training.rl.policy.lora.dropout 0.05 drops inputs of adapters"
+    assert [sentence.startswith(said) for sentence in found] == [True] * is_told
 
 
 @pytest.mark.parametrize(
