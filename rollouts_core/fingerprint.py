@@ -20,7 +20,7 @@ from pydantic_core import PydanticUndefined
 
 from rollouts_core.checkpoint import MANIFEST, find_checkpoint, load_manifest
 from rollouts_core.config import PLACEMENT, SELECTION, FunctionName, ModelConfig, name_of_function
-from rollouts_core.data.rows import digest_path
+from rollouts_core.data.rows import digest_files, digest_path
 from rollouts_core.errors import ConfigError
 from rollouts_core.user_code.own_files import OwnCode, find_code, own_code
 
@@ -150,8 +150,10 @@ def digest_plugins(*names: FunctionName) -> str:
 
 
 def _digest_code(code: OwnCode) -> str:
-    """The digest of one package, folder or file."""
-    if path := code.package or code.file:
-        return digest_path(path)
+    """The digest of one package, folder or file, by what is imported: an editor's hidden files are no part of it."""
+    if code.file:
+        return digest_path(code.file)
+    if code.package:
+        return digest_files({Path(name).relative_to(code.name): path for name, path in code.files.items()})
     files = "".join(f"{name}\0{digest_path(path)}\n" for name, path in sorted(code.files.items()))
     return hashlib.sha256(files.encode(errors="surrogateescape")).hexdigest()

@@ -19,7 +19,7 @@ import json
 import re
 import zlib
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from io import BufferedReader
 from pathlib import Path
@@ -210,10 +210,20 @@ def digest_path(path: str | Path, *, revision: str = "") -> str:
     if not root.is_dir():
         total.update(f"hub:{path}@{revision}".encode() if revision else f"hub:{path}".encode())
         return total.hexdigest()
-    files = sorted(p for p in root.rglob("*") if p.is_file() and KEPT_BESIDE.isdisjoint(p.relative_to(root).parts))
-    for file, digest in zip(files, read_each(_digest_file, files, num_bytes=_count_bytes(files)), strict=True):
-        line = f"{file.relative_to(root).as_posix()}\0{digest}\n"
-        total.update(line.encode(errors="surrogateescape"))  # names need not be UTF-8
+    below = {each.relative_to(root): each for each in root.rglob("*") if each.is_file()}
+    return digest_files({name: file for name, file in below.items() if KEPT_BESIDE.isdisjoint(name.parts)})
+
+
+def digest_files(files: Mapping[Path, Path]) -> str:
+    """sha256 of the contents of files and of what they are called, as hex.
+
+    Args:
+        files: where they lie, by their names below a folder.
+    """
+    total, names = hashlib.sha256(), sorted(files)
+    paths = [files[name] for name in names]
+    for name, digest in zip(names, read_each(_digest_file, paths, num_bytes=_count_bytes(paths)), strict=True):
+        total.update(f"{name.as_posix()}\0{digest}\n".encode(errors="surrogateescape"))  # names need not be UTF-8
     return total.hexdigest()
 
 
