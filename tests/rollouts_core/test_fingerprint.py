@@ -71,6 +71,8 @@ def test_a_fingerprint_is_sixteen_hex_digits() -> None:
         {"rollout": RolloutConfig(reward_timeout_s=5.0)},
         {"rollout": RolloutConfig(generate_timeout_s=5.0)},
         {"rollout": RolloutConfig(max_refills=20)},
+        {"training": RLTrainingConfig(max_skipped_updates=0)},
+        {"training": RLTrainingConfig(max_steps_without_signal=0)},
     ],
 )
 def test_placement_does_not_change_the_fingerprint(changes: dict[str, Any]) -> None:
