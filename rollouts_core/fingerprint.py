@@ -46,8 +46,18 @@ def fingerprint_job(stage: str, job: BaseModel, *, salt: str = "") -> str:
 
 def training_settings(record: BaseModel) -> dict[str, Any]:  # Any: JSON
     """`affecting_settings` that can change weights, by dotted names: `{"batch_size": 4, "optim.lr": 0.001}`."""
-    named = {name: name_of_function(value) for name, value in record if callable(value)}
-    return _flatten(affecting_settings(record.model_copy(update=named), unless_marked=(*NO_RESULT, *NO_WEIGHTS)))
+    return _flatten(affecting_settings(_with_names(record), unless_marked=(*NO_RESULT, *NO_WEIGHTS)))
+
+
+def _with_names(record: BaseModel) -> BaseModel:
+    """The record with names in the place of functions, also of those that no file could name."""
+    named: dict[str, Any] = {}  # Any: settings of every type
+    for name, value in record:
+        if isinstance(value, tuple):
+            named[name] = tuple(_with_names(each) if isinstance(each, BaseModel) else each for each in value)
+        elif callable(value):
+            named[name] = name_of_function(value)
+    return record.model_copy(update=named)
 
 
 def flat_settings(record: BaseModel) -> dict[str, Any]:  # Any: JSON

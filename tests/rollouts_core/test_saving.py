@@ -18,8 +18,10 @@ from rollouts_core.backends.protocol import ImmediateTrainFuture, ThreadTrainFut
 from rollouts_core.backends.pytorch import create_pytorch_backend
 from rollouts_core.checkpoint import list_checkpoints, load_manifest, new_checkpoint, verify_checkpoint
 from rollouts_core.config import (
+    FilterConfig,
     ModelConfig,
     OptimConfig,
+    RewardConfig,
     RLTrainingConfig,
     RolloutConfig,
     SamplingConfig,
@@ -276,6 +278,13 @@ def test_settings_have_the_names_that_the_configuration_gives_them() -> None:
 def test_a_function_that_no_file_could_name_is_no_obstacle() -> None:
     settings = describe_settings(CONFIG, {}, rollout=RolloutConfig(reward_fn=lambda sample: 0.0))
     assert settings["rollout.reward_fn"].endswith("<lambda>")
+    several = RolloutConfig(
+        rewards=(RewardConfig(name=lambda sample: 0.0), RewardConfig(name=reward_nothing, weight=2.0)),
+        filters=(FilterConfig(name=lambda group: True),),
+    )
+    settings = describe_settings(CONFIG, {}, rollout=several)
+    assert [each["name"].rpartition(".")[2] for each in settings["rollout.filters"]] == ["<lambda>"]
+    assert settings["rollout.rewards"][1] == {"name": f"{__name__}:reward_nothing", "weight": 2.0}
 
 
 def test_other_settings_are_refused_by_name_and_value() -> None:
