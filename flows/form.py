@@ -334,14 +334,20 @@ def _beside(config: Config, folder: Path) -> Config:
 
 def _check_importable(config: Config, path: Path) -> None:
     """Raise ConfigError for a function that the jobs, which are other processes, could not find."""
-    for name in ("generate_fn", "reward_fn", "filter_fn", "buffer_filter_fn"):
-        function = getattr(config.rollout, name)
+    rollout = config.rollout
+    functions = {name: getattr(rollout, name) for name in ("generate_fn", "reward_fn", "filter_fn", "buffer_filter_fn")}
+    functions |= {f"rewards.{index}.name": each.name for index, each in enumerate(rollout.rewards)}
+    functions |= {f"filters.{index}.name": each.name for index, each in enumerate(rollout.filters)}
+    for name, function in functions.items():
         if isinstance(function, str):
             continue
+        called = getattr(function, "__qualname__", f"a {type(function).__qualname__}")
         try:
+            if not hasattr(function, "__qualname__"):
+                raise ConfigError(f"{function!r} has no name")
             resolve_function(name_of_function(function), {}, setting=f"rollout.{name}")
         except ConfigError as error:
             raise ConfigError(
-                f"{path}: rollout.{name}: the jobs, processes of their own, cannot import {function.__qualname__}: "
-                'put it into a module on PYTHONPATH and name it "module:function"'
+                f"{path}: rollout.{name}: the jobs, processes of their own, cannot import {called}: put it into a "
+                'module on PYTHONPATH and name it "module:function"'
             ) from error
