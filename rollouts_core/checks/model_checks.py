@@ -160,13 +160,21 @@ def _say_damaged(path: Path, error: OSError | SafetensorError) -> str:
 
 
 def check_jax_model(config: Config) -> None:
-    """Raise when a stage is to train with JAX, and the model is none that it computes.
+    """Raise when a stage is to train with JAX, and the model is none that it computes, or several processes are to.
 
     Raises:
-        CheckpointError, ConfigError: one sentence about the model.
+        CheckpointError, ConfigError: one sentence about the model, or the processes.
     """
-    if _stages_of_jax(config):
-        load_jax_architecture(config.model)
+    if not (jax := _stages_of_jax(config)):
+        return
+    placement = config.deployment
+    if placement.num_trainer_processes > 1:
+        setting = "trainer_processes" if placement.trainer_processes else "trainer_gpu_ranks"
+        raise ConfigError(
+            f'deployment.{setting}: {jax[0]}.policy.backend "jax" trains in one process, and these are '
+            f'{placement.num_trainer_processes}: give one GPU, or set backend = "pytorch"'
+        )
+    load_jax_architecture(config.model)
 
 
 def check_language_model(config: Config) -> list[Caution]:
