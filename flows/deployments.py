@@ -22,6 +22,7 @@ from flows.form import Pipeline, RunOptions, load_pipeline, name_of, parse_pipel
 from flows.server import named_url
 from flows.tools import TOOLS
 from infra.ledger import LEDGER_FILE, Ledger
+from rollouts_core.algorithms.presets import ALGORITHMS
 from rollouts_core.config import read_settings
 from rollouts_core.errors import ConfigError
 from rollouts_core.system.files import write_json
@@ -195,14 +196,18 @@ def overridden(
 ) -> dict[str, Any]:
     """Parameters of a deployment of this flow with settings replaced; an assignment is `key=value`, a key of a file.
 
-    A value is JSON where it can be read as such, and text otherwise: training.rl.num_steps=10, run.name=second.
+    A value is JSON where it can be read as such, and text otherwise: training.rl.num_steps=10, run.name=second. An
+    algorithm takes the place of the one that was filled in, also where that was changed since.
 
     Raises:
         ConfigError: one sentence; the key is not known, or the value does not fit.
     """
     tables = {name: section for name, section in parameters.items() if name != "config"}
     settings = json.loads(json.dumps({**parameters["config"], **tables}))
-    for assignment in assignments:
+    given = list(assignments)
+    if any(each.startswith("training.rl.algorithm=") for each in given):
+        _forget_algorithm(settings)
+    for assignment in given:
         key, separator, text = assignment.partition("=")
         if not separator or not key:
             raise ConfigError(f"{assignment!r} is not of the form key=value, like training.rl.num_steps=10")
@@ -220,6 +225,13 @@ def overridden(
         section[last] = assigned_value(text)
     pipeline = parse_pipeline(settings, Path("command line"))
     return parameters_of(pipeline)
+
+
+def _forget_algorithm(settings: Mapping[str, Any]) -> None:  # Any: JSON
+    """Take away what algorithms fill in: beside that of one, another would fill in what is left, and be neither."""
+    rl = settings.get("training", {}).get("rl", {})
+    for name in {name for preset in ALGORITHMS.values() for name in preset.settings}:
+        rl.pop(name, None)
 
 
 def assigned_value(text: str) -> Any:  # Any: JSON

@@ -42,6 +42,8 @@ from rollouts_core.config import (
     DataConfig,
     ModelConfig,
     Record,
+    RLTrainingConfig,
+    SFTTrainingConfig,
     name_of_function,
     parse_config,
     read_settings,
@@ -308,22 +310,44 @@ def name_of(path: Path) -> str:
 
 def _beside(config: Config, folder: Path) -> Config:
     """The configuration with its paths relative to `folder` made absolute."""
-    given = {"model": config.model.model_dump(), "data": config.data.model_dump()}
+    training, rewards = config.training, config.rollout.rewards
+    stages: dict[str, SFTTrainingConfig | RLTrainingConfig] = {"sft": training.sft, "rl": training.rl}
+    given = {
+        "model": config.model.model_dump(),
+        "data": config.data.model_dump(),
+        "training": {name: {"resume_from": stage.resume_from} for name, stage in stages.items()},
+        "rollout": {"rewards": [each.model_dump(include={"kind", "url", "model"}) for each in rewards]},
+    }
     resolved = resolve_paths(given, folder)
-    model, data = ModelConfig.model_validate(resolved["model"]), DataConfig.model_validate(resolved["data"])
-    return config.model_copy(update={"model": model, "data": data})
+    models = [each["model"] for each in resolved["rollout"]["rewards"]]
+    graders = tuple(each.model_copy(update={"model": model}) for each, model in zip(rewards, models, strict=True))
+    resumed = {name: stage.model_copy(update=resolved["training"][name]) for name, stage in stages.items()}
+    return config.model_copy(
+        update={
+            "model": ModelConfig.model_validate(resolved["model"]),
+            "data": DataConfig.model_validate(resolved["data"]),
+            "training": training.model_copy(update=resumed),
+            "rollout": config.rollout.model_copy(update={"rewards": graders}),
+        }
+    )
 
 
 def _check_importable(config: Config, path: Path) -> None:
     """Raise ConfigError for a function that the jobs, which are other processes, could not find."""
-    for name in ("generate_fn", "reward_fn", "filter_fn", "buffer_filter_fn"):
-        function = getattr(config.rollout, name)
+    rollout = config.rollout
+    functions = {name: getattr(rollout, name) for name in ("generate_fn", "reward_fn", "filter_fn", "buffer_filter_fn")}
+    functions |= {f"rewards.{index}.name": each.name for index, each in enumerate(rollout.rewards)}
+    functions |= {f"filters.{index}.name": each.name for index, each in enumerate(rollout.filters)}
+    for name, function in functions.items():
         if isinstance(function, str):
             continue
+        called = getattr(function, "__qualname__", f"a {type(function).__qualname__}")
         try:
+            if not hasattr(function, "__qualname__"):
+                raise ConfigError(f"{function!r} has no name")
             resolve_function(name_of_function(function), {}, setting=f"rollout.{name}")
         except ConfigError as error:
             raise ConfigError(
-                f"{path}: rollout.{name}: the jobs, processes of their own, cannot import {function.__qualname__}: "
-                'put it into a module on PYTHONPATH and name it "module:function"'
+                f"{path}: rollout.{name}: the jobs, processes of their own, cannot import {called}: put it into a "
+                'module on PYTHONPATH and name it "module:function"'
             ) from error

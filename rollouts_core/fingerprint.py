@@ -20,7 +20,7 @@ from pydantic_core import PydanticUndefined
 
 from rollouts_core.checkpoint import MANIFEST, find_checkpoint, load_manifest
 from rollouts_core.config import PLACEMENT, SELECTION, FunctionName, ModelConfig, name_of_function
-from rollouts_core.data.rows import digest_path
+from rollouts_core.data.rows import digest_files, digest_path
 from rollouts_core.errors import ConfigError
 from rollouts_core.user_code.own_files import OwnCode, find_code, own_code
 
@@ -46,8 +46,18 @@ def fingerprint_job(stage: str, job: BaseModel, *, salt: str = "") -> str:
 
 def training_settings(record: BaseModel) -> dict[str, Any]:  # Any: JSON
     """`affecting_settings` that can change weights, by dotted names: `{"batch_size": 4, "optim.lr": 0.001}`."""
-    named = {name: name_of_function(value) for name, value in record if callable(value)}
-    return _flatten(affecting_settings(record.model_copy(update=named), unless_marked=(*NO_RESULT, *NO_WEIGHTS)))
+    return _flatten(affecting_settings(_with_names(record), unless_marked=(*NO_RESULT, *NO_WEIGHTS)))
+
+
+def _with_names(record: BaseModel) -> BaseModel:
+    """The record with names in the place of functions, also of those that no file could name."""
+    named: dict[str, Any] = {}  # Any: settings of every type
+    for name, value in record:
+        if isinstance(value, tuple):
+            named[name] = tuple(_with_names(each) if isinstance(each, BaseModel) else each for each in value)
+        elif callable(value):
+            named[name] = name_of_function(value)
+    return record.model_copy(update=named)
 
 
 def flat_settings(record: BaseModel) -> dict[str, Any]:  # Any: JSON
@@ -150,8 +160,10 @@ def digest_plugins(*names: FunctionName) -> str:
 
 
 def _digest_code(code: OwnCode) -> str:
-    """The digest of one package, folder or file."""
-    if path := code.package or code.file:
-        return digest_path(path)
+    """The digest of one package, folder or file, by what is imported: an editor's hidden files are no part of it."""
+    if code.file:
+        return digest_path(code.file)
+    if code.package:
+        return digest_files({Path(name).relative_to(code.name): path for name, path in code.files.items()})
     files = "".join(f"{name}\0{digest_path(path)}\n" for name, path in sorted(code.files.items()))
     return hashlib.sha256(files.encode(errors="surrogateescape")).hexdigest()

@@ -42,12 +42,14 @@ logger = logging.getLogger(__name__)
 ScoredBy = Literal["reward", "reward_unfiltered", "eval_loss", "loss"]
 """Which metric the checkpoints of a run are compared by: the same for all of them."""
 
-TASK_INPUTS = ("data", "samples", "plugins")
+TASK_INPUTS = ("data", "samples", "plugins", "eval_samples")
 """Inputs that decide what a score is of."""
+FREE_INPUTS = ("eval_samples",)
+"""Inputs that decide no weights: a training that goes on may have others."""
 MEANINGS = {"plugins": "plugins (the code of rewards, filters and environments, and models that grade)"}
 """Names of inputs that do not say what they are of."""
-LATER_INPUTS = ("data",)
-"""Inputs that checkpoints of RL by earlier versions do not name: they pass for those of today."""
+LATER_INPUTS = ("data", "eval_samples")
+"""Inputs that checkpoints of RL, or of SFT, by earlier versions do not name: they pass for those of today."""
 
 
 class _Save(NamedTuple):
@@ -273,13 +275,17 @@ def check_same_settings(
     allowed: Sequence[str],
     checkpoint: Path,
 ) -> list[str]:
-    """The names of the settings that differ, all of them in `allowed` by themselves or by their section.
+    """The names of the settings that differ, all of them free or in `allowed` by themselves or by their section.
 
     Raises:
         CheckpointError: others differ; it names them with both values, and what in `allowed` is the name of none.
     """
     changed = changed_settings(saved, current)
-    refused = [setting for setting in changed if not any(_names(name, setting) for name in allowed)]
+    refused = [
+        setting
+        for setting in changed
+        if setting not in FREE_INPUTS and not any(_names(name, setting) for name in allowed)
+    ]
     if refused:
         differences = "; ".join(
             f"{MEANINGS.get(name, name)} was {_show(saved, name)} and is {_show(current, name)}" for name in refused

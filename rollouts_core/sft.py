@@ -61,6 +61,8 @@ async def run_sft_training(
     known_inputs = dict(inputs or {})
     if checkpoint_dir and isinstance(samples, Sequence):
         known_inputs["samples"] = digest_samples(samples)
+    if checkpoint_dir:
+        known_inputs["eval_samples"] = digest_samples(eval_samples)
     settings = describe_settings(config, known_inputs)
     history: list[Metrics] = []
     async with RunCheckpoints(

@@ -32,6 +32,7 @@ from infra.sync.mirror import LOCK, is_behind
 from infra.sync.push import is_executable, publish_files
 from rollouts_core.checkpoint import find_checkpoint, list_checkpoints
 from rollouts_core.config import RLTrainingConfig, RolloutConfig, SFTTrainingConfig
+from rollouts_core.data.rows import KEPT_BESIDE
 from rollouts_core.job import (
     JOB_TYPES,
     EvalJob,
@@ -170,7 +171,8 @@ class NodeInputs:
         folder = f"{self._node.root}/inputs/{key}"
         if not exists_on_node(self._session, folder):
             below = files_below(path, path.name)
-            files = {name: below[name] for name in below if not name.endswith(without)}
+            wanted = [name for name in below if KEPT_BESIDE.isdisjoint(Path(name).parts[1:-1])]
+            files = {name: below[name] for name in wanted if not name.endswith(without)}
             if not self._is_fetched(path, files, folder):
                 publish_files(self._session, files, folder)
         return f"{folder}/{path.name}"

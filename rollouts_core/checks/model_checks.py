@@ -160,13 +160,21 @@ def _say_damaged(path: Path, error: OSError | SafetensorError) -> str:
 
 
 def check_jax_model(config: Config) -> None:
-    """Raise when a stage is to train with JAX, and the model is none that it computes.
+    """Raise when a stage is to train with JAX, and the model is none that it computes, or several processes are to.
 
     Raises:
-        CheckpointError, ConfigError: one sentence about the model.
+        CheckpointError, ConfigError: one sentence about the model, or the processes.
     """
-    if _stages_of_jax(config):
-        load_jax_architecture(config.model)
+    if not (jax := _stages_of_jax(config)):
+        return
+    placement = config.deployment
+    if placement.num_trainer_processes > 1:
+        setting = "trainer_processes" if placement.trainer_processes else "trainer_gpu_ranks"
+        raise ConfigError(
+            f'deployment.{setting}: {jax[0]}.policy.backend "jax" trains in one process, and these are '
+            f'{placement.num_trainer_processes}: give one GPU, or set backend = "pytorch"'
+        )
+    load_jax_architecture(config.model)
 
 
 def check_language_model(config: Config) -> list[Caution]:
@@ -269,22 +277,27 @@ def check_positions(
 
 
 def warn_of_dropout(config: Config) -> list[Caution]:
-    """A warning where RL would take what a model drops while it is trained for a change of its weights."""
-    settings = find_settings(config.model) if config.mode != "sft" else None
-    if settings is None:
+    """A warning where RL would take what a model or its adapters drop while trained for a change of the weights."""
+    if config.mode == "sft":
         return []
+    consequence = (
+        "and engines do not: the ratios of the loss take the difference for a change of the weights, and clip it"
+    )
+    found: list[Caution] = []
+    lora = config.training.rl.policy.lora
+    if lora.rank and lora.dropout:
+        dropped = f"training.rl.policy.lora.dropout {lora.dropout:g} drops inputs of adapters while they are trained"
+        found.append(Caution(f"{dropped}, {consequence}: leave it out"))
+    settings = find_settings(config.model)
+    if settings is None:
+        return found
     values = settings.get_text_config().to_dict()
     shares = {name: value for name, value in values.items() if DROPOUT.search(name) and isinstance(value, float)}
     named = ", ".join(f"{name} {value:g}" for name, value in shares.items() if value > 0)
-    if not named:
-        return []
-    return [
-        Caution(
-            f"training.rl: the model at {config.model.path} drops activations while it is trained ({named} in its "
-            "config.json), and engines do not: the ratios of the loss take the difference for a change of the weights, "
-            "and clip it: set these to 0 there"
-        )
-    ]
+    if named:
+        dropped = f"training.rl: the model at {config.model.path} drops activations while it is trained ({named} in its"
+        found.append(Caution(f"{dropped} config.json), {consequence}: set these to 0 there"))
+    return found
 
 
 def check_longest(source: str, num_tokens: int, model: ModelConfig) -> list[Caution]:

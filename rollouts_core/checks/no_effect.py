@@ -5,6 +5,8 @@ Not here: settings that cannot go together (config/), what is wrong with models 
 
 from __future__ import annotations
 
+from operator import attrgetter
+
 from rollouts_core.config import (
     Config,
     LoRAConfig,
@@ -144,10 +146,14 @@ def _of_absent_parts(rl: RLTrainingConfig) -> list[str]:
         ("loss", "clip_high", is_clipped, f'with the objective "{loss.objective}"'),
         ("loss", "dual_clip", is_capped, f'with the objective "{loss.objective}"'),
         ("loss", "constant_length", is_averaged, f'with the aggregation "{loss.aggregation}"'),
+        ("loss.mismatch", "weight_low", loss.mismatch.weight != "none", "without loss.mismatch.weight"),
+        ("loss.mismatch", "weight_high", loss.mismatch.weight != "none", "without loss.mismatch.weight"),
+        ("loss.mismatch", "mask_low", loss.mismatch.mask != "none", "without loss.mismatch.mask"),
+        ("loss.mismatch", "mask_high", loss.mismatch.mask != "none", "without loss.mismatch.mask"),
     ]
     found: list[str] = []
     for section, name, is_there, reason in parts:
-        given, usual = (getattr(getattr(each, section), name) for each in (rl, RLTrainingConfig()))
+        given, usual = (getattr(attrgetter(section)(each), name) for each in (rl, RLTrainingConfig()))
         if not is_there and given != usual:
             found.append(f"training.rl.{section}.{name} {given:g} does nothing {reason}")
     return found

@@ -16,6 +16,7 @@ from rollouts_core.config import Config, RLTrainingConfig, RolloutConfig, SFTTra
 from rollouts_core.config.messages import closest_name, settings_of
 from rollouts_core.errors import ConfigError
 from rollouts_core.saving import check_same_settings, check_step, describe_settings
+from rollouts_core.seeds import replicate_seed
 
 INPUTS = ("model", "data", "samples", "plugins", "semantics")
 """What a checkpoint is described by besides settings: digests of what the training reads, and a version."""
@@ -31,7 +32,7 @@ def check_resumed(config: Config) -> None:
     """
     trainings: list[tuple[str, SFTTrainingConfig | RLTrainingConfig, dict[str, BaseModel]]] = []
     trainings += [("training.sft", config.training.sft, {})] if config.mode != "rl" else []
-    trainings += [("training.rl", config.training.rl, {"rollout": config.rollout})] if config.mode != "sft" else []
+    trainings += [("training.rl", config.training.rl, {"rollout": _rollout_of_job(config)})] * (config.mode != "sft")
     for section, training, further in trainings:
         if not training.resume_from or "://" in training.resume_from:
             _check_names(training, {}, section=section)
@@ -46,6 +47,14 @@ def check_resumed(config: Config) -> None:
         )
         check_same_settings(saved, current, allowed=training.allow_changed, checkpoint=checkpoint)
         check_step(manifest.step, training.num_steps, checkpoint=checkpoint)
+
+
+def _rollout_of_job(config: Config) -> RolloutConfig:
+    """The settings of sampling as the job of RL has them: a replicate samples by a seed of its own."""
+    if config.data.rollouts:  # recorded ones are sampled by none
+        return config.rollout
+    seed = replicate_seed(config.rollout.seed, config.training.rl.replicate)
+    return config.rollout.model_copy(update={"seed": seed})
 
 
 def _check_names(

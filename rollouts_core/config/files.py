@@ -49,8 +49,9 @@ def read_settings(path: Path) -> dict[str, Any]:  # Any: unchecked file content
 def resolve_paths(settings: dict[str, Any], base: Path) -> dict[str, Any]:  # Any: unchecked file content
     """`settings` with data paths, and a model path that exists as a folder, made absolute against `base`.
 
-    So do the checkpoints to resume from. A model path that is no folder beside the file stays as it is: it may be a
-    hub id. So does `data.sft` where it reads `organisation/name` and is nothing beside the file. URLs stay as they are.
+    So do the checkpoints to resume from, and the folders of rewards' models: jobs run in folders of their own. A model
+    path that is no folder beside the file stays as it is: it may be a hub id. So does `data.sft` where it reads
+    `organisation/name` and is nothing beside the file. URLs stay as they are.
 
     Raises:
         ConfigError: a path that is longer than any file's.
@@ -70,15 +71,17 @@ def resolve_paths(settings: dict[str, Any], base: Path) -> dict[str, Any]:  # An
             ]
         return value if isinstance(value, str) and _may_be_hub_id(value, base) else absolute(value)
 
+    def model_folder(value: Any) -> Any:  # Any: unchecked file content
+        if not isinstance(value, str):
+            return value
+        _check_length(value)
+        return absolute(value) if value.startswith((".", "/")) or (base / value).is_dir() else value
+
     resolved = dict(settings)
     if isinstance(data := settings.get("data"), dict):
         resolved["data"] = {key: (dataset if key == "sft" else absolute)(value) for key, value in data.items()}
     if isinstance(model := settings.get("model"), dict):
-        path = model.get("path")
-        if isinstance(path, str):
-            _check_length(path)
-        if isinstance(path, str) and (path.startswith((".", "/")) or (base / path).is_dir()):
-            resolved["model"] = {**model, "path": absolute(path)}
+        resolved["model"] = {**model, "path": model_folder(model["path"])} if "path" in model else model
     if isinstance(training := settings.get("training"), dict):
         resolved["training"] = {
             stage: {**section, "resume_from": absolute(section["resume_from"])}
@@ -86,7 +89,21 @@ def resolve_paths(settings: dict[str, Any], base: Path) -> dict[str, Any]:  # An
             else section
             for stage, section in training.items()
         }
+    if isinstance(rollout := settings.get("rollout"), dict) and isinstance(rollout.get("rewards"), list | tuple):
+        rewards = [
+            {**each, "model": model_folder(each["model"])} if _has_model_folder(each) else each
+            for each in rollout["rewards"]
+        ]
+        resolved["rollout"] = {**rollout, "rewards": rewards}
     return resolved
+
+
+def _has_model_folder(reward: Any) -> bool:  # Any: unchecked file content
+    """Whether the `model` of a reward is a folder: that of a judge is the name that its endpoint has for it."""
+    if not isinstance(reward, dict) or "model" not in reward:
+        return False
+    is_asked_in_tokens = str(reward.get("url")).rstrip("/").endswith("/generate")
+    return reward.get("kind") in ("classifier", "reward_model") or is_asked_in_tokens
 
 
 def _check_length(path: str) -> None:

@@ -49,7 +49,7 @@ class RewardConfig(Record):
     address before `/chat/completions`, or one that ends in `/generate`."""
     model: str = ""
     """Folder of the classifier, of a reward model's tokenizer and config.json, or the judge's name at its endpoint; for
-    `/generate` the folder of its tokenizer."""
+    `/generate` the folder of its tokenizer. Folders are relative to the configuration's file."""
     label: str = ""
     """Which score of a reward model with several is the reward: the label's name in its config.json (`id2label`), or
     its number, from 0."""
@@ -66,6 +66,12 @@ class RewardConfig(Record):
     max_retries: int = Field(3, ge=0, json_schema_extra=PLACEMENT)
     """How often a service or judge that is away or overloaded, or whose answer cannot be read, is asked again: after
     longer and longer pauses, or as late as its Retry-After says."""
+
+    @property
+    def model_folder(self) -> str:
+        """`model` where it is a folder; empty where there is none, or it is a judge's name at its endpoint."""
+        is_asked_in_tokens = self.kind == "judge" and self.url.rstrip("/").endswith("/generate")
+        return self.model if self.kind in ("classifier", "reward_model") or is_asked_in_tokens else ""
 
     @model_validator(mode="after")
     def _check_kind(self) -> Self:

@@ -43,7 +43,7 @@ class RLTrainingConfig(Record):
     """The policy loss."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """What a loss or gradient that is no finite number does: end the run, or skip its update and count it."""
-    max_skipped_updates: int = Field(10, ge=0, json_schema_extra=SELECTION)
+    max_skipped_updates: int = Field(10, ge=0, json_schema_extra=PLACEMENT)
     """How many updates in a row may be skipped for that before the run ends; 0 sets no limit."""
     max_steps_without_signal: int = Field(50, ge=0, json_schema_extra=PLACEMENT)
     """How many steps in a row may make no update because their rewards tell nothing apart, before the run ends with a

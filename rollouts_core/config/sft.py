@@ -38,7 +38,7 @@ class SFTTrainingConfig(Record):
     """Steps between two evaluations of the loss on `data.sft_eval`."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """What a loss or gradient that is no finite number does: end the run, or skip its update and count it."""
-    max_skipped_updates: int = Field(10, ge=0, json_schema_extra=SELECTION)
+    max_skipped_updates: int = Field(10, ge=0, json_schema_extra=PLACEMENT)
     """How many updates in a row may be skipped for that before the run ends; 0 sets no limit."""
     log_every: int = Field(10, ge=1, json_schema_extra=PLACEMENT)
     """Steps between two lines of metrics."""

@@ -19,7 +19,7 @@ import json
 import re
 import zlib
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from io import BufferedReader
 from pathlib import Path
@@ -36,6 +36,8 @@ JSONL_SUFFIXES = (".jsonl", ".json")
 SAVED_DATASET_FILES = ("state.json", "dataset_dict.json")
 ESCAPED_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 COMMIT = re.compile(r"[0-9a-f]{40}")
+KEPT_BESIDE = frozenset({"__pycache__", ".git", ".cache"})
+"""Folders in which Python, git and the hub's client keep what is theirs: when a model was downloaded, for instance."""
 
 
 class RowTable(Protocol):
@@ -198,7 +200,8 @@ def load_rows(path: str | Path) -> Iterator[tuple[int, Row]]:
 def digest_path(path: str | Path, *, revision: str = "") -> str:
     """sha256 of a file, or of the names and contents of all files below a folder, as hex.
 
-    A hub id (no such path) has no content here; its digest is that of its name and revision.
+    Without what lies in folders of `KEPT_BESIDE`: a model that was downloaded or cloned once more is the same. A hub id
+    (no such path) has no content here; its digest is that of its name and revision.
     """
     root = Path(path)
     if root.is_file():
@@ -207,10 +210,20 @@ def digest_path(path: str | Path, *, revision: str = "") -> str:
     if not root.is_dir():
         total.update(f"hub:{path}@{revision}".encode() if revision else f"hub:{path}".encode())
         return total.hexdigest()
-    files = sorted(p for p in root.rglob("*") if p.is_file() and "__pycache__" not in p.parts)
-    for file, digest in zip(files, read_each(_digest_file, files, num_bytes=_count_bytes(files)), strict=True):
-        line = f"{file.relative_to(root).as_posix()}\0{digest}\n"
-        total.update(line.encode(errors="surrogateescape"))  # names need not be UTF-8
+    below = {each.relative_to(root): each for each in root.rglob("*") if each.is_file()}
+    return digest_files({name: file for name, file in below.items() if KEPT_BESIDE.isdisjoint(name.parts)})
+
+
+def digest_files(files: Mapping[Path, Path]) -> str:
+    """sha256 of the contents of files and of what they are called, as hex.
+
+    Args:
+        files: where they lie, by their names below a folder.
+    """
+    total, names = hashlib.sha256(), sorted(files)
+    paths = [files[name] for name in names]
+    for name, digest in zip(names, read_each(_digest_file, paths, num_bytes=_count_bytes(paths)), strict=True):
+        total.update(f"{name.as_posix()}\0{digest}\n".encode(errors="surrogateescape"))  # names need not be UTF-8
     return total.hexdigest()
 
 

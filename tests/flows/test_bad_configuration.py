@@ -171,6 +171,23 @@ def test_a_function_of_the_configuration_file_itself_is_refused(folder: Path) ->
 
 
 @pytest.mark.parametrize(
+    ("setting", "content"),
+    [
+        ("rewards.1.name", "{'rewards': [{'name': 'last_number'}, {'name': reward}]}"),
+        ("filters.0.name", "{'filters': [{'name': reward}]}"),
+        ("reward_fn", "{'reward_fn': functools.partial(reward)}"),  # has no name of its own
+    ],
+)
+def test_wherever_a_function_of_the_configuration_file_stands_it_is_refused(
+    folder: Path, setting: str, content: str
+) -> None:
+    """It would be found missing by the first stage that grades: after SFT."""
+    source = f"import functools\n\ndef reward(sample):\n    return 1.0\n\nconfig = {small_settings()!r}\n"
+    (folder / "own.py").write_text(source + f"config['rollout'] |= {content}\n")
+    assert_refused(folder / "own.py", f"rollout.{setting}:", "cannot import", 'name it "module:function"')
+
+
+@pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (["--name", "a b"], "command line: name: string should match pattern"),

@@ -224,6 +224,22 @@ def test_paths_are_relative_to_the_configuration(folder: Path, monkeypatch: pyte
     assert paths_of(load_pipeline(Path("small/small.toml"))) == [*expected, str(folder / "heldout.jsonl")]
 
 
+def test_every_path_of_a_python_file_is_relative_to_it(folder: Path) -> None:
+    """Jobs run in folders of their own, where a path that stays relative names nothing."""
+    changes = {
+        "training__sft__resume_from": "stages/sft-1",
+        "training__rl__resume_from": "stages/rl-1",
+        "rollout__rewards": [{"name": "last_number"}, {"kind": "classifier", "model": "./grader"}],
+    }
+    settings = {key: value for key, value in small_settings(**changes).items() if key not in ("node", "run")}
+    (folder / "paths.json").write_text(json.dumps(settings))
+    (folder / "paths.py").write_text(PYTHON_CONFIG.format(content=f"Config(**{settings!r})"))
+    config = load_pipeline(folder / "paths.py").config
+    assert config == load_pipeline(folder / "paths.json").config
+    assert config.training.rl.resume_from == str(folder / "stages" / "rl-1")
+    assert config.rollout.rewards[1].model == str(folder / "grader")
+
+
 @pytest.mark.slow
 def test_a_misspelt_key_is_found_before_torch_or_prefect_is_loaded(folder: Path) -> None:
     config = folder / "misspelt.json"

@@ -30,7 +30,7 @@ from flows.form import RunOptions, load_pipeline
 from flows.tools import overridden_tool
 from flows.up import up
 from infra.node import NodeSettings
-from rollouts_core.config import Config
+from rollouts_core.config import Config, algorithm_preset
 from rollouts_core.errors import ConfigError
 from tests.small_pipeline import small_settings
 
@@ -103,6 +103,17 @@ def test_a_provider_can_be_named_after_the_whole_table_was_given(small: Deployme
     assert (node["provider"], node["host"]) == ("ssh", "me@box")
     with pytest.raises(ConfigError, match=r"node\.provider: node is a value, not a table"):
         overridden(small.flow, small.parameters, ["node=3", "node.provider=ssh"])
+
+
+def test_another_algorithm_is_that_one_and_no_mixture_with_the_one_before(small: Deployment) -> None:
+    """Whoever compares algorithms by runs of one deployment would else compare something else."""
+    first = overridden(small.flow, small.parameters, ["training.rl.algorithm=verl-grpo"])
+    own = ["training.rl.loss.clip_high=0.3", "training.rl.algorithm=trl-dr-grpo", "training.rl.num_steps=7"]
+    found = Config.model_validate(overridden(small.flow, first, own)["config"]).training.rl
+    expected = algorithm_preset("trl-dr-grpo", loss={"clip_high": 0.3})
+    for name in ("num_minibatches", "advantage", "reward_shaping", "loss"):
+        assert getattr(found, name) == getattr(expected, name), name
+    assert found.num_steps == 7
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 Without it a finished stage would be taken for another one's result, or be trained again because a folder moved.
 """
 
+import hashlib
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from rollouts_core.config import (
     SamplingConfig,
     SFTTrainingConfig,
 )
+from rollouts_core.data.rows import digest_path
 from rollouts_core.errors import ConfigError
 from rollouts_core.fingerprint import affecting_settings, digest_model, digest_plugins, fingerprint_job
 from rollouts_core.job import EngineAddress, EvalJob, InputDataset, InputFile, InputModel, RLJob, SFTJob
@@ -69,6 +71,8 @@ def test_a_fingerprint_is_sixteen_hex_digits() -> None:
         {"rollout": RolloutConfig(reward_timeout_s=5.0)},
         {"rollout": RolloutConfig(generate_timeout_s=5.0)},
         {"rollout": RolloutConfig(max_refills=20)},
+        {"training": RLTrainingConfig(max_skipped_updates=0)},
+        {"training": RLTrainingConfig(max_steps_without_signal=0)},
     ],
 )
 def test_placement_does_not_change_the_fingerprint(changes: dict[str, Any]) -> None:
@@ -176,6 +180,25 @@ def test_the_plugin_digest_follows_the_users_code(tmp_path: Path, monkeypatch: p
     assert digest_plugins("exact_match", f"{name}:g") == before != ""
     path.write_text("A = 2\n")
     assert digest_plugins(f"{name}:f") != before
+
+
+@pytest.mark.parametrize("left", [".rewards.py.swp", ".DS_Store", ".ipynb_checkpoints/rewards.py", "node_modules/a.js"])
+def test_what_editors_and_tools_leave_in_a_package_is_no_part_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, left: str
+) -> None:
+    """RL would be trained anew because a file of rewards is open in an editor, or is not any more."""
+    package = tmp_path / "package_of_a_test_with_leftovers"
+    for name in ("__init__.py", "rewards.py", "inner-data/words.txt", "inner/more.py"):
+        (package / name).parent.mkdir(parents=True, exist_ok=True)
+        (package / name).write_text("A = 1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    before = digest_plugins(f"{package.name}.rewards:f")
+    assert before == hashlib.sha256(digest_path(package).encode()).hexdigest()
+    (package / left).parent.mkdir(exist_ok=True)
+    (package / left).write_text("1")
+    assert digest_plugins(f"{package.name}.rewards:f") == before
+    (package / "inner-data" / "words.txt").write_text("2")
+    assert digest_plugins(f"{package.name}.rewards:f") != before
 
 
 @pytest.mark.parametrize("changed", ["helpers_of_a_test.py", "folder_of_a_test/scores.py"])

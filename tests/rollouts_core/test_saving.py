@@ -7,7 +7,7 @@ last one is half on disk.
 import asyncio
 import logging
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,8 +18,10 @@ from rollouts_core.backends.protocol import ImmediateTrainFuture, ThreadTrainFut
 from rollouts_core.backends.pytorch import create_pytorch_backend
 from rollouts_core.checkpoint import list_checkpoints, load_manifest, new_checkpoint, verify_checkpoint
 from rollouts_core.config import (
+    FilterConfig,
     ModelConfig,
     OptimConfig,
+    RewardConfig,
     RLTrainingConfig,
     RolloutConfig,
     SamplingConfig,
@@ -218,6 +220,35 @@ def test_scores_of_another_task_are_not_compared_with_those_after_it(
     assert [path.name for path in list_checkpoints(tmp_path)] == kept
 
 
+@pytest.mark.parametrize(
+    ("before", "kept"),
+    [
+        ({"eval_samples": "other rows, or none"}, ["step_000006", "step_000008"]),
+        ({"eval_samples": "these"}, ["step_000002", "step_000008"]),
+        ({}, ["step_000002", "step_000008"]),  # an earlier version did not say
+    ],
+)
+def test_losses_of_other_evaluation_rows_are_not_compared_and_are_no_reason_to_refuse(
+    tmp_path: Path, before: dict[str, str], kept: list[str]
+) -> None:
+    """Easier rows, or the training loss where there were none, would keep a checkpoint for ever."""
+    backend = SlowDiskBackend()
+    backend.may_write.set()
+
+    async def train(settings: Mapping[str, Any], losses: Mapping[int, float]) -> None:
+        config = CONFIG.model_copy(update={"keep_best": 1})
+        async with RunCheckpoints(
+            backend.as_backend, tmp_path, config, settings=settings, scored_by="eval_loss"
+        ) as checkpoints:
+            await checkpoints.resume()
+            for step, loss in losses.items():
+                await checkpoints.after_step(step, {"eval_loss": loss})
+
+    asyncio.run(train(before, {1: 0.1, 2: 0.1, 3: 0.2, 4: 0.2}))
+    asyncio.run(train({"eval_samples": "these"}, {5: 3.0, 6: 3.0, 7: 4.0, 8: 4.0}))
+    assert [path.name for path in list_checkpoints(tmp_path)] == kept
+
+
 def test_checkpoints_without_an_evaluation_are_not_compared_with_those_that_have_one(tmp_path: Path) -> None:
     """The training loss of packed rows is mostly below that of held-out ones, and would always win."""
     backend = SlowDiskBackend()
@@ -276,6 +307,13 @@ def test_settings_have_the_names_that_the_configuration_gives_them() -> None:
 def test_a_function_that_no_file_could_name_is_no_obstacle() -> None:
     settings = describe_settings(CONFIG, {}, rollout=RolloutConfig(reward_fn=lambda sample: 0.0))
     assert settings["rollout.reward_fn"].endswith("<lambda>")
+    several = RolloutConfig(
+        rewards=(RewardConfig(name=lambda sample: 0.0), RewardConfig(name=reward_nothing, weight=2.0)),
+        filters=(FilterConfig(name=lambda group: True),),
+    )
+    settings = describe_settings(CONFIG, {}, rollout=several)
+    assert [each["name"].rpartition(".")[2] for each in settings["rollout.filters"]] == ["<lambda>"]
+    assert settings["rollout.rewards"][1] == {"name": f"{__name__}:reward_nothing", "weight": 2.0}
 
 
 def test_other_settings_are_refused_by_name_and_value() -> None:
@@ -321,6 +359,7 @@ def train(
     directory: Path,
     samples: list[Sample] = SAMPLES,
     inputs: Mapping[str, str] | None = None,
+    eval_samples: Sequence[Sample] = (),
     **changes: Any,
 ) -> list[Metrics]:
     """Train in a directory, from whatever lies there, with changes to `TRAINING`."""
@@ -331,7 +370,13 @@ def train(
     with EventLog(directory / "events.jsonl") as events:
         return asyncio.run(
             run_sft_training(
-                backend, samples, config, checkpoint_dir=directory / "checkpoints", inputs=inputs, events=events
+                backend,
+                samples,
+                config,
+                checkpoint_dir=directory / "checkpoints",
+                inputs=inputs,
+                events=events,
+                eval_samples=eval_samples,
             )
         )
 
@@ -417,6 +462,13 @@ def test_where_sft_evaluates_its_checkpoints_are_scored_by_that_alone(base_model
     history = asyncio.run(run_sft_training(backend, SAMPLES, config, checkpoint_dir=tmp_path, eval_samples=SAMPLES[:2]))
     scores = [load_manifest(path).score for path in list_checkpoints(tmp_path)]
     assert scores == [None, -history[-1]["eval_loss"]]
+
+
+def test_a_training_goes_on_with_other_evaluation_rows_and_says_so(base_model: ModelConfig, tmp_path: Path) -> None:
+    train(base_model, tmp_path)
+    train(base_model, tmp_path, num_steps=5, eval_samples=SAMPLES[:2])
+    train(base_model, tmp_path, num_steps=6, eval_samples=SAMPLES[:2])
+    assert [event.get("changed") for event in events_of(tmp_path, "resumed")] == [["eval_samples"], None]
 
 
 def test_a_run_does_not_go_back(base_model: ModelConfig, tmp_path: Path) -> None:

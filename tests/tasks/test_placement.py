@@ -25,10 +25,10 @@ from infra.stores.publication import publish_run
 from infra.sync.mirror import pull_run
 from rollouts_core.checkpoint import list_checkpoints, load_manifest
 from rollouts_core.config import Config, ModelConfig, RolloutConfig
-from rollouts_core.fingerprint import digest_plugins
+from rollouts_core.fingerprint import digest_model, digest_plugins
 from rollouts_core.job import InputModel
 from tasks.inputs import bring_inputs
-from tasks.placement import Placement, place_code, place_stage
+from tasks.placement import NodeInputs, Placement, place_code, place_stage
 from tasks.plan import base_model, plan_engine, plan_rl, plan_selection, plan_sft
 from tasks.records import RunScope, Stage
 from tests.infra.shell_jobs import is_alive, read_pid, shell_spec, wait_for_end
@@ -114,6 +114,20 @@ def test_what_the_node_has_is_not_sent_again(
     first = place_stage(session, stage, node)
     assert session.num_published == 3  # the model, the data, the code
     assert place_stage(session, stage, node) == first and session.num_published == 3
+
+
+def test_what_a_clone_or_a_download_keeps_beside_a_model_stays_here(
+    session: CountingSession, config: Config, node: Node
+) -> None:
+    """It is no part of the model's digest, may be as large again, and names how the hub was logged in to."""
+    folder = Path(config.model.path)
+    for name in (".git/config", ".cache/huggingface/download/a.metadata", "inner/vocab.json"):
+        (folder / name).parent.mkdir(parents=True)
+        (folder / name).write_text("x")
+    placed = NodeInputs(session, node, print).place_model(base_model(config))
+    there = {each.relative_to(placed.model.path).as_posix() for each in Path(placed.model.path).rglob("*")}
+    assert "inner/vocab.json" in there and not {".git", ".cache"} & there
+    assert digest_model(placed.model) == placed.digest
 
 
 @pytest.mark.slow

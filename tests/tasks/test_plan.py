@@ -377,6 +377,20 @@ def test_settings_of_training_and_of_rl_alone_leave_selection_and_evaluation_the
     assert by_two_rewards[0] != before[0] and by_two_rewards[1] != before[1]
 
 
+def test_limits_of_time_reach_selection_and_evaluation_and_are_no_part_of_their_identity(
+    tmp_path: Path, scope: RunScope, node: Node
+) -> None:
+    limits = {"max_outage_minutes": 0.0, "reward_timeout_s": 7.0, "request_timeout_s": 8.0, "silence_timeout_s": 9.0}
+
+    def plan(**rollout: Any) -> Stage:  # Any: settings of every type
+        config = config_at(tmp_path / "inputs", rollout=rollout)
+        return plan_evaluation({"base": base_model(config)}, config, scope, node)
+
+    limited = plan(**limits)
+    assert {name: limited.job["rollout"][name] for name in limits} == limits
+    assert limited.fingerprint == plan().fingerprint
+
+
 def test_the_evaluation_names_models_by_their_part_in_the_run(config: Config, scope: RunScope, node: Node) -> None:
     models = {"base": base_model(config), "rl": base_model(config)}
     stage = plan_evaluation(models, config, scope, node)

@@ -42,6 +42,7 @@ from transformers import (
 
 from rollouts_core.checks.demonstrations import check_demonstrations
 from rollouts_core.checks.model_checks import (
+    check_jax_model,
     check_language_model,
     check_longest,
     check_model_files,
@@ -54,7 +55,7 @@ from rollouts_core.checks.model_checks import (
 from rollouts_core.checks.validate import (
     validate_config,
 )
-from rollouts_core.config import Config, ModelConfig, PolicyConfig
+from rollouts_core.config import Config, DeploymentConfig, LoRAConfig, ModelConfig, PolicyConfig
 from rollouts_core.errors import CheckpointError, ConfigError
 from rollouts_core.model.loading import (
     MODELS_OF_ROW_DISTANCES,
@@ -247,6 +248,34 @@ def test_dropout_is_warned_of_where_the_loss_compares_with_an_engine(
     settings.save_pretrained(tmp_path)
     config = config_of(tmp_path, mode)
     assert [named in sentence for sentence in warn_of_dropout(config)] == [True] * bool(named)
+
+
+@pytest.mark.parametrize("deployment", [{"trainer_gpu_ranks": (0, 1)}, {"trainer_processes": 2}])
+def test_jax_with_several_processes_is_refused_before_the_stage_that_trains_with_it(
+    base_model: ModelConfig, deployment: dict[str, Any]
+) -> None:
+    config = config_of(Path(base_model.path), "sft+rl")
+    rl = config.training.rl.model_copy(update={"policy": PolicyConfig(backend="jax")})
+    config = config.model_copy(update={"training": config.training.model_copy(update={"rl": rl})})
+    check_jax_model(config)
+    several = config.model_copy(update={"deployment": DeploymentConfig(**deployment)})
+    [setting] = deployment
+    with pytest.raises(ConfigError, match=rf'deployment\.{setting}: training\.rl\.policy\.backend "jax" trains in one'):
+        check_jax_model(several)
+    check_jax_model(several.model_copy(update={"mode": "sft"}))
+
+
+@pytest.mark.parametrize(("mode", "rank", "is_told"), [("rl", 8, True), ("sft", 8, False), ("rl", 0, False)])
+def test_dropout_of_adapters_is_warned_of_like_that_of_the_model(
+    tmp_path: Path, mode: str, rank: int, is_told: bool
+) -> None:
+    LlamaConfig().save_pretrained(tmp_path)
+    config = config_of(tmp_path, mode)
+    policy = PolicyConfig(lora=LoRAConfig(rank=rank, dropout=0.05))
+    stages = {kind: getattr(config.training, kind).model_copy(update={"policy": policy}) for kind in ("sft", "rl")}
+    found = warn_of_dropout(config.model_copy(update={"training": config.training.model_copy(update=stages)}))
+    said = "training.rl.policy.lora.dropout 0.05 drops inputs of adapters"
+    assert [sentence.startswith(said) for sentence in found] == [True] * is_told
 
 
 @pytest.mark.parametrize(

@@ -179,6 +179,18 @@ def test_a_number_of_a_part_that_the_algorithm_lacks_is_told(
     assert find(training={"rl": with_its_part}) == []
 
 
+@pytest.mark.parametrize(
+    ("limits", "part"),
+    [({"weight_high": 5.0}, "weight"), ({"weight_low": 0.5}, "weight"), ({"mask_high": 2.0}, "mask")],
+)
+def test_limits_of_a_correction_that_is_not_asked_for_are_told(limits: dict[str, float], part: str) -> None:
+    """Whoever takes the limits for the correction trains without it, and with no word of that."""
+    [told] = find(training={"rl": {"loss": {"ratio_base": "old", "mismatch": limits}}})
+    assert told.startswith(f"training.rl.loss.mismatch.{next(iter(limits))} ")
+    assert told.endswith(f"does nothing without loss.mismatch.{part}")
+    assert find(training={"rl": {"loss": {"ratio_base": "old", "mismatch": {**limits, part: "token"}}}}) == []
+
+
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_every_setting_of_a_named_algorithm_does_something(name: str) -> None:
     rl = {"algorithm": name}

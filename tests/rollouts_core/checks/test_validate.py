@@ -29,6 +29,7 @@ from rollouts_core.data.dataset import load_prompts_from_jsonl
 from rollouts_core.errors import CheckpointError, ConfigError, DataError
 from rollouts_core.findings import Caution
 from rollouts_core.fingerprint import SEMANTICS_VERSION
+from rollouts_core.job import InputFile, InputModel, RLJob
 from rollouts_core.rollout.generate import check_prompt_lengths
 from rollouts_core.saving import describe_settings
 from tests.rollouts_core.checks.configurations import make_config, with_rollout, write_rows
@@ -179,6 +180,28 @@ def test_a_checkpoint_that_sampled_or_graded_otherwise_is_refused_before_anythin
         check(reward_fn="exact_match")
     with pytest.raises(CheckpointError, match=f"semantics was 1 and is {SEMANTICS_VERSION}"):
         check("b", reward_fn="exact_match", n_samples_per_prompt=4)
+
+
+@pytest.mark.parametrize("source", ["prompts", "rollouts"])
+def test_a_checkpoint_of_a_replicate_is_gone_on_with_by_the_same_replicate(tmp_path: Path, source: str) -> None:
+    rollout, prompts = RolloutConfig(seed=3), InputFile(path="p.jsonl", digest="")
+    model = InputModel(name="base", model=ModelConfig(path="m"), digest="")
+    job = RLJob(model=model, prompts=prompts, training=RLTrainingConfig(replicate=1), rollout=rollout)
+    sampled = job.replicated_rollout if source == "prompts" else rollout  # as the jobs of the two have it
+    settings = describe_settings(job.training, {}, rollout=sampled)
+    with new_checkpoint(tmp_path / "step_000010", step=10, settings=settings) as folder:
+        (folder / "model.safetensors").write_bytes(b"weights")
+
+    def check(replicate: int) -> None:
+        config = make_config("a.jsonl").model_copy(update={"mode": "rl", "rollout": rollout})
+        data = config.data.model_copy(update={source: "p.jsonl"})
+        rl = RLTrainingConfig(replicate=replicate, resume_from=str(tmp_path / "step_000010"))
+        training = config.training.model_copy(update={"rl": rl})
+        check_resumed(config.model_copy(update={"data": data, "training": training}))
+
+    check(1)
+    with pytest.raises(CheckpointError, match="replicate was 1 and is 2"):
+        check(2)
 
 
 @pytest.mark.parametrize(

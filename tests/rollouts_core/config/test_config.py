@@ -464,14 +464,35 @@ def test_a_checkpoint_to_go_on_from_is_relative_to_the_file(tmp_path: Path) -> N
     assert (training.sft.num_steps, training.rl.resume_from) == (7, "")
 
 
+@pytest.mark.parametrize(
+    ("reward", "is_folder"),
+    [
+        ({"kind": "classifier", "model": "graders/a"}, True),
+        ({"kind": "reward_model", "url": "http://a:1", "model": "./graders/a"}, True),
+        ({"kind": "judge", "url": "http://a:1/generate", "model": "graders/a"}, True),
+        ({"kind": "judge", "url": "http://a:1/v1", "model": "graders/a"}, False),
+        ({"kind": "classifier", "model": "/elsewhere/a"}, False),
+    ],
+)
+def test_the_folder_of_a_model_that_grades_is_relative_to_the_file(
+    tmp_path: Path, reward: dict[str, Any], is_folder: bool
+) -> None:
+    """Jobs run in folders of their own."""
+    (tmp_path / "graders" / "a").mkdir(parents=True)
+    (tmp_path / "c.json").write_text(json.dumps(with_setting("rollout.rewards", [{}, reward])))
+    rewards = Config.load(tmp_path / "c.json").rollout.rewards
+    assert rewards[1].model == (str(tmp_path / "graders" / "a") if is_folder else reward["model"])
+
+
 @pytest.mark.parametrize("path", ["./" + "x" * 300, "org/" + "x" * 300, "é" * 200, "x/" * 3000])
-@pytest.mark.parametrize("section", ["data", "model", "training"])
+@pytest.mark.parametrize("section", ["data", "model", "training", "rollout"])
 def test_a_path_that_no_file_system_takes_is_named_in_part(tmp_path: Path, section: str, path: str) -> None:
     """To look whether it exists is an error of the operating system."""
     every: dict[str, dict[str, Any]] = {
         "data": {"data": {"sft": path}},
         "model": {"model": {"path": path}},
         "training": {"training": {"rl": {"resume_from": path}}},
+        "rollout": {"rollout": {"rewards": [{"kind": "classifier", "model": path}]}},
     }
     with pytest.raises(ConfigError, match="is too long for a path or a name") as caught:
         resolve_paths(every[section], tmp_path)

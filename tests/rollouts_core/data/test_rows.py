@@ -158,6 +158,20 @@ def test_the_digest_of_a_file_is_that_of_its_content(tmp_path: Path) -> None:
     assert digest_path(tmp_path / "a") == digest_path(tmp_path / "b") != digest_path(tmp_path / "c")
 
 
+@pytest.mark.parametrize("kept", [".cache/huggingface/download/model.safetensors.metadata", ".git/index"])
+def test_what_a_download_or_a_clone_keeps_beside_a_model_is_no_part_of_its_digest(tmp_path: Path, kept: str) -> None:
+    """It has the time of the download: a model that was fetched again would have everything trained anew."""
+    folder = tmp_path / ".cache" / "model"  # where the folder itself lies does not count
+    folder.mkdir(parents=True)
+    (folder / "model.safetensors").write_text("x")
+    before = digest_path(folder)
+    (folder / kept).parent.mkdir(parents=True)
+    (folder / kept).write_text("1700000000.0")
+    assert digest_path(folder) == before
+    (folder / "model.safetensors").write_text("y")
+    assert digest_path(folder) != before
+
+
 @pytest.mark.parametrize("change", ["content", "name", "added"])
 def test_the_digest_of_a_folder_notices(tmp_path: Path, change: str) -> None:
     (tmp_path / "inner").mkdir()
