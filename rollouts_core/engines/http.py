@@ -34,6 +34,8 @@ from rollouts_core.types import Status
 CONNECT_TIMEOUT_S = 10.0
 UPDATE_TIMEOUT = httpx.Timeout(600.0, connect=CONNECT_TIMEOUT_S)
 """Loading weights takes long; that a server takes the connection does not."""
+RESUME_TIMEOUT = httpx.Timeout(30.0, connect=CONNECT_TIMEOUT_S)
+"""To end a pause is answered at once."""
 IDLE_CONNECTION_S = 5.0
 """A connection that nothing was asked by for this long is closed."""
 LOST_MACHINE_OPTIONS = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4, "TCP_USER_TIMEOUT": 30_000}

@@ -168,12 +168,22 @@ class WeightKeeper:
     async def resume(self) -> None:
         """Have the server go on after a pause; one that cannot be told is told before it is next asked for anything.
 
+        As long as requests wait in it, it is told several times: all that are wanted may be there, so none comes next.
+
         Raises:
             EngineError: it refused, or cannot be reached.
         """
         self.is_paused = False
         self._is_left_paused = True
-        await self.server.end_pause()
+        for attempt in range(MAX_ATTEMPTS):
+            try:
+                await self.server.end_pause()
+                break
+            except EngineUnavailableError:
+                # A server that is gone has none.
+                if attempt == MAX_ATTEMPTS - 1 or not self.watch.has_requests:
+                    raise
+            await anyio.sleep(RETRY_PAUSE_S * 2**attempt)
         self._is_left_paused = False
 
     async def release_memory(self) -> None:

@@ -26,6 +26,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import anyio
+import anyio.lowlevel
 
 from rollouts_core.config.messages import first_line
 from rollouts_core.engines.canary import Canary
@@ -97,6 +98,9 @@ class EnginePool(ClosedOnExit):
         assert engines, "a pool needs an engine"
         self.sync_timeout_s = sync_timeout_s
         self.retry_s = retry_s
+        self.on_quarantine: Callable[[], Awaitable[None]] = anyio.lowlevel.checkpoint
+        """Awaited before an engine that was quarantined is given weights: who asks engines beside the pool leaves it
+        out there. From then on it may say that it has the version of the others, and not have proved it."""
         self._members = [Member(engine) for engine in engines]
         self._published: Published | None = None
         self._is_released = False
@@ -283,6 +287,7 @@ class EnginePool(ClosedOnExit):
 
     async def _bring_back(self, member: Member) -> None:
         """Load what is published into a quarantined engine now and then, until it serves what is published then."""
+        await self.on_quarantine()
         await self._end_running(member)
         tried: Published | None = None
         while member.quarantined:

@@ -5,7 +5,8 @@ answers (sglang.py).
 
     generate -> router -> the engine whose cache has most of the prompt, or that has least to do
        |          ^
-       |          +-- its workers: the engines that serve the current version, no quarantined one
+       |          +-- its workers: the engines that serve the current version, no quarantined one, which it lets go of
+       |              before that is given weights
        +-- it is away, or an engine answered as another version -> the pool asks the engines itself
 
 The router knows nothing of weights: an engine that was started anew answers its health checks long before it serves the
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import dropwhile
 from typing import TYPE_CHECKING
@@ -165,6 +167,7 @@ class RoutedPool(ClosedOnExit):
         self._telling = anyio.Lock()
         self._versions: list[str] = []
         """What was loaded and proved, the current version at the end."""
+        pool.on_quarantine = self._leave_out
 
     @property
     def name(self) -> str:
@@ -217,6 +220,11 @@ class RoutedPool(ClosedOnExit):
                 self._routed = None
                 await self.router.use(sorted(wanted))
                 self._routed = wanted
+
+    async def _leave_out(self) -> None:
+        """Have the router let go of engines that were quarantined since it was last told."""
+        with suppress(EngineError):  # then it is asked for nothing before it was told
+            await self._tell_router()
 
     async def _quarantine_others(self) -> None:
         """Leave out the engines that do not serve the current version; they are given it, and proved, as ever."""

@@ -17,7 +17,13 @@ from rollouts_core.embedded.segments import memory_scope
 from rollouts_core.engines.client import EngineClient
 from rollouts_core.engines.completion import Completion, GenerationRequest
 from rollouts_core.engines.content import HeldTensors, check_same_model
-from rollouts_core.engines.http import CONNECT_TIMEOUT_S, UPDATE_TIMEOUT, read_completion, read_logprob
+from rollouts_core.engines.http import (
+    CONNECT_TIMEOUT_S,
+    RESUME_TIMEOUT,
+    UPDATE_TIMEOUT,
+    read_completion,
+    read_logprob,
+)
 from rollouts_core.engines.protocol import SegmentAccess
 from rollouts_core.engines.segments import SegmentedWeights
 from rollouts_core.engines.sending import WeightSender
@@ -63,7 +69,7 @@ class SGLangEngine(EngineClient):
 
     async def end_pause(self) -> None:
         """Generate again after `pause`."""
-        await self._connection.call("POST", "/continue_generation", json={})
+        await self._connection.call("POST", "/continue_generation", json={}, timeout=RESUME_TIMEOUT)
 
     async def show_life(self) -> None:
         """Return when the scheduler answered: it is asked for a part of this."""

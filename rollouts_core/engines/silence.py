@@ -72,6 +72,11 @@ class SilenceWatch:
         """Puts the question as long as there are any."""
         self._sign_at = time.monotonic()
 
+    @property
+    def has_requests(self) -> bool:
+        """Whether anything is waited for."""
+        return self._calls.num_requests > 0
+
     async def over(self, ask: Callable[[], Awaitable[ResultT]]) -> ResultT:
         """What `ask`, which waits for the server, returns.
 

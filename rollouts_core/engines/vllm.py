@@ -34,7 +34,13 @@ from rollouts_core.engines.content import (
     prefix_of_copies,
     write_untied,
 )
-from rollouts_core.engines.http import CONNECT_TIMEOUT_S, UPDATE_TIMEOUT, read_completion, read_logprob
+from rollouts_core.engines.http import (
+    CONNECT_TIMEOUT_S,
+    RESUME_TIMEOUT,
+    UPDATE_TIMEOUT,
+    read_completion,
+    read_logprob,
+)
 from rollouts_core.engines.sending_to_vllm import RECEIVER, VLLMWeightSender
 from rollouts_core.engines.sent import SentWeights
 from rollouts_core.errors import (
@@ -48,7 +54,6 @@ from rollouts_core.seeds import derive_seed
 from rollouts_core.system.concurrency import gather, in_short_thread
 from rollouts_core.system.open_files import request_places
 
-RESUME_TIMEOUT = httpx.Timeout(30.0, connect=CONNECT_TIMEOUT_S)
 MEMORY_TIMEOUT = httpx.Timeout(120.0, connect=CONNECT_TIMEOUT_S)
 SLEEP_WITHOUT_COPY = 2
 """The level at which vLLM keeps no copy of the weights in host memory: it is given new ones anyway."""

@@ -33,6 +33,8 @@ CHILD = Path(__file__).with_name("sandbox_child.py")
 SYSTEM_FOLDERS = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache")
 FORBIDDEN = (errno.EPERM, errno.EACCES, errno.ENOSYS, errno.EINVAL)
 """What a system answers that allows no namespaces, or knows none of a kind."""
+BEGUN = b"+"
+"""What the process that shuts a program in writes before anything else could go wrong than the program."""
 BEGIN_TIMEOUT_S = 120.0
 """How long the machine may take to shut a program in, which is a part of a second where it has a processor for it."""
 END_TIMEOUT_S = 5.0
@@ -78,8 +80,8 @@ async def run_in_sandbox(code: str, *, stdin: str = "", limits: SandboxLimits | 
     process, read_status = await _start(allowed)
     program = json.dumps({"code": code, "stdin": stdin}).encode()
     streams = {"stdout": b"", "stderr": b""}
-    problem = b""
-    has_begun = is_too_much = False
+    status = b""
+    is_too_much = False
 
     async def read(name: str) -> None:
         nonlocal is_too_much
@@ -100,10 +102,9 @@ async def run_in_sandbox(code: str, *, stdin: str = "", limits: SandboxLimits | 
             await process.stdin.aclose()
 
     async def wait_for_begin() -> None:
-        nonlocal problem, has_begun
+        nonlocal status
         while chunk := await _read_when_ready(read_status):
-            problem += chunk
-        has_begun = True
+            status += chunk
         time.deadline = anyio.current_time() + allowed.wall_s
 
     try:
@@ -115,7 +116,7 @@ async def run_in_sandbox(code: str, *, stdin: str = "", limits: SandboxLimits | 
     finally:
         os.close(read_status)
         exit_code = await _wait_until_gone(process)
-    _check_machine(problem.decode(errors="replace"), has_begun=has_begun)
+    _check_machine(status, is_late=time.cancelled_caught, stderr=streams["stderr"])
     was_stopped = time.cancelled_caught or is_too_much
     if exit_code < 0 and not was_stopped:
         raise EnvironmentUnavailableError(
@@ -174,8 +175,9 @@ async def _wait_until_gone(process: Process) -> int:
     return exit_code
 
 
-def _check_machine(problem: str, *, has_begun: bool) -> None:
+def _check_machine(status: bytes, *, is_late: bool, stderr: bytes) -> None:
     """Raise where no program was begun."""
+    problem = status.removeprefix(BEGUN).decode(errors="replace")
     if problem:
         # What is not allowed now is not allowed later; a limit that is reached, or memory, may be free again.
         is_forbidden = any(os.strerror(number) in problem for number in FORBIDDEN)
@@ -183,10 +185,14 @@ def _check_machine(problem: str, *, has_begun: bool) -> None:
             f"this machine cannot shut a program in ({problem}): run where Linux namespaces are allowed, "
             "as root or with user namespaces"
         )
-    if not has_begun:
+    if status:
+        return
+    if is_late:
         raise EnvironmentUnavailableError(
             f"no program was begun within {BEGIN_TIMEOUT_S:g} s: this machine has too much else to do"
         )
+    said = stderr.decode(errors="replace").strip().rpartition("\n")[2]
+    raise EnvironmentUnavailableError(f"what shuts a program in ended before it had begun: {said or 'it said nothing'}")
 
 
 def visible_folders() -> list[str]:

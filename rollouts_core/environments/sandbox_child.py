@@ -74,6 +74,9 @@ CPU_LIMIT_SHARE = 0.5
 """A program that was killed before it had used this share of its processor time was not killed for that: the kernel's
 two ways to count the time differ, by less than half."""
 
+BEGUN = b"+"
+"""What stands before problems, which are none, when the program begins: nothing stands for no beginning."""
+
 libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -222,7 +225,7 @@ def set_limits(settings: dict[str, Any]) -> None:
         resource.setrlimit(kind, (limit, limit))
 
 
-def become_program(settings: dict[str, Any], program: dict[str, str]) -> None:
+def become_program(settings: dict[str, Any], program: dict[str, str], status: int) -> None:
     """Never returns: this process is the program from here on."""
     # A session of its own: a signal to its own group does not reach the process that must end it.
     os.setsid()
@@ -236,6 +239,7 @@ def become_program(settings: dict[str, Any], program: dict[str, str]) -> None:
     # Last, because a change of user clears it. A second guard only: the program may clear it too.
     end_with_parent(signal.SIGKILL)
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
+    os.write(status, BEGUN)
     os.execv(settings["executable"], [settings["executable"], "-IXutf8", "/tmp/main.py"])
 
 
@@ -335,7 +339,7 @@ def main() -> int:
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM, signal.SIGCHLD])
         child = os.fork()
         if child == 0:
-            become_program(settings, program)
+            become_program(settings, program, status)
     except BaseException as error:  # noqa: BLE001 - what this does not report is lost
         os.write(status, f"{type(error).__name__}: {error}".encode())
         os._exit(1)

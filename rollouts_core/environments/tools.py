@@ -70,7 +70,7 @@ def parse_tool_calls(text: str) -> list[ToolCall]:
 
 def _parse_call(body: str) -> ToolCall:
     try:
-        call = json.loads(body)
+        call = json.loads(body, parse_constant=_refuse_constant)
         json.dumps(call, ensure_ascii=False).encode()  # half of an escaped emoji is no text to tokenize
     except (ValueError, RecursionError) as error:
         raise ToolError(f"the tool call is not valid JSON: {error}") from error
@@ -82,6 +82,10 @@ def _parse_call(body: str) -> ToolCall:
     return ToolCall(call["name"], arguments)
 
 
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON")  # Python's own reader takes NaN and Infinity
+
+
 async def _answer(call: ToolCall, tools: dict[str, Tool], timeout_s: float) -> tuple[str, Outcome]:
     tool = tools.get(call.name)
     if tool is None:
@@ -89,7 +93,8 @@ async def _answer(call: ToolCall, tools: dict[str, Tool], timeout_s: float) -> t
     if problem := _find_problem(call.arguments, tool):
         return f"error: arguments{problem}", Outcome.TOOL_ERROR
     try:
-        answer = await call_within(timeout_s, partial(tool.function, **call.arguments))
+        arguments = _with_whole_numbers(call.arguments, tool.parameters)
+        answer = await call_within(timeout_s, partial(tool.function, **arguments))
         if isinstance(answer, str):
             return answer, Outcome.OK
         return json.dumps(answer, ensure_ascii=False), Outcome.OK  # templates join texts
@@ -100,10 +105,24 @@ async def _answer(call: ToolCall, tools: dict[str, Tool], timeout_s: float) -> t
         return f"error: {error}", Outcome.TOOL_ERROR
 
 
+def _with_whole_numbers(value: Any, schema: Any) -> Any:  # Any: JSON, of which the schema has been checked
+    """The value with 3 for 3.0 where the schema wants an integer: JSON Schema takes both, and `range` does not."""
+    if not isinstance(schema, dict):
+        return value
+    if isinstance(value, float) and schema.get("type") == "integer":
+        return int(value)
+    if isinstance(value, dict) and isinstance(properties := schema.get("properties"), dict):
+        return {name: _with_whole_numbers(each, properties.get(name)) for name, each in value.items()}
+    if isinstance(value, list):
+        return [_with_whole_numbers(each, schema.get("items")) for each in value]
+    return value
+
+
 def _find_problem(arguments: dict[str, Any], tool: Tool) -> str:  # Any: JSON that the policy wrote
     """Where and why a tool cannot take these arguments, for the policy; empty where it can.
 
-    A schema lets through what it does not name unless it forbids that (`additionalProperties`), and many do not.
+    A schema lets through what it does not name unless it forbids that (`additionalProperties`), and lets out what it
+    does not ask for (`required`), and many do neither.
     """
     try:
         problem = next(Draft202012Validator(tool.parameters).iter_errors(arguments), None)
@@ -115,8 +134,12 @@ def _find_problem(arguments: dict[str, Any], tool: Tool) -> str:  # Any: JSON th
         taken = inspect.signature(tool.function).parameters
     except ValueError:  # a function of C that does not say what it takes
         return ""
+    # What the schema alone names, or the function alone wants, is a mistake of the tool's, which calling it shows.
+    named = tool.parameters.get("properties", {})
+    wanted = [name for name, each in taken.items() if each.default is each.empty and name in named]
+    if missing := [name for name in wanted if name not in arguments]:
+        return f": {missing[0]!r} is a required property"
     if any(each.kind is each.VAR_KEYWORD for each in taken.values()):
         return ""
-    # What the schema names and the function does not take is a mistake of the tool's, which calling it shows.
-    unknown = [name for name in arguments if name not in taken and name not in tool.parameters.get("properties", {})]
+    unknown = [name for name in arguments if name not in taken and name not in named]
     return f": unknown argument {unknown[0]!r}{closest_name(unknown[0], list(taken))}" if unknown else ""

@@ -23,7 +23,7 @@ from rollouts_core.rollout.rollout_batch import apply_sample_transforms, convert
 from rollouts_core.system.concurrency import start_short_thread
 from rollouts_core.system.time_limits import BlockedError, interrupt_after
 from rollouts_core.types import RolloutBatch, Sample
-from rollouts_core.user_code.failures import failed_function_error
+from rollouts_core.user_code.failures import check_generated, failed_function_error
 
 
 def generate_rollout_batches(
@@ -35,7 +35,8 @@ def generate_rollout_batches(
         kwargs: handed to `generate_fn` with each call.
 
     Raises:
-        RewardError: a function took longer than the settings allow, or a reward function failed.
+        RewardError: a function took longer than the settings allow, a reward function failed, or `generate_fn` returned
+            something else than samples of all the places that it was given.
     """
     generate_fn, reward_fn = resolve_generate_fn(config), resolve_reward_fn(config)
     timeout_s = config.reward_timeout_s
@@ -55,7 +56,10 @@ def generate_rollout_batches(
             raise failed_function_error("generation", generate_fn, pending, error) from error
         assert not inspect.isawaitable(generated), "a plain generate_fn returned something to wait for"
         yield convert_to_batch(
-            apply_sample_transforms(generated, [lambda sample: _grade_now(sample, reward_fn, timeout_s)]),
+            apply_sample_transforms(
+                check_generated(generated, generate_fn, pending),
+                [lambda sample: _grade_now(sample, reward_fn, timeout_s)],
+            ),
             metadata={"epoch_id": data_buffer.epoch_id},
         )
 

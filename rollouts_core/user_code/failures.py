@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,35 +44,42 @@ def failed_function_error(
 def check_generated(
     generated: object,
     function: Callable[..., Any],  # Any: a user's function made it
-    group: Sequence[Sample],
+    pending: Sequence[Sample],
 ) -> list[Sample]:
-    """What a generation function returned for a group: samples of all its places, and of no other group.
+    """What a generation function returned for a group, or for several: samples of all their places, and of no other.
 
     Raises:
-        RewardError: it is something else; names the function and the prompt.
+        RewardError: it is something else; names the function and the first prompt.
     """
-    if problem := _find_problem(generated, group):
-        prompt = group[0].metadata.get("prompt_id", "?")
+    if problem := _find_problem(generated, pending):
+        prompt = pending[0].metadata.get("prompt_id", "?")
         raise RewardError(f"generation function {name_of_function(function)} on prompt {prompt!r} returned {problem}")
     return list(generated)  # type: ignore[call-overload,no-any-return]  # _find_problem looked
 
 
-def _find_problem(generated: object, group: Sequence[Sample]) -> str:
+def _find_problem(generated: object, pending: Sequence[Sample]) -> str:
     if not isinstance(generated, Sequence) or not all(isinstance(each, Sample) for each in generated):
         return f"{_describe_type(generated)}: a list of Sample is expected"
     derive = "derive each from one that it was given, by dataclasses.replace"
-    number = group[0].group_index
-    if foreign := [sample.group_index for sample in generated if sample.group_index != number]:
-        return f"a sample of group {foreign[0]} for group {number}: {derive}"
-    places = {sample.index for sample in group}
-    if missing := sorted(places - {sample.index for sample in generated}):
-        return f"no sample for {len(missing)} of {len(places)} places, {missing[0]} first: {derive}"
-    if other := sorted({sample.index for sample in generated} - places):
-        return f"a sample for the place {other[0]}, which it was not asked for: {derive}"
-    turns = [(sample.index, sample.turn) for sample in generated]
+    groups = {sample.group_index for sample in pending}
+    if foreign := [sample.group_index for sample in generated if sample.group_index not in groups]:
+        return f"a sample of group {foreign[0]} for group {pending[0].group_index}: {derive}"
+    places = {(sample.group_index, sample.index) for sample in pending}
+    filled = {(sample.group_index, sample.index) for sample in generated}
+    if missing := sorted(places - filled):
+        first = _name_place(missing[0], groups)
+        return f"no sample for {len(missing)} of {len(places)} places, {first} first: {derive}"
+    if other := sorted(filled - places):
+        return f"a sample for the place {_name_place(other[0], groups)}, which it was not asked for: {derive}"
+    turns = [(sample.group_index, sample.index, sample.turn) for sample in generated]
     if len({*turns}) < len(turns):
         return "two samples for one place: number them by `turn` where each is a turn of a conversation"
     return ""
+
+
+def _name_place(place: tuple[int, int], groups: Collection[int]) -> str:
+    group, index = place
+    return str(index) if len(groups) == 1 else f"{index} of group {group}"
 
 
 def _describe_type(value: object) -> str:

@@ -294,6 +294,43 @@ def test_an_only_engine_that_was_lost_while_it_was_paused_answers_when_it_is_bac
     assert completion.version_spans == (("v-1", 0, 8),)
 
 
+class DeafToFirstResume(httpx.AsyncBaseTransport):
+    """A server that goes on, and does not hear the first time that it is told to."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._num_told = 0
+        self._inner = httpx.ASGITransport(app=build_app(scheduler))
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        if request.url.path == "/continue_generation":
+            self._num_told += 1
+            if self._num_told == 1:
+                raise httpx.RemoteProtocolError("Server disconnected without sending a response.")
+        return await self._inner.handle_async_request(request)
+
+
+@pytest.mark.parametrize("is_pooled", [False, True])
+def test_paused_requests_go_on_although_nothing_more_is_asked_and_their_engine_did_not_hear_the_first_time(
+    versions: dict[str, Path], is_pooled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keeper, "RETRY_PAUSE_S", 0.01)
+
+    async def run(scheduler: Scheduler) -> Completion:
+        client = SGLangEngine("http://deaf", transport=DeafToFirstResume(scheduler))
+        await client.load_weights(versions["v-1"], "v-1")
+        engine = InFlightEngine(EnginePool([client]) if is_pooled else client, "continue")
+        task = asyncio.create_task(engine.generate([ask()]))
+        while not scheduler.num_running:
+            await asyncio.sleep(0.001)
+        await engine.load_weights(versions["v-2"], "v-2")
+        [completion] = await task
+        return completion
+
+    with Scheduler(Decoder(versions["v-1"], num_slots=4), model_dir=versions["v-1"]) as scheduler:
+        completion = asyncio.run(asyncio.wait_for(run(scheduler), 60))
+    assert [version for version, _, _ in completion.version_spans] == ["v-1", "v-2"]
+
+
 class WithoutChecksums(httpx.AsyncBaseTransport):
     """A server that gives no checksums, as SGLang on a GPU."""
 

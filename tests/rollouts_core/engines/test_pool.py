@@ -9,12 +9,19 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import pytest
 
 from rollouts_core.config import SamplingConfig
-from rollouts_core.engines import EnginePool, InFlightEngine, SGLangEngine, sync_weights_to_engines
+from rollouts_core.engines import (
+    EnginePool,
+    InFlightEngine,
+    RoutedPool,
+    SGLangEngine,
+    SGLangRouter,
+    sync_weights_to_engines,
+)
 from rollouts_core.engines.canary import Canary
 from rollouts_core.engines.completion import Completion, GenerationRequest
 from rollouts_core.engines.pool import MAX_LEAD
@@ -293,6 +300,37 @@ def test_an_engine_that_did_not_take_a_version_is_not_asked_until_it_did() -> No
         return [behind, again]
 
     assert asyncio.run(fall_behind_and_return()) == [{"v1"}, {"v1"}]
+
+
+class ToldRouter:
+    """Remembers which engines it is told to ask, and whether one of them was being given weights then."""
+
+    name = "router"
+
+    def __init__(self, watched: FakeEngine) -> None:
+        self.watched = watched
+        self.told: list[tuple[list[str], bool]] = []
+
+    async def use(self, urls: Sequence[str]) -> None:
+        await asyncio.sleep(0.01)  # it does so beside its answers
+        self.told.append((list(urls), self.watched.loading != ""))
+
+
+def test_a_router_has_let_go_of_an_engine_that_was_quarantined_before_that_is_given_weights() -> None:
+    """It says that it has a version before it proved it, and what comes through a router counts by that alone."""
+
+    async def lose_one() -> list[tuple[list[str], bool]]:
+        engines = [FakeEngine("a"), FakeEngine("b")]
+        router, pool = ToldRouter(engines[0]), EnginePool(engines, retry_s=0.01)
+        routed = RoutedPool(cast(SGLangRouter, router), pool, cast(list[SGLangEngine], engines))
+        await routed.load_weights(Path("v1"), "v1")
+        engines[0].permits = asyncio.Semaphore(0)
+        pool.quarantine(engines[0], "it fell silent")
+        await wait_until(lambda: engines[0].loading)
+        await pool.aclose()
+        return router.told
+
+    assert asyncio.run(lose_one()) == [(["b"], False)]
 
 
 def test_an_engine_that_takes_too_long_is_left_behind_and_the_others_go_on() -> None:

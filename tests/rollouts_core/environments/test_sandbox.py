@@ -423,6 +423,15 @@ def test_how_long_the_machine_takes_to_shut_a_program_in_is_not_the_programs_tim
     assert run("print('in time')", wall_s=5).stdout == "in time\n"
 
 
+def test_a_program_is_not_graded_where_what_shuts_it_in_does_not_start(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As where the interpreter's files lie on a disk of the network that is away, or memory is short."""
+    change_child(monkeypatch, tmp_path, ("import ctypes\n", "import ctypes_that_cannot_be_read\n"))
+    with pytest.raises(EnvironmentUnavailableError, match="ended before it had begun: ModuleNotFoundError: No module"):
+        run("print(1)")
+
+
 @pytest.mark.slow
 def test_a_machine_too_busy_to_begin_a_program_does_not_grade_it(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path

@@ -79,6 +79,7 @@ def test_without_a_call_there_is_nothing_to_answer() -> None:
         ('<tool_call>{"name": "calculator"', "has no </tool_call>"),
         (call(expression="half an emoji: \ud83d"), "not valid JSON: 'utf-8' codec can't encode character"),
         (call("\ud83d"), "not valid JSON"),
+        (call(expression=float("nan")), "not valid JSON: NaN is no JSON"),
     ],
 )
 def test_a_call_that_cannot_be_read_is_explained_to_the_policy(text: str, sentence: str) -> None:
@@ -118,6 +119,21 @@ def test_an_argument_that_neither_schema_nor_function_names_is_explained_to_the_
 
 
 @pytest.mark.parametrize(
+    ("schema", "value", "given"),
+    [
+        ({"type": "integer"}, 3.0, 3),
+        ({"type": "number"}, 3.0, 3.0),
+        ({"type": "array", "items": {"type": "integer"}}, [1, 2.0], [1, 2]),
+        ({"type": "object", "properties": {"n": {"type": "integer"}}}, {"n": 4.0, "x": 4.0}, {"n": 4, "x": 4.0}),
+    ],
+)
+def test_what_a_schema_wants_as_an_integer_is_given_as_one(schema: dict[str, Any], value: Any, given: Any) -> None:
+    """A whole number with a point keeps to the schema, and a tool that counts or indexes by it would end the run."""
+    tool = Tool(name="show", description="", parameters={"properties": {"a": schema}}, function=lambda a: repr(a))
+    assert contents(answer(call("show", a=value), tool)) == [repr(given)]
+
+
+@pytest.mark.parametrize(
     ("schema", "value"),
     [
         ({"multipleOf": 0.01}, int("1" * 400)),
@@ -131,15 +147,25 @@ def test_arguments_that_cannot_be_checked_are_explained_to_the_policy(schema: di
     assert contents(reply)[0].startswith("error: arguments: they cannot be checked: ")
 
 
+@pytest.mark.parametrize("function", [lambda a, b: a + b, lambda *, a, b, **others: a + b])
+def test_an_argument_that_is_missing_where_the_schema_does_not_ask_for_it_is_explained_to_the_policy(
+    function: Callable[..., int],
+) -> None:
+    reply = answer(call("add", a=1), replace(ADD, function=function))
+    assert reply.outcome is Outcome.TOOL_ERROR
+    assert contents(reply) == ["error: arguments: 'b' is a required property"]
+
+
 def test_a_function_that_takes_any_argument_gets_it() -> None:
     takes_all = replace(ADD, function=lambda **given: sum(given.values()))
     assert contents(answer(call("add", a=1, b=2, c=3), takes_all)) == ["6"]
 
 
-def test_an_argument_that_the_schema_alone_names_is_a_mistake_of_the_tool() -> None:
-    wrong = replace(ADD, function=lambda a: a)
+def test_an_argument_that_the_schema_alone_names_or_the_function_alone_wants_is_a_mistake_of_the_tool() -> None:
     with pytest.raises(TypeError, match="unexpected keyword argument 'b'"):
-        answer(call("add", a=1, b=2), wrong)
+        answer(call("add", a=1, b=2), replace(ADD, function=lambda a: a))
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'c'"):
+        answer(call("add", a=1, b=2), replace(ADD, function=lambda a, b, c: a))
 
 
 async def sleep_and_wait(seconds: float) -> str:

@@ -6,7 +6,7 @@ Without it who writes such a function finds out by a batch that never comes, or 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
@@ -62,6 +62,23 @@ def test_a_sample_that_failed_ends_plain_batches() -> None:
     config = CONFIG.model_copy(update={"generate_fn": fail})
     with pytest.raises(EnvironmentUnavailableError, match="was given no usable completion"):
         next(generate_rollout_batches(DataBuffer(make_prompts(8)), config))
+
+
+@pytest.mark.parametrize(
+    ("broken", "message"),
+    [
+        (lambda samples: None, "a NoneType: a list of Sample is expected"),
+        (lambda samples: [Sample(index=i % 2) for i in range(6)], "no sample for 4 of 6 places, 0 of group 1"),
+        (lambda samples: samples[:3], "no sample for 3 of 6 places, 1 of group 1 first"),
+        (lambda samples: [*samples, samples[3]], "two samples for one place: number"),
+    ],
+)
+def test_samples_that_would_share_the_baseline_of_another_prompt_end_plain_batches(
+    broken: Callable[[Sequence[Sample]], list[Sample]], message: str
+) -> None:
+    config = CONFIG.model_copy(update={"generate_fn": broken})
+    with pytest.raises(RewardError, match=rf"^generation function \S*<lambda> on prompt 'p\d' returned {message}"):
+        next(generate_rollout_batches(DataBuffer(make_prompts(4)), config))
 
 
 def test_a_reward_that_does_not_return_ends_plain_batches_too() -> None:
