@@ -2,10 +2,12 @@
 
 Not here: reading rows (dataset.py, conversations.py), tensors (batch.py).
 
-The tokenizer's own chat template writes the text. A template with {% generation %} markers says itself what the
-assistant wrote. For any other the turn of an assistant is what the template adds to the conversation before it. That
-difference is taken on token ids and checked token by token, so a template whose earlier text changes when a turn is
-added is an error instead of a wrong mask.
+The tokenizer's own chat template writes the text; one that writes the day's date writes the same on all days, so that
+a training goes on tomorrow with the prompts that it began with, and scores of two days compare.
+
+A template with {% generation %} markers says itself what the assistant wrote. For any other the turn of an assistant is
+what the template adds to the conversation before it. That difference is taken on token ids and checked token by token,
+so a template whose earlier text changes when a turn is added is an error instead of a wrong mask.
 
     messages         user 1+1=?             assistant 2
     text             <|user|>1+1=?<|end|><|assistant|>2<|end|>
@@ -22,9 +24,12 @@ from the start again, because a text that a policy sampled may be tokenized into
 from __future__ import annotations
 
 import itertools
+import json
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from datetime import datetime
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from jinja2 import TemplateError
@@ -42,6 +47,9 @@ CHUNK_TEXTS = 512
 NO_TEMPLATE = "the tokenizer has no chat template: add one to the model's folder"
 TURN_MARK = "an assistant said this"
 """Stands for the policy's turn where only what a template writes behind it is wanted."""
+TODAY = datetime(2024, 7, 26)
+"""The date that templates are given: what those of Llama 3 write where there is no clock."""
+CLOCK = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
 GENERATION_MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -348,7 +356,7 @@ def _render_marked(
         texts, spans = render_jinja_template(
             conversations=[list(messages)],
             tools=tools_or_none,
-            chat_template=tokenizer.get_chat_template(None, tools_or_none),
+            chat_template=undated_template(tokenizer, tools_or_none),
             return_assistant_tokens_mask=True,
             **tokenizer.special_tokens_map,
         )
@@ -396,14 +404,29 @@ def _render(
 ) -> str:
     if tokenizer.chat_template is None:
         raise DataError(NO_TEMPLATE)
+    tools_or_none = list(tools) if tools else None
     with _named_refusal(messages):
         text: str = tokenizer.apply_chat_template(
             list(messages),
-            tools=list(tools) if tools else None,
+            tools=tools_or_none,
+            chat_template=undated_template(tokenizer, tools_or_none),
             tokenize=False,
             add_generation_prompt=add_generation_prompt,
         )
     return text
+
+
+def undated_template(
+    tokenizer: PreTrainedTokenizerBase,
+    tools: list[dict[str, Any]] | None = None,  # Any: JSON schemas
+) -> str:
+    """The chat template for these tools, which writes `TODAY` in the place of the day's date."""
+    return _without_clock(tokenizer.get_chat_template(None, tools))
+
+
+@lru_cache(maxsize=16)
+def _without_clock(template: str) -> str:
+    return CLOCK.sub(lambda call: json.dumps(TODAY.strftime(call[2])), template)
 
 
 @contextmanager

@@ -381,6 +381,21 @@ def test_a_template_that_no_completion_can_end_by_is_told(
     assert [f"the chat template writes {said}" in warning for warning in warnings] == [True] * bool(said)
 
 
+@pytest.mark.parametrize("turn", ["{{ message.content }}", "{% generation %}{{ message.content }}{% endgeneration %}"])
+def test_a_template_that_writes_the_date_writes_the_same_on_all_days(
+    turn: str, byte_tokenizer: PreTrainedTokenizerBase
+) -> None:
+    dated = (
+        """{% if strftime_now is defined %}{{ strftime_now('%d %b %Y') }}, {{ strftime_now( "%Y" ) }}{% endif %}: """
+    )
+    byte_tokenizer.chat_template = dated + "{% for message in messages %}" + turn + "{% endfor %}"
+    messages: list[Message] = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
+    assert byte_tokenizer.decode(tokenize_prompt(byte_tokenizer, messages[:1])) == "26 Jul 2024, 2024: ?"
+    [conversation] = tokenize_conversations(byte_tokenizer, [Conversation(messages)], train_on="all_assistant")
+    assert not isinstance(conversation, DataError)
+    assert byte_tokenizer.decode(conversation.tokens) == "26 Jul 2024, 2024: ?!"
+
+
 def write_behind_turns(tokenizer: PreTrainedTokenizerBase, text: str) -> None:
     """Give the tokenizer an end of sequence that its template need not write, and a template."""
     tokenizer.add_special_tokens({"eos_token": "<|endoftext|>"})
