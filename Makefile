@@ -15,7 +15,7 @@ unexport PYTHONDONTWRITEBYTECODE
 READY := .venv/.ready
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet --constraint constraints.txt --editable
 # A file of tests stays in one process: its fixtures train models once for all of them. tests/conftest.py orders the files.
-PYTEST := $(BIN)/python -m pytest --numprocesses logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+PYTEST := $(BIN)/python -m pytest --numprocesses auto --dist loadfile --no-loadscope-reorder
 
 .PHONY: quickstart test test-fast test-matrix test-engines engines check bench install clean
 
@@ -30,7 +30,7 @@ test-fast: $(READY)
 
 # Half of them lie in one file: they are spread one by one. Those of engines are skipped where these are not installed.
 test-matrix: $(READY)
-	$(BIN)/python -m pytest --numprocesses logical --maxprocesses 4 -m matrix
+	$(BIN)/python -m pytest --numprocesses auto -m matrix
 
 test-engines: $(READY) engines
 	$(BIN)/python -m pytest -m "engine and not matrix" tests/engines

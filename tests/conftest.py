@@ -94,6 +94,12 @@ def cuttable(bucket: str, s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) 
     way.close()
 
 
+@pytest.hookimpl(optionalhook=True)  # of pytest-xdist
+def pytest_xdist_auto_num_workers() -> int:
+    """One more than there are processors: tests wait for servers, leases and each other for half of their time."""
+    return min(4, (os.cpu_count() or 1) + 1)
+
+
 @pytest.hookimpl(trylast=True)  # when the tests that `-m` leaves out are gone
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Let the files with most runs of pipelines begin: short ones fill up the end, where all would wait for one."""

@@ -194,6 +194,8 @@ def test_a_run_that_failed_in_rl_is_retried_by_a_button_and_sft_is_shown_as_reus
     page.get_by_role("menuitem", name="Retry").click()
     page.get_by_role("alertdialog").get_by_role("button", name="Retry").click()
     wait_until(lambda: state_of(served, run_id) != "FAILED", what="the retry")
+    # Its RL is long enough to be looked at and killed amid it; nobody waits for the rest.
+    wait_until(lambda: served.run("finish", "small")[0] == 0, what="RL that can be asked to finish")
     wait_for_state(served, run_id, "COMPLETED")
     page.goto(f"{address_of(served).ui_url}/runs/flow-run/{run_id}?tab=TaskRuns", wait_until="domcontentloaded")
     page.get_by_text("Cached", exact=True).first.wait_for()
