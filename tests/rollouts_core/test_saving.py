@@ -195,6 +195,28 @@ def test_the_best_stay_besides_the_newest(tmp_path: Path) -> None:
     }
 
 
+def train_scored(
+    directory: Path,
+    config: SFTTrainingConfig,
+    settings: Mapping[str, Any],
+    metric: ScoredBy,
+    values: Mapping[int, float],
+) -> None:
+    """A training, or the rest of one, whose steps have these values of the metric that checkpoints are compared by."""
+    backend = SlowDiskBackend()
+    backend.may_write.set()
+
+    async def train() -> None:
+        async with RunCheckpoints(
+            backend.as_backend, directory, config, settings=settings, scored_by=metric
+        ) as checkpoints:
+            await checkpoints.resume()
+            for step, value in values.items():
+                await checkpoints.after_step(step, {metric: value})
+
+    asyncio.run(train())
+
+
 @pytest.mark.parametrize(
     ("changed", "kept"),
     [({"rollout.reward_fn": "other"}, ["step_000006", "step_000008"]), ({"lr": 2}, ["step_000002", "step_000008"])],
@@ -203,20 +225,9 @@ def test_scores_of_another_task_are_not_compared_with_those_after_it(
     tmp_path: Path, changed: dict[str, Any], kept: list[str]
 ) -> None:
     """Rewards of up to 10 would keep a checkpoint for ever, where those to come are 1 at most."""
-    backend = SlowDiskBackend()
-    backend.may_write.set()
-
-    async def train(settings: Mapping[str, Any], rewards: Mapping[int, float]) -> None:
-        config = CONFIG.model_copy(update={"keep_best": 1, "allow_changed": tuple(changed)})
-        async with RunCheckpoints(
-            backend.as_backend, tmp_path, config, settings=settings, scored_by="reward"
-        ) as checkpoints:
-            await checkpoints.resume()
-            for step, reward in rewards.items():
-                await checkpoints.after_step(step, {"reward": reward})
-
-    asyncio.run(train({"lr": 1}, {1: 9.0, 2: 9.0, 3: 5.0, 4: 5.0}))
-    asyncio.run(train({"lr": 1, **changed}, {5: 0.5, 6: 0.5, 7: 0.1, 8: 0.1}))
+    config = CONFIG.model_copy(update={"keep_best": 1, "allow_changed": tuple(changed)})
+    train_scored(tmp_path, config, {"lr": 1}, "reward", {1: 9.0, 2: 9.0, 3: 5.0, 4: 5.0})
+    train_scored(tmp_path, config, {"lr": 1, **changed}, "reward", {5: 0.5, 6: 0.5, 7: 0.1, 8: 0.1})
     assert [path.name for path in list_checkpoints(tmp_path)] == kept
 
 
@@ -232,20 +243,9 @@ def test_losses_of_other_evaluation_rows_are_not_compared_and_are_no_reason_to_r
     tmp_path: Path, before: dict[str, str], kept: list[str]
 ) -> None:
     """Easier rows, or the training loss where there were none, would keep a checkpoint for ever."""
-    backend = SlowDiskBackend()
-    backend.may_write.set()
-
-    async def train(settings: Mapping[str, Any], losses: Mapping[int, float]) -> None:
-        config = CONFIG.model_copy(update={"keep_best": 1})
-        async with RunCheckpoints(
-            backend.as_backend, tmp_path, config, settings=settings, scored_by="eval_loss"
-        ) as checkpoints:
-            await checkpoints.resume()
-            for step, loss in losses.items():
-                await checkpoints.after_step(step, {"eval_loss": loss})
-
-    asyncio.run(train(before, {1: 0.1, 2: 0.1, 3: 0.2, 4: 0.2}))
-    asyncio.run(train({"eval_samples": "these"}, {5: 3.0, 6: 3.0, 7: 4.0, 8: 4.0}))
+    config = CONFIG.model_copy(update={"keep_best": 1})
+    train_scored(tmp_path, config, before, "eval_loss", {1: 0.1, 2: 0.1, 3: 0.2, 4: 0.2})
+    train_scored(tmp_path, config, {"eval_samples": "these"}, "eval_loss", {5: 3.0, 6: 3.0, 7: 4.0, 8: 4.0})
     assert [path.name for path in list_checkpoints(tmp_path)] == kept
 
 
