@@ -26,6 +26,7 @@ import anyio
 
 from rollouts_core.config import ModelConfig, RewardConfig
 from rollouts_core.config.messages import first_line
+from rollouts_core.config.reward import is_asked_in_tokens
 from rollouts_core.data.chat import stop_token_ids, tokenize_prompt, undated_template
 from rollouts_core.errors import CheckpointError, ConfigError, RewardError
 from rollouts_core.model.loading import load_tokenizer
@@ -43,7 +44,6 @@ SCORE = re.compile(r"score[*_`\s]*[:=][*_`\[\s]*(\d+(?:\.\d+)?)", re.IGNORECASE)
 """Models put marks of Markdown around the word, the number or both: **Score**: 7."""
 MAX_SCORE = 10.0
 
-NATIVE_PATH = "/generate"
 MAX_JUDGE_TOKENS = 256
 """What a judge may write at SGLang's own endpoint; at others they decide themselves."""
 
@@ -157,7 +157,7 @@ def create_http_reward(config: RewardConfig) -> BatchedReward:
 
 def create_judge_reward(config: RewardConfig) -> BatchedReward:
     """A reward between 0 and 1 by a language model behind an OpenAI-style endpoint, or SGLang's own."""
-    is_native = config.url.rstrip("/").endswith(NATIVE_PATH)
+    is_native = is_asked_in_tokens(config.url)
     ask_judge = _create_native_judge(config) if is_native else _create_chat_judge(config)
 
     async def score(samples: Sequence[Sample]) -> list[float | None]:

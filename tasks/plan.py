@@ -20,6 +20,7 @@ from rollouts_core.config import (
     SamplingConfig,
     SFTTrainingConfig,
 )
+from rollouts_core.config.reward import GRADING_MODELS
 from rollouts_core.data.rows import digest_path, resolve_revision
 from rollouts_core.errors import ConfigError
 from rollouts_core.fingerprint import digest_checkpoint, digest_model, digest_plugins, fingerprint_job
@@ -243,7 +244,7 @@ def plugin_digest(rollout: RolloutConfig) -> str:
     rewards = [each.name for each in rollout.rewards]
     filters = [rollout.filter_fn, *(each.name for each in rollout.filters), rollout.buffer_filter_fn]
     code = digest_plugins(rollout.environment, rollout.generate_fn, rollout.reward_fn, *rewards, *filters)
-    folders = [Path(each.model) for each in rollout.rewards if each.kind in ("classifier", "reward_model")]
+    folders = [Path(each.model) for each in rollout.rewards if each.kind in GRADING_MODELS]
     models = [digest_path(folder) for folder in folders if folder.is_dir()]
     return hashlib.sha256("".join([code, *models]).encode()).hexdigest() if models else code
 

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from rollouts_core.config.messages import explain_validation_error
+from rollouts_core.config.reward import has_model_folder
 from rollouts_core.errors import ConfigError
 
 RecordT = TypeVar("RecordT", bound=BaseModel)
@@ -91,19 +92,13 @@ def resolve_paths(settings: dict[str, Any], base: Path) -> dict[str, Any]:  # An
         }
     if isinstance(rollout := settings.get("rollout"), dict) and isinstance(rollout.get("rewards"), list | tuple):
         rewards = [
-            {**each, "model": model_folder(each["model"])} if _has_model_folder(each) else each
+            {**each, "model": model_folder(each["model"])}
+            if isinstance(each, dict) and "model" in each and has_model_folder(each.get("kind"), each.get("url"))
+            else each
             for each in rollout["rewards"]
         ]
         resolved["rollout"] = {**rollout, "rewards": rewards}
     return resolved
-
-
-def _has_model_folder(reward: Any) -> bool:  # Any: unchecked file content
-    """Whether the `model` of a reward is a folder: that of a judge is the name that its endpoint has for it."""
-    if not isinstance(reward, dict) or "model" not in reward:
-        return False
-    is_asked_in_tokens = str(reward.get("url")).rstrip("/").endswith("/generate")
-    return reward.get("kind") in ("classifier", "reward_model") or is_asked_in_tokens
 
 
 def _check_length(path: str) -> None:

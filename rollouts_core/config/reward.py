@@ -31,6 +31,22 @@ NEEDED = {"http": ("url",), "classifier": ("model",), "reward_model": ("url", "m
 """What each kind cannot do without."""
 
 
+GRADING_MODELS = ("classifier", "reward_model")
+"""Kinds whose `model` is a folder with what grades."""
+NATIVE_PATH = "/generate"
+"""How the address of a judge ends that takes token ids: SGLang's own, and the embedded engine's."""
+
+
+def is_asked_in_tokens(url: object) -> bool:
+    """Whether a judge at this address takes token ids."""
+    return str(url).rstrip("/").endswith(NATIVE_PATH)
+
+
+def has_model_folder(kind: object, url: object) -> bool:
+    """Whether `model` of such a reward is a folder; that of another judge is the name that its endpoint has for it."""
+    return kind in GRADING_MODELS or (kind == "judge" and is_asked_in_tokens(url))
+
+
 class RewardConfig(Record):
     """One of several rewards that are added."""
 
@@ -70,8 +86,7 @@ class RewardConfig(Record):
     @property
     def model_folder(self) -> str:
         """`model` where it is a folder; empty where there is none, or it is a judge's name at its endpoint."""
-        is_asked_in_tokens = self.kind == "judge" and self.url.rstrip("/").endswith("/generate")
-        return self.model if self.kind in ("classifier", "reward_model") or is_asked_in_tokens else ""
+        return self.model if has_model_folder(self.kind, self.url) else ""
 
     @model_validator(mode="after")
     def _check_kind(self) -> Self:

@@ -23,6 +23,7 @@ import torch
 
 from infra.engines import has_generated, resume_generation
 from rollouts_core.config import EngineKind, RewardConfig, SamplingConfig
+from rollouts_core.config.reward import NATIVE_PATH
 from rollouts_core.embedded.app import build_app
 from rollouts_core.embedded.decoder import Decoder
 from rollouts_core.embedded.scheduler import Scheduler
@@ -34,7 +35,7 @@ from rollouts_core.engines import vllm as vllm_module
 from rollouts_core.engines.content import expected_digests
 from rollouts_core.engines.sent import SentBy, SentWeights, copy_to_host
 from rollouts_core.errors import RewardError
-from rollouts_core.reward_services import NATIVE_PATH, create_judge_reward
+from rollouts_core.reward_services import create_judge_reward
 from rollouts_core.types import Sample
 from tests.excuses import ExcusedSkip
 from tests.rollouts_core.scripted_service import Service
