@@ -23,6 +23,7 @@ import pytest
 
 from infra.node import SSHAccess
 from tests.processes import dies_with_us
+from tests.waiting import wait_until
 
 _PRIVILEGE_SEPARATION_DIR = Path("/run/sshd")
 """Where sshd locks itself up when root starts it."""
@@ -106,12 +107,17 @@ class SSHServer:
             self._process = None
 
     def signal_sessions(self, number: signal.Signals) -> int:
-        """Send a signal to the processes that hold connections; returns how many there were."""
+        """Send a signal to the processes that hold connections; returns how many there were.
+
+        SIGSTOP is waited for: it is one thread's to take, and those of a busy machine go on until that one runs.
+        """
         assert self._process is not None
         sessions = _sessions_of(self._process.pid)
         for pid in sessions:
             with suppress(ProcessLookupError):
                 os.kill(pid, number)
+        if number == signal.SIGSTOP:
+            wait_until(lambda: not any(map(_is_running, sessions)), what="the sessions to stand still")
         return len(sessions)
 
     def _write_config(self, more: str) -> None:
@@ -180,6 +186,14 @@ def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+def _is_running(pid: int) -> bool:
+    """False of a process that stands still or is gone."""
+    try:
+        return (Path("/proc") / str(pid) / "stat").read_text().rpartition(")")[2].split()[0] not in "TtZX"
+    except OSError:
+        return False
 
 
 def _sessions_of(listener: int) -> list[int]:
