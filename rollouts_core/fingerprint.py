@@ -19,7 +19,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from rollouts_core.checkpoint import MANIFEST, find_checkpoint, load_manifest
-from rollouts_core.config import PLACEMENT, SELECTION, FunctionName, ModelConfig, name_of_function
+from rollouts_core.config import PLACEMENT, SELECTION, FunctionName, ModelConfig, Record, name_of_function
 from rollouts_core.data.rows import digest_files, digest_path
 from rollouts_core.errors import ConfigError
 from rollouts_core.user_code.own_files import OwnCode, find_code, own_code
@@ -74,6 +74,7 @@ def affecting_settings(
         default: what the record is where nobody says anything; a section's default may differ from that of its type.
         unless_marked: fields that the marks of config/ say are none of the effects named here are left out.
     """
+    record = record.without_places() if isinstance(record, Record) else record
     as_json = record.model_dump(mode="json")
     chosen: dict[str, Any] = {}  # Any: JSON
     for name, field in type(record).model_fields.items():

@@ -33,7 +33,7 @@ from rollouts_core.model.model_size import ModelSize, find_model_size
 from rollouts_core.run_directory import RunDirectory
 from tasks.installed_engines import check_installed, check_router, leads_engines
 from tasks.optional_packages import check_packages
-from tasks.placement import exists_on_node, place_code
+from tasks.placement import place_code
 from tasks.progress import StageProgress
 
 DISK_USE_TIMEOUT_S = 120.0
@@ -85,7 +85,6 @@ def bootstrap(
             check_installed(session, ready, config.rollout.engine)
         check_router(session, config, trains=trains)
         check_packages(session, ready, config, trains=trains)
-        check_reward_models(session, ready, config, trains=trains)
         trainers, trainer_nodes, engine_nodes = [(session, node)], [], []
         for each, own_settings in zip(node.trainer_nodes, settings_of_trainers(settings), strict=True):
             own_needs = replace(
@@ -187,17 +186,6 @@ def torch_policies(config: Config) -> dict[str, PolicyConfig]:
     """How the trainings of the mode compute, by their kind: those that torch does."""
     policies = {"sft": config.training.sft.policy, "rl": config.training.rl.policy}
     return {kind: policy for kind, policy in policies.items() if kind in config.mode and policy.backend == "pytorch"}
-
-
-def check_reward_models(session: Session, node: Node, config: Config, *, trains: bool) -> None:
-    """Raise PermanentInfraError where the folder of a model that grades is not on another machine: none is sent."""
-    samples = (trains and config.mode != "sft") or config.evaluation.metric == "accuracy"
-    for index, reward in enumerate(config.rollout.rewards if samples and node.is_remote else ()):
-        if reward.model_folder and not exists_on_node(session, reward.model_folder):
-            raise PermanentInfraError(
-                f"rollout.rewards.{index}.model: {node.name} has no {reward.model_folder}, and models that grade are "
-                "not sent to machines: copy the folder to the same path there"
-            )
 
 
 def modules_called(config: Config, *, trains: bool) -> dict[str, str]:

@@ -1,7 +1,7 @@
 """Bring models and data that are named by URLs into the store, and say where they lie there.
 
-    model.path, data.*, training.*.resume_from     s3://bucket/...  ──>  <store>/inputs/<digest>/<name>
-                                                                         <store>/inputs/<digest>/.<name>.origin
+    model.path, data.*, training.*.resume_from,    s3://bucket/...  ──>  <store>/inputs/<digest>/<name>
+    rollout.rewards.*.model                                              <store>/inputs/<digest>/.<name>.origin
 
 The digest is that of the store's entity tags, or of what a manifest lists: what changed there is fetched anew, what did
 not is fetched once. Stages go by the content of what was brought, as with any other folder or file.
@@ -34,6 +34,7 @@ def named_urls(config: Config) -> list[str]:
     training = config.training
     given = [config.model.path, training.sft.resume_from, training.rl.resume_from]
     given += [getattr(config.data, name) for name in _DATA]
+    given += [each.model_folder for each in config.rollout.rewards]
     given += [config.data.sft] if isinstance(config.data.sft, str) else [each.path for each in config.data.sft]
     return [each for each in dict.fromkeys(given) if is_url(each)]
 
@@ -62,6 +63,10 @@ def bring_inputs(config: Config, store: Path, say: Callable[[str], None]) -> Con
         name: stage.model_copy(update={"resume_from": placed(stage.resume_from)})
         for name, stage in (("sft", training.sft), ("rl", training.rl))
     }
+    graders = tuple(
+        each.model_copy(update={"model": placed(each.model)}) if each.model_folder else each
+        for each in config.rollout.rewards
+    )
     return config.model_copy(
         update={
             "model": config.model.model_copy(update={"path": placed(config.model.path)}),
@@ -69,6 +74,7 @@ def bring_inputs(config: Config, store: Path, say: Callable[[str], None]) -> Con
                 update={"sft": demonstrations, **{name: placed(getattr(data, name)) for name in _DATA}}
             ),
             "training": training.model_copy(update=resumed),
+            "rollout": config.rollout.model_copy(update={"rewards": graders}),
         }
     )
 

@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -31,8 +32,10 @@ from infra.stores.presigned import can_presign
 from infra.sync.mirror import LOCK, is_behind
 from infra.sync.push import is_executable, publish_files
 from rollouts_core.checkpoint import find_checkpoint, list_checkpoints
-from rollouts_core.config import RLTrainingConfig, RolloutConfig, SFTTrainingConfig
-from rollouts_core.data.rows import KEPT_BESIDE
+from rollouts_core.config import RewardConfig, RLTrainingConfig, RolloutConfig, SFTTrainingConfig
+from rollouts_core.data.rows import KEPT_BESIDE, WEIGHTS, digest_path
+from rollouts_core.errors import ConfigError
+from rollouts_core.fingerprint import digest_checkpoint, digest_model
 from rollouts_core.job import (
     JOB_TYPES,
     EvalJob,
@@ -52,8 +55,6 @@ from tasks.records import Stage
 TrainingT = TypeVar("TrainingT", SFTTrainingConfig, RLTrainingConfig)
 
 CALL_TIMEOUT_S = 60.0
-WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
-"""How the names of files with weights, or with the state of a training, end."""
 _DIGEST_CHARS = 16
 
 logger = logging.getLogger(__name__)
@@ -105,11 +106,13 @@ def place_job(job: Job, inputs: NodeInputs) -> Job:
                 "prompts": job.prompts and inputs.place_file(job.prompts),
                 "rollouts": job.rollouts and inputs.place_file(job.rollouts),
                 "training": inputs.place_resumed(job.training, job.resume_digest),
+                "rollout": inputs.place_graders(job.rollout) if job.prompts else job.rollout,
             }
         case EvalJob():
             placed = {
                 "checkpoints": tuple(inputs.place_model(model) for model in job.checkpoints),
                 "data": inputs.place_file(job.data),
+                "rollout": inputs.place_graders(job.rollout),
             }
         case ServeJob():
             placed = {"model": inputs.place_model(job.model)}
@@ -130,34 +133,52 @@ class NodeInputs:
 
     def place_file(self, file: InputFile) -> InputFile:
         """A data file."""
-        return file.model_copy(update={"path": self._place(file.path, file.digest)})
+        return file.model_copy(update={"path": self._place(file.path, file.digest, digest_path)})
 
     def place_dataset(self, dataset: InputDataset) -> InputDataset:
         """A dataset; one of a hub stays where it is."""
-        return dataset.model_copy(update={"path": self._place(dataset.path, dataset.digest)})
+        return dataset.model_copy(update={"path": self._place(dataset.path, dataset.digest, digest_path)})
 
-    def place_model(self, model: InputModel) -> InputModel:
+    def place_model(self, model: InputModel, *, without: tuple[str, ...] = ()) -> InputModel:
         """A model or checkpoint; one of a hub stays where it is."""
-        path = self._place(model.model.path, model.digest)
+        path = self._place(model.model.path, model.digest, lambda _: digest_model(model.model), without=without)
         return model.model_copy(update={"model": model.model.model_copy(update={"path": path})})
 
     def place_description(self, model: InputModel) -> InputModel:
         """A model without its weights, for who gets them from another machine."""
-        path = self._place(model.model.path, model.digest, without=WEIGHTS)
-        return model.model_copy(update={"model": model.model.model_copy(update={"path": path})})
+        return self.place_model(model, without=WEIGHTS)
 
     def place_resumed(self, training: TrainingT, digest: str) -> TrainingT:
         """The settings of a training with the checkpoint that it continues."""
         if not digest:
             return training
-        path = self._place(str(find_checkpoint(Path(training.resume_from))), digest)
+        path = self._place(str(find_checkpoint(Path(training.resume_from))), digest, digest_checkpoint)
         return training.model_copy(update={"resume_from": path})
 
-    def _place(self, given: str, digest: str, *, without: tuple[str, ...] = ()) -> str:
+    def place_graders(self, rollout: RolloutConfig) -> RolloutConfig:
+        """The settings with the folders of models that grade; without the weights where a server has those."""
+        rewards = tuple(self._place_grader(each) if each.model_folder else each for each in rollout.rewards)
+        return rollout.model_copy(update={"rewards": rewards})
+
+    def _place_grader(self, reward: RewardConfig) -> RewardConfig:
+        without = () if reward.kind == "classifier" else WEIGHTS
+        digest = partial(digest_path, without=without)
+        path = self._place(reward.model, digest(reward.model), digest, without=without)
+        return reward.model_copy(update={"model": path})
+
+    def _place(
+        self, given: str, digest: str, digest_now: Callable[[str], str], *, without: tuple[str, ...] = ()
+    ) -> str:
         """Where the input lies on the node: where its job left it there, or among the inputs, sent if need be.
 
         Args:
+            digest: what it is called by there, which was taken when the stage was planned.
+            digest_now: what that is now, of a path.
             without: how the names of files end that are left out.
+
+        Raises:
+            ConfigError: somebody edited it since.
+            TransientInfraError: somebody edited it while it was sent.
         """
         path = Path(given)
         if not path.exists():  # of a hub
@@ -173,8 +194,12 @@ class NodeInputs:
             below = files_below(path, path.name)
             wanted = [name for name in below if KEPT_BESIDE.isdisjoint(Path(name).parts[1:-1])]
             files = {name: below[name] for name in wanted if not name.endswith(without)}
+            before = _versions_of(files.values())
+            if digest_now(given) != digest:
+                raise ConfigError(f"{path} changed since the stage was planned: start the run again")
             if not self._is_fetched(path, files, folder):
                 publish_files(self._session, files, folder)
+            _check_unedited(self._session, before, folder)
         return f"{folder}/{path.name}"
 
     def _is_fetched(self, path: Path, files: Mapping[str, Path], folder: str) -> bool:
@@ -236,7 +261,7 @@ def place_code(
     parts = {"rollouts_core": {f"rollouts_core/{name}": path for name, path in core.items()}}
     parts |= {code.name: code.files for code in (own_code(rollout.modules_named.values()) if rollout else ())}
     files = {name: path for part in parts.values() for name, path in part.items()}
-    before = {path: _version_of(path) for path in files.values()}
+    before = _versions_of(files.values())
     digest = hashlib.sha256()
     for name, path in sorted(files.items()):
         mode = "\0x" if is_executable(path) else ""
@@ -246,11 +271,22 @@ def place_code(
     if not exists_on_node(session, folder):
         say(f"sends code: {', '.join(describe_files(name, part) for name, part in parts.items())}")
         publish_files(session, files, folder)
-        if edited := [path for path in before if _version_of(path) != before[path]]:
-            # What came there is called by the digest of something else, and every later run would take it for that.
-            session.run(["rm", "-rf", "--", folder], timeout_s=CALL_TIMEOUT_S, may_repeat=True)
-            raise TransientInfraError(f"{edited[0]} was edited while it was sent: start the run again")
+        _check_unedited(session, before, folder)
     return folder
+
+
+def _versions_of(paths: Iterable[Path]) -> dict[Path, tuple[int, int, int] | None]:
+    return {path: _version_of(path) for path in paths}
+
+
+def _check_unedited(session: Session, before: Mapping[Path, tuple[int, int, int] | None], folder: str) -> None:
+    """Raise TransientInfraError, and remove what came into the folder, where a file is another than it was before.
+
+    The folder is called by a digest that was taken before, and every later run would take it for that.
+    """
+    if edited := [path for path in before if _version_of(path) != before[path]]:
+        session.run(["rm", "-rf", "--", folder], timeout_s=CALL_TIMEOUT_S, may_repeat=True)
+        raise TransientInfraError(f"{edited[0]} was edited while it was sent: start the run again")
 
 
 def _version_of(path: Path) -> tuple[int, int, int] | None:

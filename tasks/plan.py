@@ -21,7 +21,7 @@ from rollouts_core.config import (
     SFTTrainingConfig,
 )
 from rollouts_core.config.reward import GRADING_MODELS
-from rollouts_core.data.rows import digest_path, resolve_revision
+from rollouts_core.data.rows import WEIGHTS, digest_path, resolve_revision
 from rollouts_core.errors import ConfigError
 from rollouts_core.fingerprint import digest_checkpoint, digest_model, digest_plugins, fingerprint_job
 from rollouts_core.job import (
@@ -238,14 +238,17 @@ def input_dataset(dataset: DatasetConfig) -> InputDataset:
 def plugin_digest(rollout: RolloutConfig) -> str:
     """The digest of the user's own code and models that sampling, grading and filtering name.
 
-    `digest_plugins` of the names, and the content of the rewards' models where they are folders of this machine. A
-    judge's model is the name that its endpoint has for it.
+    `digest_plugins` of the names, and the content of the rewards' models where they are folders of this machine; of a
+    judge's folder the tokenizer, which is all that is read there.
     """
     rewards = [each.name for each in rollout.rewards]
     filters = [rollout.filter_fn, *(each.name for each in rollout.filters), rollout.buffer_filter_fn]
     code = digest_plugins(rollout.environment, rollout.generate_fn, rollout.reward_fn, *rewards, *filters)
-    folders = [Path(each.model) for each in rollout.rewards if each.kind in GRADING_MODELS]
-    models = [digest_path(folder) for folder in folders if folder.is_dir()]
+    models = [
+        digest_path(each.model, without=() if each.kind in GRADING_MODELS else WEIGHTS)
+        for each in rollout.rewards
+        if each.model_folder and Path(each.model).is_dir()
+    ]
     return hashlib.sha256("".join([code, *models]).encode()).hexdigest() if models else code
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal, Self, get_args, get_origin
 
 from pydantic import (
     AfterValidator,
@@ -95,6 +95,13 @@ class Record(BaseModel):
     model_config = ConfigDict(
         frozen=True, extra="forbid", use_attribute_docstrings=True, json_schema_extra=_name_bounds
     )
+
+    def without_places(self) -> Self:
+        """Itself, but for fields that hold a place only where others say so; those that always do are marked PLACEMENT.
+
+        Identities are taken of this.
+        """
+        return self
 
     @field_validator("*", mode="before")
     @classmethod

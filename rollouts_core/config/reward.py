@@ -5,6 +5,7 @@ Not here: the grading (rewards.py, reward_services.py).
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Literal, Self
 from urllib.parse import urlsplit
 
@@ -87,6 +88,10 @@ class RewardConfig(Record):
     def model_folder(self) -> str:
         """`model` where it is a folder; empty where there is none, or it is a judge's name at its endpoint."""
         return self.model if has_model_folder(self.kind, self.url) else ""
+
+    def without_places(self) -> Self:
+        """With the name alone of a folder, which is elsewhere on another machine; what it holds has a digest."""
+        return self.model_copy(update={"model": Path(self.model).name}) if self.model_folder else self
 
     @model_validator(mode="after")
     def _check_kind(self) -> Self:

@@ -38,6 +38,8 @@ ESCAPED_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 COMMIT = re.compile(r"[0-9a-f]{40}")
 KEPT_BESIDE = frozenset({"__pycache__", ".git", ".cache"})
 """Folders in which Python, git and the hub's client keep what is theirs: when a model was downloaded, for instance."""
+WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
+"""How the names of files with weights, or with the state of a training, end."""
 
 
 class RowTable(Protocol):
@@ -197,11 +199,14 @@ def load_rows(path: str | Path) -> Iterator[tuple[int, Row]]:
         raise _is_empty(path)
 
 
-def digest_path(path: str | Path, *, revision: str = "") -> str:
+def digest_path(path: str | Path, *, revision: str = "", without: tuple[str, ...] = ()) -> str:
     """sha256 of a file, or of the names and contents of all files below a folder, as hex.
 
     Without what lies in folders of `KEPT_BESIDE`: a model that was downloaded or cloned once more is the same. A hub id
     (no such path) has no content here; its digest is that of its name and revision.
+
+    Args:
+        without: how the names of files end that are left out of a folder.
     """
     root = Path(path)
     if root.is_file():
@@ -211,7 +216,8 @@ def digest_path(path: str | Path, *, revision: str = "") -> str:
         total.update(f"hub:{path}@{revision}".encode() if revision else f"hub:{path}".encode())
         return total.hexdigest()
     below = {each.relative_to(root): each for each in root.rglob("*") if each.is_file()}
-    return digest_files({name: file for name, file in below.items() if KEPT_BESIDE.isdisjoint(name.parts)})
+    kept = {name: file for name, file in below.items() if KEPT_BESIDE.isdisjoint(name.parts)}
+    return digest_files({name: file for name, file in kept.items() if not name.name.endswith(without)})
 
 
 def digest_files(files: Mapping[Path, Path]) -> str:

@@ -6,6 +6,7 @@ a run that would fail on a machine elsewhere.
 
 from __future__ import annotations
 
+import shutil
 import sys
 import time
 from collections.abc import Iterator
@@ -49,13 +50,34 @@ def node_settings(node: SeparateNode) -> dict[str, Any]:
     }
 
 
+def write_classifier(folder: Path, *, tokenizer_of: Path) -> None:
+    from transformers import AutoTokenizer, LlamaConfig, LlamaForSequenceClassification  # heavy
+
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_of)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_labels=1,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    LlamaForSequenceClassification(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
 @pytest.mark.matrix  # with an engine elsewhere in test_cluster.py
 def test_a_run_on_a_machine_that_shares_nothing_ends_as_here_and_its_key_is_seen_nowhere(
     rollouts: Rollouts, served_home: Path, node: SeparateNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A model that grades goes there too."""
     monkeypatch.setenv(KEY_VARIABLE, CANARY)
-    keyed = SHORTER | {"rollout__engine__api_key_variable": KEY_VARIABLE}
+    graded = [{"weight": 0.5}, {"kind": "classifier", "model": "grader"}]
+    keyed = SHORTER | {"rollout__engine__api_key_variable": KEY_VARIABLE, "rollout__rewards": graded}
     config = write_small_pipeline(tmp_path / "small", node=node_settings(node), **keyed)
+    write_classifier(tmp_path / "grader", tokenizer_of=tmp_path / "small" / "base_model")
+    shutil.copytree(tmp_path / "grader", tmp_path / "small" / "grader")
     with Watch(CANARY) as sightings:
         code, output = rollouts.run("run", str(config))
     assert code == 0, output
@@ -68,6 +90,7 @@ def test_a_run_on_a_machine_that_shares_nothing_ends_as_here_and_its_key_is_seen
     assert [path for path in (*ours, *theirs) if CANARY.encode() in path.read_bytes()] == []
 
     local_config = write_small_pipeline(tmp_path / "small", **keyed)
+    (tmp_path / "grader").rename(tmp_path / "small" / "grader")
     assert digest_of_the_run(rollouts) == digest_trained_here(local_config, served_home, tmp_path)
 
 

@@ -25,7 +25,13 @@ from rollouts_core.config import (
 )
 from rollouts_core.data.rows import digest_path
 from rollouts_core.errors import ConfigError
-from rollouts_core.fingerprint import affecting_settings, digest_model, digest_plugins, fingerprint_job
+from rollouts_core.fingerprint import (
+    affecting_settings,
+    digest_model,
+    digest_plugins,
+    fingerprint_job,
+    training_settings,
+)
 from rollouts_core.job import EngineAddress, EvalJob, InputDataset, InputFile, InputModel, RLJob, SFTJob
 from rollouts_core.rewards import exact_match
 
@@ -146,6 +152,18 @@ def test_a_model_folder_is_known_by_its_files_wherever_it_lies(tmp_path: Path) -
         (tmp_path / name / "model.safetensors").write_text(weights)
     one, two, three = (digest_model(ModelConfig(path=str(tmp_path / n))) for n in ("one", "two", "three"))
     assert one == two != three
+
+
+def test_the_folder_of_a_model_that_grades_is_known_by_its_name_wherever_it_lies() -> None:
+    """So a training that moves to another machine goes on; what is in the folder is part of the plugins' digest."""
+    judge = {"kind": "judge", "url": "http://127.0.0.1:1/v1"}
+
+    def settings_with(model: str, **reward: Any) -> dict[str, Any]:
+        rollout = RolloutConfig.model_validate({"rewards": [{"kind": "classifier", "model": model, **reward}]})
+        return training_settings(rollout)
+
+    assert settings_with("/a/grader") == settings_with("/node/inputs/grader") != settings_with("/a/other")
+    assert settings_with("a/judge", **judge) != settings_with("b/judge", **judge)
 
 
 def test_a_checkpoint_is_known_by_its_manifest_without_the_trainers_state(tmp_path: Path) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,12 +15,10 @@ from infra.bootstrap import NodeNeeds
 from infra.errors import PermanentInfraError
 from infra.node import LocalNode
 from infra.providers import provision_node
-from infra.session import LocalSession
 from rollouts_core.errors import ConfigError
 from rollouts_core.model.model_size import ModelSize
 from tasks.bootstrap import (
     bootstrap,
-    check_reward_models,
     modules_called,
     wants_gpu,
     warn_of_memory,
@@ -63,31 +59,6 @@ def test_modules_of_the_users_are_tried_where_a_stage_imports_them(
 ) -> None:
     own = {"reward_fn": "graders:score", "filter_fn": "filters:keep"}
     assert modules_called(config_at(tmp_path, rollout=own, **settings), trains=trains) == called
-
-
-@pytest.mark.parametrize(
-    ("reward", "is_needed"),
-    [
-        ({"kind": "classifier"}, True),
-        ({"kind": "reward_model", "url": "http://a:1"}, True),
-        ({"kind": "judge", "url": "http://a:1/generate"}, True),
-        ({"kind": "judge", "url": "http://a:1/v1"}, False),
-    ],
-)
-def test_a_model_that_grades_and_that_another_machine_lacks_is_missed_before_the_first_stage(
-    reward: dict[str, Any], is_needed: bool, tmp_path: Path
-) -> None:
-    grader = tmp_path / "grader"
-    config = config_at(tmp_path, rollout={"rewards": [{}, {**reward, "model": str(grader)}]})
-    here = provision_node(LocalNode(), tmp_path)
-    there = replace(here, name="far", mirror=str(tmp_path / "mirror"))
-    session = LocalSession(sys.executable)
-    check_reward_models(session, here, config, trains=True)
-    refused = pytest.raises(PermanentInfraError, match=r"rollout\.rewards\.1\.model: far has no .*grader")
-    with refused if is_needed else nullcontext():
-        check_reward_models(session, there, config, trains=True)
-    grader.mkdir()
-    check_reward_models(session, there, config, trains=True)
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from infra.errors import ObjectMissingError
 from infra.stores.object_store import ObjectStore
 from infra.stores.publication import publish_run
 from rollouts_core.checkpoint import new_checkpoint
-from rollouts_core.config import Config, DatasetConfig, parse_config, resolve_paths
+from rollouts_core.config import Config, DatasetConfig, RolloutConfig, parse_config, resolve_paths
 from rollouts_core.data.rows import digest_path
 from rollouts_core.fingerprint import digest_checkpoint, digest_model
 from tasks.inputs import bring_inputs, find_origin, keys_at_origin, named_urls
@@ -42,11 +42,22 @@ def test_urls_stay_urls_when_paths_become_absolute(tmp_path: Path) -> None:
     assert named_urls(config) == ["s3://bucket/sft.jsonl"]
 
 
+def test_a_url_of_a_model_that_grades_is_fetched_and_a_judges_name_is_none(tmp_path: Path) -> None:
+    classifier = {"kind": "classifier", "model": "s3://bucket/grader"}
+    judge = {"kind": "judge", "url": "http://127.0.0.1:1/v1", "model": "s3://no/folder"}
+    rollout = RolloutConfig.model_validate({"rewards": [classifier, judge]})
+    assert named_urls(config_with(tmp_path, sft="sft.jsonl").model_copy(update={"rollout": rollout})) == [
+        "s3://bucket/grader"
+    ]
+
+
 @pytest.mark.slow
 def test_every_url_becomes_a_path_with_the_content(bucket: str, s3_server: S3Server, tmp_path: Path) -> None:
     url = put(s3_server, bucket, "data/sft.jsonl")
     folder = put(s3_server, bucket, "folder/rows.jsonl").rpartition("/")[0]
     config = config_with(tmp_path, sft=[{"path": url, "repeat": 2.0}], selection=url, rollouts=folder)
+    rewards = [{"kind": "classifier", "model": folder}, {"kind": "judge", "url": "http://a:1/v1", "model": "a"}]
+    config = config.model_copy(update={"rollout": RolloutConfig.model_validate({"rewards": rewards})})
     said: list[str] = []
     brought = bring_inputs(config, tmp_path / "store", said.append)
     assert isinstance(brought.data.sft, tuple)
@@ -55,6 +66,7 @@ def test_every_url_becomes_a_path_with_the_content(bucket: str, s3_server: S3Ser
     assert Path(dataset.path).read_bytes() == ROWS and dataset.path == brought.data.selection
     assert Path(dataset.path).name == "sft.jsonl"
     assert (Path(brought.data.rollouts) / "rows.jsonl").read_bytes() == ROWS
+    assert [each.model for each in brought.rollout.rewards] == [brought.data.rollouts, "a"]
     assert brought.data.heldout == config.data.heldout
     assert len(said) == 2, "each URL was fetched once"
     bring_inputs(config, tmp_path / "store", said.append)

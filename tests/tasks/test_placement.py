@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,13 +24,16 @@ from infra.session import LocalSession
 from infra.stores.object_store import ObjectStore
 from infra.stores.publication import publish_run
 from infra.sync.mirror import pull_run
+from infra.sync.push import publish_files
 from rollouts_core.checkpoint import list_checkpoints, load_manifest
 from rollouts_core.config import Config, ModelConfig, RolloutConfig
+from rollouts_core.errors import ConfigError
 from rollouts_core.fingerprint import digest_model, digest_plugins
 from rollouts_core.job import InputModel
+from tasks import placement
 from tasks.inputs import bring_inputs
 from tasks.placement import NodeInputs, Placement, place_code, place_stage
-from tasks.plan import base_model, plan_engine, plan_rl, plan_selection, plan_sft
+from tasks.plan import base_model, input_file, plan_engine, plan_evaluation, plan_rl, plan_selection, plan_sft
 from tasks.records import RunScope, Stage
 from tests.infra.shell_jobs import is_alive, read_pid, shell_spec, wait_for_end
 from tests.infra.stores.s3_server import S3Server
@@ -128,6 +132,63 @@ def test_what_a_clone_or_a_download_keeps_beside_a_model_stays_here(
     there = {each.relative_to(placed.model.path).as_posix() for each in Path(placed.model.path).rglob("*")}
     assert "inner/vocab.json" in there and not {".git", ".cache"} & there
     assert digest_model(placed.model) == placed.digest
+
+
+@pytest.mark.slow
+def test_models_that_grade_come_along_and_a_server_keeps_its_weights(
+    session: CountingSession, scope: RunScope, node: Node, tmp_path: Path
+) -> None:
+    kinds = {
+        "classifier": {},
+        "reward_model": {"url": "http://127.0.0.1:1"},
+        "judge": {"url": "http://127.0.0.1:1/generate"},
+    }
+    for kind in kinds:
+        (tmp_path / kind).mkdir()
+        (tmp_path / kind / "tokenizer.json").write_text(kind)
+        (tmp_path / kind / "model.safetensors").write_bytes(b"weights")
+    rewards = [{"kind": kind, "model": str(tmp_path / kind), **more} for kind, more in kinds.items()]
+    rewards.append({"kind": "judge", "model": "judge-70b", "url": "http://127.0.0.1:1/v1"})
+    config = config_at(tmp_path / "inputs", rollout={"rewards": rewards})
+    model = base_model(config)
+    for stage in (plan_rl(model, config, scope, node), plan_evaluation({"base": model}, config, scope, node)):
+        placed = [each["model"] for each in place_stage(session, stage, node).stage.job["rollout"]["rewards"]]
+        assert placed.pop() == "judge-70b"
+        for kind, path in zip(kinds, map(Path, placed), strict=True):
+            assert path.is_relative_to(node.root) and (path / "tokenizer.json").read_text() == kind
+            assert (path / "model.safetensors").exists() == (kind == "classifier")
+
+
+def test_what_is_edited_between_planning_and_sending_is_not_taken_for_what_it_was(
+    session: CountingSession, config: Config, node: Node
+) -> None:
+    rows = Path(config.data.prompts)
+    planned, content = input_file(config.data.prompts), rows.read_bytes()
+    inputs = NodeInputs(session, node, print)
+    rows.write_bytes(content + content)
+    with pytest.raises(ConfigError, match=f"{rows} changed since the stage was planned: start the run again"):
+        inputs.place_file(planned)
+    rows.write_bytes(content)
+    assert Path(inputs.place_file(planned).path).read_bytes() == content
+
+
+def test_what_is_edited_while_it_is_sent_does_not_stay_there(
+    session: CountingSession, config: Config, node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = Path(config.data.prompts)
+    planned, content = input_file(config.data.prompts), rows.read_bytes()
+    inputs = NodeInputs(session, node, print)
+
+    def edit_and_send(*arguments: Any) -> None:
+        rows.write_bytes(content + content)
+        publish_files(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(placement, "publish_files", edit_and_send)
+        with pytest.raises(TransientInfraError, match="was edited while it was sent"):
+            inputs.place_file(planned)
+    rows.write_bytes(content)
+    assert Path(inputs.place_file(planned).path).read_bytes() == content
 
 
 @pytest.mark.slow

@@ -127,19 +127,22 @@ def test_rl_is_another_when_the_weights_of_its_start_model_are_and_the_same_when
 
 
 @pytest.mark.parametrize(
-    "reward",
-    [{"kind": "classifier"}, {"kind": "reward_model", "url": "http://127.0.0.1:1"}],
-    ids=lambda each: each["kind"],
+    ("reward", "file"),
+    [
+        ({"kind": "classifier"}, "model.safetensors"),
+        ({"kind": "reward_model", "url": "http://127.0.0.1:1"}, "model.safetensors"),
+        ({"kind": "judge", "url": "http://127.0.0.1:1/generate"}, "tokenizer_config.json"),
+    ],
 )
 def test_another_model_that_grades_in_the_same_folder_is_another_rl_and_another_evaluation(
-    tmp_path: Path, scope: RunScope, node: Node, reward: dict[str, str]
+    tmp_path: Path, scope: RunScope, node: Node, reward: dict[str, str], file: str
 ) -> None:
     grader = tmp_path / "grader"
     grader.mkdir()
     config = config_at(tmp_path / "inputs", rollout={"rewards": [{**reward, "model": str(grader)}]})
     identities = []
-    for weights in (b"first", b"first", b"second"):
-        (grader / "model.safetensors").write_bytes(weights)
+    for content in (b"first", b"first", b"second"):
+        (grader / file).write_bytes(content)
         stages = (
             plan_rl(base_model(config), config, scope, node),
             plan_evaluation({"base": base_model(config)}, config, scope, node),
