@@ -36,12 +36,23 @@ class OptionalPackage:
     """What is imported."""
     distribution: str
     """What is installed."""
-    extra: str
-    """The extra of this project that has it."""
+    extra: str = ""
+    """The extra of this project that has it; empty where none has."""
+    instead: str = ""
+    """The module, and what is installed, that serves as well."""
+
+    @property
+    def called(self) -> str:
+        """What can be installed."""
+        return f"{self.distribution} or {self.instead}" if self.instead else self.distribution
 
 
 PEFT = OptionalPackage(module="peft", distribution="peft", extra="lora")
 JAX = OptionalPackage(module="jax", distribution="jax", extra="jax")
+FLASH_ATTENTION = {  # where the package is missing, transformers takes the kernel that the hub has compiled
+    "flash_attention_2": OptionalPackage(module="flash_attn", distribution="flash-attn", instead="kernels"),
+    "flash_attention_3": OptionalPackage(module="flash_attn_interface", distribution="flash-attn-3", instead="kernels"),
+}
 OF_ENVIRONMENTS = {
     "math_verify": OptionalPackage(module="math_verify", distribution="math-verify", extra="math"),
     "verifiers": OptionalPackage(module="verifiers", distribution="verifiers", extra="verifiers"),
@@ -61,6 +72,8 @@ def needed_packages(config: Config, *, trains: bool = True) -> dict[str, Optiona
             needed[f"training.{kind}.policy.lora"] = PEFT
         if trains and kind in config.mode and policy.backend == "jax":
             needed[f'training.{kind}.policy.backend "jax"'] = JAX
+        if trains and kind in config.mode and (package := FLASH_ATTENTION.get(policy.attention)):
+            needed[f'training.{kind}.policy.attention "{policy.attention}"'] = package
     samples = (trains and config.mode != "sft") or config.evaluation.metric == "accuracy"
     if samples and (package := OF_ENVIRONMENTS.get(config.rollout.environment)):
         needed[f'rollout.environment "{config.rollout.environment}"'] = package
@@ -72,14 +85,15 @@ def check_packages(session: Session, node: Node, config: Config, *, trains: bool
     needed = needed_packages(config, trains=trains)
     if not needed:
         return
-    modules = sorted({package.module for package in needed.values()})
+    modules = sorted({name for package in needed.values() for name in (package.module, package.instead) if name})
     found = session.run([node.python, "-c", FIND_MISSING, *modules], timeout_s=CHECK_TIMEOUT_S, may_repeat=True)
     missing = json.loads(found.stdout.splitlines()[-1])
     for setting, package in needed.items():
-        if package.module in missing:
+        if package.module in missing and (not package.instead or package.instead in missing):
+            remedy = f"run pip install 'rollouts[{package.extra}]' there" if package.extra else "install one there"
             raise PermanentInfraError(
-                f"{setting} needs {package.distribution}, which {node.python} does not have: run "
-                f"pip install 'rollouts[{package.extra}]' there, or name another interpreter in the node's settings"
+                f"{setting} needs {package.called}, which {node.python} does not have: {remedy}, or name another "
+                "interpreter in the node's settings"
             )
 
 
@@ -96,8 +110,8 @@ def check_sent_packages(settings: PackageSettings, config: Config, *, trains: bo
     wanted = [Requirement(each) for each in (read_requirements(Path(file)) if file else installed_requirements())]
     names = {canonicalize_name(each.name) for each in wanted}
     for setting, package in needed.items():
-        if package.distribution not in names:
-            raise PermanentInfraError(f"{setting} needs {package.distribution}, {_remedy(settings, package)}")
+        if names.isdisjoint((package.distribution, package.instead)):
+            raise PermanentInfraError(f"{setting} needs {package.called}, {_remedy(settings, package)}")
         if package is JAX and isinstance(settings, RentedNode) and not _has_gpu_build(wanted):
             raise PermanentInfraError(
                 f"{setting}: {file} (node.requirements) lists JAX's build for the CPU, which would train there at the "

@@ -6,6 +6,8 @@ Without it a run would fine-tune and select for hours before its RL finds that n
 from __future__ import annotations
 
 import sys
+from contextlib import nullcontext
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,9 @@ from tests.tasks.test_plan import config_at
 
 LORA: dict[str, Any] = {"training": {"rl": {"policy": {"lora": {"rank": 4}}}}}
 JAX: dict[str, Any] = {"training": {"sft": {"policy": {"backend": "jax"}}}}
+FLASH: dict[str, Any] = {
+    "training": {"rl": {"policy": {"attention": "flash_attention_2", "precision": "bfloat16"}}},
+}
 SSH: dict[str, Any] = {"host": "me@box", "python": "/usr/bin/python3", "install": "uv"}
 
 
@@ -62,6 +67,8 @@ def write_requirements(folder: Path, *lines: str) -> str:
         (LORA | {"mode": "sft"}, True, {}),
         (JAX, True, {'training.sft.policy.backend "jax"': "jax"}),
         (JAX | {"mode": "rl"}, True, {}),
+        (FLASH, True, {'training.rl.policy.attention "flash_attention_2"': "flash_attn"}),
+        (FLASH | {"mode": "sft"}, True, {}),
         ({"rollout": {"environment": "math_verify"}}, False, {'rollout.environment "math_verify"': "math_verify"}),
         ({"rollout": {"environment": "math_verify"}, "mode": "sft", "evaluation": {"metric": "loss"}}, True, {}),
     ],
@@ -114,6 +121,31 @@ def test_a_file_of_versions_without_a_package_is_named(tmp_path: Path) -> None:
         check_sent_packages(SSHNode(**SSH, requirements=file), config)
     write_requirements(tmp_path, "torch==2.9.0", "PEFT==0.18.0")
     check_sent_packages(SSHNode(**SSH, requirements=file), config)
+
+
+def test_flash_attention_is_missed_before_sft_unless_its_package_or_the_one_that_fetches_its_kernel_is_there(
+    tmp_path: Path,
+) -> None:
+    config = config_at(tmp_path / "inputs", **FLASH)
+    node = provision_node(LocalNode(), tmp_path / "store")
+    sentence = r'training\.rl\.policy\.attention "flash_attention_2" needs flash-attn or kernels, which '
+    with open_session(node) as session:
+        with pytest.raises(PermanentInfraError, match=rf"{sentence}.* does not have: install one there, or name"):
+            check_packages(session, node, config)
+        for module in ("flash_attn", "kernels"):
+            python = tmp_path / module / "python"
+            python.parent.mkdir()
+            (python.parent / f"{module}.py").touch()
+            python.write_text(f'#!/bin/sh\nPYTHONPATH={python.parent} exec {sys.executable} "$@"\n')
+            python.chmod(0o755)
+            check_packages(session, replace(node, python=str(python)), config)
+    for listed in ((), ("flash-attn==2.8.3",), ("kernels==0.12.0",)):
+        file = write_requirements(tmp_path, "torch==2.9.0", *listed)
+        refused = pytest.raises(
+            PermanentInfraError, match=rf"{sentence}.*lock\.txt \(node\.requirements\) does not list"
+        )
+        with nullcontext() if listed else refused:
+            check_sent_packages(SSHNode(**SSH, requirements=file), config)
 
 
 def test_jax_is_not_installed_by_a_run_unless_a_file_lists_its_build(tmp_path: Path) -> None:
