@@ -4,7 +4,8 @@ Not here: what a machine has (infra/bootstrap.py), how large a model is (model_s
 training takes besides weights and optimizer (activation_needs.py). No weights are read and torch is not imported: this
 is asked before anything is rented or started.
 
-    certain     weights, gradients, AdamW's moments, the reference; the weights of an engine    -> less is refused
+    certain     weights, gradients, AdamW's moments, the reference, classifiers; the weights of an engine
+                                                                                                -> less is refused
     about       activations, logits, adapters, number formats of the products, gathered layers  -> less is warned of
 """
 
@@ -13,12 +14,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from rollouts_core.checks.activation_needs import Rows, activation_parts, rl_rows, sft_rows
 from rollouts_core.checks.needed_part import GIB, Part, describe_parts, sum_bytes
 from rollouts_core.config import Config, PolicyConfig, RLTrainingConfig, SFTTrainingConfig
 from rollouts_core.model.model_shape import read_shape
-from rollouts_core.model.model_size import ModelSize
+from rollouts_core.model.model_size import ModelSize, read_folder
 
 FLOAT32_BYTES = 4
 BFLOAT16_BYTES = 2
@@ -116,6 +118,7 @@ def training_needs(config: Config, size: ModelSize, *, num_machines: int = 1) ->
                 *state_parts(
                     size.num_parameters, stage.policy, with_reference=with_reference, num_processes=num_processes
                 ),
+                *(classifier_parts(config) if kind == "rl" else ()),
                 *activation_parts(size, stage.policy, rows, num_processes=num_processes),
             ],
             remedies=_remedies(kind, stage),
@@ -123,6 +126,13 @@ def training_needs(config: Config, size: ModelSize, *, num_machines: int = 1) ->
         for kind, (stage, rows, with_reference) in stages.items()
         if kind in config.mode
     ]
+
+
+def classifier_parts(config: Config) -> list[Part]:
+    """What the classifiers that grade in RL take, in the number format of their files, beside its trainer."""
+    rewards = () if config.data.rollouts else config.rollout.rewards
+    folders = [Path(each.model) for each in rewards if each.kind == "classifier"]
+    return [Part(f"classifier {folder.name}", read_folder(folder).num_file_bytes) for folder in folders]
 
 
 def _remedies(kind: str, stage: SFTTrainingConfig | RLTrainingConfig) -> list[str]:
@@ -261,6 +271,7 @@ def needed_disk(config: Config, size: ModelSize, *, sends_weights: bool = False)
     parts = [
         Part("checkpoints", checkpoint_disk_bytes(config, size)),
         Part("the model's files", size.num_file_bytes),
+        *([] if config.mode == "sft" else dict.fromkeys(classifier_parts(config))),
         Part("weights for engines", published),
     ]
     return [part for part in parts if part.num_bytes]

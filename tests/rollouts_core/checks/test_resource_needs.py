@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import pytest
 import torch
+from transformers import AutoModelForSequenceClassification, LlamaConfig, LlamaForSequenceClassification
 
 from rollouts_core.algorithms.loss import create_cross_entropy_loss
 from rollouts_core.backends.pytorch import create_pytorch_backend
@@ -184,6 +185,23 @@ def test_adapters_and_the_reference_count() -> None:
     assert "the reference model" in parts(loss=kl) and "the reference model" not in parts()
     assert {"frozen weights", "adapters"} <= parts(loss=kl, policy={"lora": {"rank": 8}})
     assert "the reference model" not in parts(loss=kl, policy={"lora": {"rank": 8}})
+
+
+def test_a_classifier_takes_memory_beside_the_trainer_of_rl_and_disk_once(tmp_path: Path) -> None:
+    tiny = LlamaConfig(vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)
+    tiny.num_labels = 1
+    LlamaForSequenceClassification(tiny).to(torch.bfloat16).save_pretrained(tmp_path / "grader")
+    held = num_bytes(AutoModelForSequenceClassification.from_pretrained(tmp_path / "grader").parameters())
+    grader = {"kind": "classifier", "model": str(tmp_path / "grader")}
+
+    rewards = [grader, grader, {"kind": "judge", "url": "http://a:1", "model": "b"}]
+    plain, graded = config_of("sft+rl"), config_of("sft+rl", rollout={"rewards": rewards})
+    more = [
+        with_graders.least_bytes - without.least_bytes
+        for without, with_graders in zip(training_needs(plain, LARGE), training_needs(graded, LARGE), strict=True)
+    ]
+    assert more[0] == 0 and 2 * held <= more[1] <= 2 * held + 8192  # with the headers of its files
+    assert [part.name for part in needed_disk(graded, LARGE)].count("classifier grader") == 1
 
 
 def test_an_engine_needs_room_for_its_weights_and_a_request() -> None:
