@@ -13,7 +13,10 @@ BIN := .venv/bin
 # Tests start thousands of processes, and without bytecode each compiles what it imports anew.
 unexport PYTHONDONTWRITEBYTECODE
 READY := .venv/.ready
-INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet --constraint constraints.txt --editable
+INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet --no-compile \
+	--constraint constraints.txt --editable
+# What pip leaves to this, which takes all processors: pip compiles for as long as it takes to install the rest.
+COMPILE := $(BIN)/python -m compileall -qq -j 0 .venv/lib >/dev/null 2>&1 || true
 # A file of tests stays in one process: its fixtures train models once for all of them. tests/conftest.py orders the files.
 PYTEST := $(BIN)/python -m pytest --numprocesses auto --dist loadfile --no-loadscope-reorder
 
@@ -52,10 +55,12 @@ install: $(READY)
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed: install it, or name one with PYTHON=..."; exit 2; }
 	$(PYTHON) -m venv .venv
 	$(INSTALL) .
+	@$(COMPILE)
 	@touch $@
 
 $(READY): .venv/.installed
 	$(INSTALL) '.[dev]'
+	@$(COMPILE)
 	@touch $@
 
 # An environment of its own: the peers are no part of the project.

@@ -12,7 +12,8 @@ if [ "$engine" = vllm ] && ! command -v g++ >/dev/null; then
   exit 2
 fi
 "$python" -m venv "$target"
-pip() { "$target/bin/python" -m pip install --disable-pip-version-check --quiet "$@"; }
+# Python compiles what it imports; of these packages that is a small part.
+pip() { "$target/bin/python" -m pip install --disable-pip-version-check --quiet --no-compile "$@"; }
 
 pip torch==2.13.0
 pip --requirement "$here/$engine.txt"
