@@ -50,6 +50,7 @@ from tasks.inputs import bring_inputs
 from tasks.installed_engines import check_installed, check_router, leads_engines
 from tasks.model_names import find_named_model, with_heldout
 from tasks.optional_packages import check_packages, check_sent_packages, needed_packages
+from tasks.plan import base_model, rl_job, sft_job
 from tasks.plan_node import with_enough_memory
 from tasks.trackers import check_trackers
 from tasks.unit_keys import own_unit_key
@@ -142,9 +143,15 @@ def reach_node(settings: NodeSettings, store: Path, findings: list[str]) -> Node
 
 def check_training(config: Config) -> list[str]:
     """What was found out about models and data."""
-    from rollouts_core.checks.validate import validate_config  # torch and transformers load here
+    from rollouts_core.checks.resumed import check_resumed_inputs  # torch and transformers load here
+    from rollouts_core.checks.validate import validate_config
 
-    return validate_config(config)
+    findings = validate_config(config)
+    if config.mode != "rl" and config.training.sft.resume_from:
+        check_resumed_inputs(sft_job(config))
+    if config.mode != "sft" and config.training.rl.resume_from:
+        check_resumed_inputs(rl_job(base_model(config), config), knows_model=config.mode == "rl")
+    return findings
 
 
 def check_retrain(pipeline: Pipeline, config: Config, store: Path) -> list[str]:

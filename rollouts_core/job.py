@@ -29,6 +29,7 @@ from rollouts_core.config import (
     read_settings,
 )
 from rollouts_core.errors import ConfigError
+from rollouts_core.fingerprint import digest_datasets
 from rollouts_core.seeds import replicate_seed
 
 
@@ -110,6 +111,11 @@ class SFTJob(Record):
     node_rank: int = Field(0, ge=0, json_schema_extra=PLACEMENT)
     """Which of the machines this is: 0 leads, and does all but computing; then come `further_trainers`."""
 
+    @property
+    def inputs(self) -> dict[str, str]:
+        """Digests of what is trained on and from, by the names that checkpoints have for it."""
+        return {"model": self.model.digest, "data": digest_datasets(self.data)}
+
 
 class RLJob(Record):
     """Improve a model by reinforcement learning: against engines, or from recorded rollouts."""
@@ -143,6 +149,13 @@ class RLJob(Record):
         if (self.prompts is None) == (self.rollouts is None):
             raise ValueError("an RL job has either prompts or rollouts")
         return self
+
+    @property
+    def inputs(self) -> dict[str, str]:
+        """Digests of what is trained on and from, by the names that checkpoints have for it."""
+        data = self.prompts or self.rollouts
+        assert data is not None, "a job has one of them"
+        return {"model": self.model.digest, "data": data.digest, "plugins": self.plugin_digest}
 
     @property
     def replicated_rollout(self) -> RolloutConfig:

@@ -43,7 +43,12 @@ from tasks.records import EngineRecord, RunScope, Stage, StageRecord
 
 def plan_sft(config: Config, scope: RunScope, node: Node) -> Stage:
     """Fine-tune `config.model` on the demonstrations."""
-    job = SFTJob(
+    return build_stage("sft", sft_job(config), scope, node, num_steps=config.training.sft.num_steps)
+
+
+def sft_job(config: Config) -> SFTJob:
+    """The job of SFT."""
+    return SFTJob(
         model=base_model(config),
         data=tuple(input_dataset(dataset) for dataset in config.demonstrations),
         eval_data=input_file(config.data.sft_eval) if config.data.sft_eval else None,
@@ -52,7 +57,6 @@ def plan_sft(config: Config, scope: RunScope, node: Node) -> Stage:
         resume_digest=digest_checkpoint(config.training.sft.resume_from),
         deployment=config.deployment,
     )
-    return build_stage("sft", job, scope, node, num_steps=config.training.sft.num_steps)
 
 
 def plan_selection(training: StageRecord, config: Config, scope: RunScope, node: Node) -> Stage:
@@ -67,17 +71,23 @@ def plan_rl(start: InputModel, config: Config, scope: RunScope, node: Node) -> S
 
     Engines are no part of its identity.
     """
-    job = RLJob(
+    rollout = with_engines_elsewhere(config.rollout) if node.engine_nodes else config.rollout
+    job = rl_job(start, config).model_copy(update={"rollout": rollout})
+    return build_stage("rl", job, scope, node, num_steps=config.training.rl.num_steps)
+
+
+def rl_job(start: InputModel, config: Config) -> RLJob:
+    """The job of RL, with trainer and engines on one machine."""
+    return RLJob(
         model=start,
         prompts=input_file(config.data.prompts) if config.data.prompts else None,
         rollouts=input_file(config.data.rollouts) if config.data.rollouts else None,
         training=config.training.rl,
         resume_digest=digest_checkpoint(config.training.rl.resume_from),
-        rollout=with_engines_elsewhere(config.rollout) if node.engine_nodes else config.rollout,
+        rollout=config.rollout,
         plugin_digest=plugin_digest(config.rollout),
         deployment=config.deployment,
     )
-    return build_stage("rl", job, scope, node, num_steps=config.training.rl.num_steps)
 
 
 def with_engines_elsewhere(rollout: RolloutConfig) -> RolloutConfig:

@@ -15,6 +15,7 @@ from rollouts_core.checkpoint import find_checkpoint, load_manifest
 from rollouts_core.config import Config, RLTrainingConfig, RolloutConfig, SFTTrainingConfig
 from rollouts_core.config.messages import closest_name, settings_of
 from rollouts_core.errors import ConfigError
+from rollouts_core.job import RLJob, SFTJob
 from rollouts_core.saving import check_same_settings, check_step, describe_settings
 from rollouts_core.seeds import replicate_seed
 
@@ -25,7 +26,7 @@ INPUTS = ("model", "data", "samples", "plugins", "semantics")
 def check_resumed(config: Config) -> None:
     """Raise CheckpointError for a `training.*.resume_from` of other settings, or beyond the steps of the training.
 
-    What it read, and the code that graded, only its job compares. A URL is looked at when it has been fetched.
+    Not of what it read (`check_resumed_inputs`). A URL is looked at when it has been fetched.
 
     Raises:
         ConfigError: `training.*.allow_changed` has a name that nothing has.
@@ -47,6 +48,24 @@ def check_resumed(config: Config) -> None:
         )
         check_same_settings(saved, current, allowed=training.allow_changed, checkpoint=checkpoint)
         check_step(manifest.step, training.num_steps, checkpoint=checkpoint)
+
+
+def check_resumed_inputs(job: SFTJob | RLJob, *, knows_model: bool = True) -> None:
+    """Raise CheckpointError where `resume_from` read other data, another model or other code of rewards than the job.
+
+    Its job says so too, for which a machine may have been rented.
+
+    Args:
+        knows_model: the job's model is the one that it will start from, not one that is still to be trained.
+    """
+    if not job.training.resume_from:
+        return
+    checkpoint = find_checkpoint(Path(job.training.resume_from))
+    settings = load_manifest(checkpoint).settings
+    current = {name: digest for name, digest in job.inputs.items() if knows_model or name != "model"}
+    named = {name: settings[name] for name in current if name in settings}  # earlier versions did not name all
+    current = {name: current[name] for name in named}
+    check_same_settings(named, current, allowed=job.training.allow_changed, checkpoint=checkpoint)
 
 
 def _rollout_of_job(config: Config) -> RolloutConfig:

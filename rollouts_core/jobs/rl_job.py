@@ -134,8 +134,6 @@ async def run_rl_loop(
     engines: Sequence[InferenceEngine],
 ) -> None:
     """Run the loop in the job's directory."""
-    data = job.prompts or job.rollouts
-    assert data is not None, "a job has one of them"
     with JSONLLogger(directory.metrics, attempt=events.attempt) as metrics_logger:
         await run_rl_training(
             backend,
@@ -147,7 +145,7 @@ async def run_rl_loop(
             target=publish_target(job, directory),
             pad_id=pad_token_id(load_tokenizer(job.model.model)),
             checkpoint_dir=directory.checkpoints,
-            inputs={"model": job.model.digest, "data": data.digest, "plugins": job.plugin_digest},
+            inputs=job.inputs,
             events=events,
             on_batch=partial(write_rollouts, directory, temperature=job.rollout.sampling.temperature),
             is_colocated=job.deployment.colocated,

@@ -17,7 +17,6 @@ from rollouts_core.backends.create import create_backend
 from rollouts_core.backends.protocol import TrainingBackend
 from rollouts_core.backends.ranks import Ranks
 from rollouts_core.data.dataset import SFTDataset, load_sft_dataset, sample_rules
-from rollouts_core.fingerprint import digest_datasets
 from rollouts_core.job import SFTJob
 from rollouts_core.jobs.job_inputs import check_model, check_resume, checked_file, open_checked_datasets
 from rollouts_core.jobs.training_job import describe_training, run_training_job
@@ -70,7 +69,7 @@ async def train_on_demonstrations(job: SFTJob, directory: RunDirectory, events: 
             metrics_logger,
             pad_id=pad_token_id(tokenizer),
             checkpoint_dir=directory.checkpoints,
-            inputs={"model": job.model.digest, "data": digest_datasets(job.data)},
+            inputs=job.inputs,
             events=events,
             eval_samples=eval_samples,
             is_end_asked=directory.end_request.exists,

@@ -18,6 +18,10 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from flows.cli import app
+from flows.form import load_pipeline
+from rollouts_core.checkpoint import new_checkpoint
+from rollouts_core.saving import describe_settings
+from tasks.plan import sft_job
 from tests.flows.refusals import (
     ASSISTANT,
     GOOD_ROW,
@@ -35,6 +39,16 @@ def test_a_missing_data_file_is_named(folder: Path, name: str) -> None:
     assert_refused(
         write_config(folder, **{f"data__{name}": "none.jsonl"}), f"data.{name}: ", "none.jsonl does not exist"
     )
+
+
+def test_a_checkpoint_to_go_on_from_that_read_other_rows_is_named(folder: Path, tmp_path: Path) -> None:
+    config = load_pipeline(write_config(folder)).config
+    job = sft_job(config)
+    settings = describe_settings(config.training.sft, {**job.inputs, "data": "other"})
+    with new_checkpoint(tmp_path / "run" / "step_000010", step=10, settings=settings) as checkpoint:
+        (checkpoint / "model.safetensors").write_bytes(b"weights")
+    resumed = write_config(folder, training__sft__resume_from=str(tmp_path / "run"))
+    assert_refused(resumed, "step_000010 was trained with other settings", 'data was "other" and is ')
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from transformers import (
 from rollouts_core.checkpoint import new_checkpoint
 from rollouts_core.checks.function_checks import check_functions
 from rollouts_core.checks.model_checks import check_positions, count_positions
-from rollouts_core.checks.resumed import check_resumed
+from rollouts_core.checks.resumed import check_resumed, check_resumed_inputs
 from rollouts_core.checks.validate import (
     check_prompt_epochs,
     validate_config,
@@ -180,6 +180,35 @@ def test_a_checkpoint_that_sampled_or_graded_otherwise_is_refused_before_anythin
         check(reward_fn="exact_match")
     with pytest.raises(CheckpointError, match=f"semantics was 1 and is {SEMANTICS_VERSION}"):
         check("b", reward_fn="exact_match", n_samples_per_prompt=4)
+
+
+def test_a_checkpoint_that_read_something_else_is_refused_before_anything_is_provisioned(tmp_path: Path) -> None:
+    named = {"model": "m", "data": "d", "plugins": "p"}
+    for name, inputs in (("a", named), ("older", {"model": "m"})):
+        with new_checkpoint(tmp_path / name / "step_000010", step=10, settings=inputs) as folder:
+            (folder / "model.safetensors").write_bytes(b"weights")
+
+    def check(*changed: str, of: str = "a", knows_model: bool = True, allow_changed: Sequence[str] = ()) -> None:
+        read = named | dict.fromkeys(changed, "other")
+        resumed = {"resume_from": str(tmp_path / of), "allow_changed": allow_changed}
+        training = RLTrainingConfig.model_validate(resumed if of else {})
+        job = RLJob(
+            model=InputModel(name="base", model=ModelConfig(path="m"), digest=read["model"]),
+            prompts=InputFile(path="p.jsonl", digest=read["data"]),
+            training=training,
+            rollout=RolloutConfig(),
+            plugin_digest=read["plugins"],
+        )
+        check_resumed_inputs(job, knows_model=knows_model)
+
+    check()
+    check("data", of="")
+    check("data", "plugins", of="older")
+    check("plugins", allow_changed=["plugins"])
+    check("model", knows_model=False)
+    for name in named:
+        with pytest.raises(CheckpointError, match=rf"{name}.* was .{name[0]}. and is .other."):
+            check(name)
 
 
 @pytest.mark.parametrize("source", ["prompts", "rollouts"])
