@@ -370,8 +370,7 @@ def _submit_all(
         try:
             futures.append(scheduler.submit(asked, on_progress=listener_of(index) if listener_of else None))
         except EngineError:
-            for submitted in requests[:index]:
-                scheduler.abort(submitted.request_id)
+            scheduler.give_up([submitted.request_id for submitted in requests[:index]])
             raise
     return futures
 
@@ -465,11 +464,9 @@ def _stream_answer(
 def _abort_unfinished(
     scheduler: Scheduler, requests: tuple[GenerationRequest, ...], futures: list[Future[Completion]]
 ) -> None:
-    if not scheduler.is_healthy:
-        return
-    for asked, future in zip(requests, futures, strict=False):
-        if not future.done():
-            scheduler.abort(asked.request_id)
+    scheduler.give_up(
+        [asked.request_id for asked, future in zip(requests, futures, strict=False) if not future.done()]
+    )
 
 
 async def _read_body(request: Request) -> Json:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -127,6 +127,7 @@ class Scheduler:
         self._commands: deque[_Command] = deque()
         self._pending: dict[str, Future[Completion]] = {}
         self._listeners: dict[str, ProgressListener] = {}
+        self._given_up: set[str] = set()
         self._is_closing = False
         self._thread = threading.Thread(target=self._run, name="generation", daemon=True)
         self._thread.start()
@@ -196,6 +197,15 @@ class Scheduler:
         return self._between_steps(
             lambda: self._end(lambda found: found == request_id or found.startswith(f"{request_id}_"), ABORTED)
         )
+
+    def give_up(self, request_ids: Collection[str]) -> None:
+        """End requests that nobody waits for any more; unknown ids are ignored, also by an engine that has ended.
+
+        Those of all callers are looked for together: a client that ends may leave thousands, each of a call of its own.
+        """
+        with self._wake:
+            self._given_up.update(request_ids)
+            self._wake.notify()
 
     def abort_all(self) -> Future[None]:
         """End all requests, running or waiting, with the tokens they have."""
@@ -314,15 +324,19 @@ class Scheduler:
     def _wait_for_work(self) -> bool:
         """Block until there is something to do; False when the engine closes."""
         with self._wake:
-            while not (self._is_closing or self._commands or self._updates or self._can_generate()):
+            while not (self._is_closing or self._has_orders() or self._can_generate()):
                 self._wake.wait()
             return not self._is_closing
+
+    def _has_orders(self) -> bool:
+        return bool(self._commands or self._given_up or self._updates)
 
     def _can_generate(self) -> bool:
         return not self.is_paused and bool(self._incoming or self._waiting or self._batch.num_rows)
 
     def _turn(self) -> None:
         self._take_incoming()
+        self._end_given_up()
         while self._commands:
             self._commands.popleft().run()
         while self._updates and (self.is_paused or self._batch.num_rows == 0):
@@ -393,6 +407,12 @@ class Scheduler:
             (ended if is_chosen(partial.request.request_id) else kept).append(partial)
         self._waiting = kept
         self._finish([(partial, reason) for partial in ended])
+
+    def _end_given_up(self) -> None:
+        with self._wake:
+            given_up, self._given_up = self._given_up, set()
+        if given_up:
+            self._end(given_up.__contains__, ABORTED)
 
     def _finish(self, ended: list[tuple[Partial, FinishReason]]) -> None:
         for partial, reason in ended:

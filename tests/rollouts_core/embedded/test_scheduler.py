@@ -115,6 +115,28 @@ def test_an_abort_by_batch_id_reaches_its_members_only(scheduler: Scheduler) -> 
     assert other.result(TIMEOUT_S).finish_reason.kind == "length"
 
 
+def test_requests_that_nobody_waits_for_are_looked_for_once_however_many_callers_left_them(
+    scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A walk along the queue for each of thousands kept the engine silent for minutes."""
+    scheduler.pause("retract").result(TIMEOUT_S)
+    left = [scheduler.submit(request_of(f"left{index}")) for index in range(50)]
+    other = scheduler.submit(request_of("left1_1", 3))
+    walks: list[object] = []
+    remove = scheduler._batch.remove
+    monkeypatch.setattr(scheduler._batch, "remove", lambda chosen: walks.append(chosen) or remove(chosen))
+    has_more = threading.Event()
+    busy = scheduler._between_steps(lambda: has_more.wait(TIMEOUT_S))
+    for index in range(50):
+        scheduler.give_up([f"left{index}"])
+    has_more.set()
+    assert busy.result(TIMEOUT_S)
+    assert {future.result(TIMEOUT_S).finish_reason.kind for future in left} == {"abort"}
+    assert len(walks) == 1
+    scheduler.resume()
+    assert other.result(TIMEOUT_S).finish_reason.kind == "length"
+
+
 def test_a_retracted_request_goes_on_with_the_new_weights_and_names_both(
     scheduler: Scheduler, model: PreTrainedModel, other_model: PreTrainedModel, other_dir: Path
 ) -> None:
