@@ -23,7 +23,7 @@ from rollouts_core.embedded.decoder import Decoder
 from rollouts_core.embedded.receiving import BucketCall, GroupCall
 from rollouts_core.embedded.running import Completion, FinishReason, GenerationRequest, Partial, WeightSpan, complete
 from rollouts_core.embedded.sampling import MAX_SEED, MIN_SEED, SamplingParams
-from rollouts_core.embedded.scheduler import Load, RequestError
+from rollouts_core.embedded.scheduler import MAX_WAITING_REQUESTS, Load, RequestError
 from rollouts_core.embedded.segments import SegmentAddress
 
 Json = Any
@@ -102,6 +102,8 @@ def parse_generate(body: Json, encode: Callable[[str], list[int]] | None) -> Gen
     params_of_prompts = _spread(body, "sampling_params", len(prompts))
     params = [sampling_params_from_json(value) for value in params_of_prompts]
     count = _completions_per_prompt(params_of_prompts)
+    if (total := len(prompts) * count) > MAX_WAITING_REQUESTS:  # before there is a record of each
+        raise RequestError(f"A request may ask for at most {MAX_WAITING_REQUESTS} completions, found {total}.")
     for name in ("return_logprob", "logprob_start_len"):
         if count > 1 and isinstance(body.get(name), list):
             raise RequestError(f"Cannot use list {name} with parallel_sample_num > 1")

@@ -264,8 +264,10 @@ class RunningBatch:
         self._partials.append(partial)
 
     def _ends_of(self, params: SamplingParams) -> set[int]:
-        """Tokens that end a completion, unless these are ignored."""
-        return {*self._decoder.architecture.eos_token_ids, *params.stop_token_ids}
+        """Tokens of the model that end a completion, unless these are ignored."""
+        architecture = self._decoder.architecture
+        known = range(architecture.vocab_size)  # a request may name millions of others, for which all rows get room
+        return {*architecture.eos_token_ids, *filter(known.__contains__, params.stop_token_ids)}
 
     def _set_stop_ids(self, row: int, stop_ids: list[int]) -> None:
         missing = len(stop_ids) - self._stop_ids.shape[1]

@@ -16,7 +16,15 @@ from transformers import PreTrainedModel
 
 from rollouts_core.embedded.decoder import Decoder
 from rollouts_core.embedded.offline import generate_tokens
-from rollouts_core.embedded.running import Completion, FinishReason, WeightSpan, weight_spans
+from rollouts_core.embedded.running import (
+    Completion,
+    FinishReason,
+    GenerationRequest,
+    Partial,
+    RunningBatch,
+    WeightSpan,
+    weight_spans,
+)
 from rollouts_core.embedded.sampling import SamplingParams
 from tests.rollouts_core.embedded.tiny_models import (
     EOS,
@@ -160,6 +168,14 @@ def test_a_completion_ends_with_its_stop_token(decoder: Decoder) -> None:
     stopped = complete_one(decoder, [3, 4], max_new_tokens=12, sampling_seed=1, stop_token_ids=(absent, stop_id))
     assert stopped.output_ids == free.output_ids[: free.output_ids.index(stop_id) + 1]
     assert stopped.finish_reason == FinishReason("stop", token_id=stop_id)
+
+
+def test_stop_tokens_that_the_model_lacks_take_no_memory(decoder: Decoder) -> None:
+    batch = RunningBatch(decoder)
+    params = SamplingParams(max_new_tokens=2, stop_token_ids=(-1, 5, *range(61, 200_000)))
+    request = GenerationRequest(request_id="a", input_ids=(3, 4), params=params)
+    batch.step([Partial(request=request, seed=1)])
+    assert batch._stop_ids.shape[1] == 2  # 5, and the model's own
 
 
 def test_ignore_eos_ignores_every_stop_token(decoder: Decoder) -> None:
