@@ -5,10 +5,12 @@ Without it a rollout could carry logprobs of weights that did not sample it, or 
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -196,10 +198,23 @@ def test_an_update_without_a_pause_waits_until_running_requests_end(
     assert later.result(TIMEOUT_S).weight_version == "2"
 
 
-def test_a_refused_update_keeps_weights_version_and_service(scheduler: Scheduler, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("config", "name", "words"),
+    [
+        (None, ".", "neither"),
+        (None, "a" * 300, "cannot be read .*File name too long"),  # as one that this process may not open
+        ({"architectures": ["Qwen3ForCausalLM"]}, ".", "is not the whole config.json of a model"),
+        ({"architectures": ["Qwen3ForCausalLM"], "rope_parameters": "x"}, ".", "is not the whole config.json"),
+    ],
+)
+def test_a_refused_update_keeps_weights_version_and_service(
+    config: dict[str, Any] | None, name: str, words: str, scheduler: Scheduler, tmp_path: Path
+) -> None:
+    if config is not None:
+        (tmp_path / "config.json").write_text(json.dumps(config))
     before = scheduler.weight_digests().result(TIMEOUT_S)
-    with pytest.raises(CheckpointError, match="neither"):
-        scheduler.update_weights(tmp_path, weight_version="2").result(TIMEOUT_S)
+    with pytest.raises(CheckpointError, match=words):
+        scheduler.update_weights(tmp_path / name, weight_version="2").result(TIMEOUT_S)
     assert scheduler.weight_digests().result(TIMEOUT_S) == before
     assert scheduler.submit(request_of("r", 3)).result(TIMEOUT_S).weight_version == "1"
 
