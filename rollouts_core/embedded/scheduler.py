@@ -41,7 +41,7 @@ from rollouts_core.embedded.running import (
 )
 from rollouts_core.embedded.segments import SegmentAddress
 from rollouts_core.embedded.weights import tensor_digest
-from rollouts_core.errors import EngineError, EngineUnavailableError, NoMemoryError, RolloutsError
+from rollouts_core.errors import CheckpointError, EngineError, EngineUnavailableError, NoMemoryError, RolloutsError
 
 logger = logging.getLogger(__name__)
 
@@ -107,6 +107,9 @@ class Scheduler:
     """A generation thread over one decoder; use it with `with`.
 
     All methods may be called from any thread. Futures resolve in the generation thread.
+
+    Raises:
+        CheckpointError: the model directory's tokenizer.json cannot be read.
     """
 
     def __init__(self, decoder: Decoder, *, model_dir: Path, weight_version: str = "default") -> None:
@@ -453,7 +456,16 @@ class Scheduler:
 
 def _load_tokenizer(model_dir: Path) -> Tokenizer | None:
     path = model_dir / "tokenizer.json"
-    return Tokenizer.from_file(str(path)) if path.exists() else None
+    if not path.exists():
+        return None
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # it has no type of its own
+        raise CheckpointError(f"{path} cannot be read as a tokenizer ({error}): copy it again") from error
+    # The file keeps what a text was last shortened or filled up to; prompts are taken as they are, as by transformers.
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
 
 
 def _copy(error: RolloutsError) -> RolloutsError:

@@ -219,6 +219,12 @@ def test_a_refused_update_keeps_weights_version_and_service(
     assert scheduler.submit(request_of("r", 3)).result(TIMEOUT_S).weight_version == "1"
 
 
+def test_a_tokenizer_that_cannot_be_read_is_named(decoder: Decoder, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json cannot be read as a tokenizer .*: copy it again"):
+        Scheduler(decoder, model_dir=tmp_path)
+
+
 def test_a_failing_generation_thread_fails_everyone_who_waits(scheduler: Scheduler) -> None:
     running = start(scheduler, request_of("running"))
     scheduler.pause("in_place").result(TIMEOUT_S)

@@ -313,6 +313,18 @@ def test_text_is_understood_and_answered_where_a_tokenizer_is_found(texts: Sched
     assert answer["text"].replace(" ", "") == "".join(chr(33 + token) for token in answer["output_ids"])
 
 
+def test_a_prompt_is_taken_whole_whatever_a_tokenizer_was_last_used_for(model: PreTrainedModel, tmp_path: Path) -> None:
+    directory = add_tokenizer(save_model(model, tmp_path))
+    for length in (2, 9):
+        tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+        tokenizer.enable_truncation(length)
+        tokenizer.enable_padding(length=length)
+        tokenizer.save(str(directory / "tokenizer.json"))
+        with Scheduler(Decoder(directory, num_slots=2), model_dir=directory) as scheduler:
+            answer = ask(scheduler, "POST", "/generate", {"text": "%&(", "sampling_params": {"max_new_tokens": 1}})
+        assert answer.json()["meta_info"]["prompt_tokens"] == 3
+
+
 def test_a_client_that_leaves_frees_its_row(scheduler: Scheduler) -> None:
     app = build_app(scheduler)
     body = json.dumps({"input_ids": [3], "sampling_params": LONG}).encode()
