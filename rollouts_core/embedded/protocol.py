@@ -244,15 +244,23 @@ def group_from_json(body: Mapping[str, Json]) -> GroupCall:
     """
     if (backend := body.get("backend", "nccl")) != "gloo":
         raise RequestError(f"backend {_show(backend)} is not supported by the embedded engine: give gloo.")
-    for name, kind in {"master_address": str, "master_port": int, "rank_offset": int, "world_size": int}.items():
-        if not isinstance(body.get(name), kind):
-            raise ContractError(f"invalid type: {_show(body.get(name))} for `{name}`, expected {kind.__name__}")
+    address, port, rank, size = (
+        body.get(name) for name in ("master_address", "master_port", "rank_offset", "world_size")
+    )
+    if not isinstance(address, str) or not address.isprintable():
+        raise ContractError(f"invalid value: {_show(address)} for `master_address`, expected an address")
+    if not _is_integer(port) or not 0 < port < 2**16:
+        raise ContractError(f"invalid value: {_show(port)} for `master_port`, expected a number from 1 to 65535")
+    if not (_is_integer(rank) and _is_integer(size) and 0 < rank < size < 2**31):
+        raise ContractError(
+            f"invalid value: {_show(rank)} of {_show(size)}, expected a `rank_offset` from 1 to below the `world_size`"
+        )
     return GroupCall(
         name=group_name_from_json(body),
-        address=body["master_address"],
-        port=body["master_port"],
-        rank=body["rank_offset"],
-        size=body["world_size"],
+        address=address,
+        port=port,
+        rank=rank,
+        size=size,
     )
 
 
@@ -274,7 +282,7 @@ def bucket_from_json(body: Mapping[str, Json]) -> BucketCall:
     assert names is not None and dtypes is not None and shapes is not None, "they are lists"
     if not all(isinstance(name, str) for name in names) or not all(_is_shape(shape) for shape in shapes):
         raise ContractError("names must be strings, and shapes lists of numbers of 0 or more")
-    if unknown := [dtype for dtype in dtypes if dtype not in SENT_DTYPES]:
+    if unknown := [dtype for dtype in dtypes if not isinstance(dtype, str) or dtype not in SENT_DTYPES]:
         raise RequestError(f"dtype {_show(unknown[0])} is not supported, expected one of {', '.join(SENT_DTYPES)}.")
     return BucketCall(
         group=group_name_from_json(body),
