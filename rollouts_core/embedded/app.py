@@ -464,9 +464,7 @@ def _stream_answer(
 def _abort_unfinished(
     scheduler: Scheduler, requests: tuple[GenerationRequest, ...], futures: list[Future[Completion]]
 ) -> None:
-    scheduler.give_up(
-        [asked.request_id for asked, future in zip(requests, futures, strict=False) if not future.done()]
-    )
+    scheduler.give_up([asked.request_id for asked, future in zip(requests, futures, strict=False) if not future.done()])
 
 
 async def _read_body(request: Request) -> Json:

@@ -89,7 +89,7 @@ def load_architecture(
         return _describe(names[0], config, read_end_token_ids(model_dir))
     except (KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(
-            f"{model_dir / 'config.json'} is not the whole config.json of a model ({error!r}): copy the checkpoint again"
+            f"{model_dir}: config.json is not the whole config.json of a model ({error!r}): copy the checkpoint again"
         ) from error
 
 
@@ -142,7 +142,9 @@ def check_same_computation(model_dir: Path, loaded: Architecture) -> None:
     try:
         has_config = (model_dir / "config.json").exists()
     except OSError as error:
-        raise CheckpointError(f"{model_dir} cannot be read ({error}): give a directory that this process may read") from error
+        raise CheckpointError(
+            f"{model_dir} cannot be read ({error}): give a directory that this process may read"
+        ) from error
     if not has_config:
         return
     found = load_architecture(model_dir)

@@ -53,7 +53,9 @@ def check_tensors(tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int,
         if tuple(found.shape) != shape:
             raise CheckpointError(f"{source}: {name} has shape {tuple(found.shape)}, the loaded model expects {shape}")
         if found.dtype not in SUMMED:
-            raise CheckpointError(f"{source}: {name} holds {found.dtype}, expected float64, float32, float16 or bfloat16")
+            raise CheckpointError(
+                f"{source}: {name} holds {found.dtype}, expected float64, float32, float16 or bfloat16"
+            )
         if not is_finite(found):
             raise DivergedError(f"{source}: {name} holds values that are not finite numbers")
 

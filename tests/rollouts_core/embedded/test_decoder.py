@@ -197,7 +197,9 @@ def test_a_tied_model_accepts_an_equal_explicit_head_and_refuses_another(tmp_pat
         decoder.load_weights(directory)
 
 
-@pytest.mark.parametrize("damage", ["missing", "unexpected", "reshaped", "integers", "float8", "nan", "cut", "absent", "index"])
+@pytest.mark.parametrize(
+    "damage", ["missing", "unexpected", "reshaped", "integers", "float8", "nan", "cut", "absent", "index"]
+)
 def test_unusable_weights_are_refused_and_the_old_ones_stay(
     damage: str, decoder: Decoder, other_dir: Path, tmp_path: Path
 ) -> None:

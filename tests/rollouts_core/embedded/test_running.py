@@ -80,6 +80,18 @@ def test_completions_are_bit_for_bit_the_same_alone_and_in_company(
         assert alone.output_logprobs == together[index].output_logprobs
 
 
+@pytest.mark.parametrize("num_kv_heads", [1, 2, 4])
+def test_long_completions_too_are_the_same_in_company(num_kv_heads: int, tmp_path: Path) -> None:
+    """Sums over more than 256 positions are split by their number, which others in the batch have a part in."""
+    decoder = Decoder(save_model(make_model(num_key_value_heads=num_kv_heads), tmp_path), num_slots=8)
+    prompts = [random_prompt(length, seed=length) for length in (3, 200, 270, 330, 420, 600, 800, 1000)]
+    params = [SamplingParams(max_new_tokens=40, ignore_eos=True, sampling_seed=seed) for seed in range(len(prompts))]
+    together = generate_tokens(decoder, prompts, params)
+    for prompt, own, completion in zip(prompts, params, together, strict=True):
+        [alone] = generate_tokens(decoder, [prompt], [own])
+        assert (alone.output_ids, alone.output_logprobs) == (completion.output_ids, completion.output_logprobs)
+
+
 def test_penalties_make_a_greedy_completion_vary_and_leave_its_neighbours_alone(decoder: Decoder) -> None:
     prompt = random_prompt(6, seed=0)
     plain = SamplingParams(max_new_tokens=40, temperature=0.0, ignore_eos=True)
