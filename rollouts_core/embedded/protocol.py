@@ -244,9 +244,10 @@ def group_from_json(body: Mapping[str, Json]) -> GroupCall:
     """
     if (backend := body.get("backend", "nccl")) != "gloo":
         raise RequestError(f"backend {_show(backend)} is not supported by the embedded engine: give gloo.")
-    address, port, rank, size = (
-        body.get(name) for name in ("master_address", "master_port", "rank_offset", "world_size")
-    )
+    address: Json = body.get("master_address")
+    port: Json = body.get("master_port")
+    rank: Json = body.get("rank_offset")
+    size: Json = body.get("world_size")
     if not isinstance(address, str) or not address.isprintable():
         raise ContractError(f"invalid value: {_show(address)} for `master_address`, expected an address")
     if not _is_integer(port) or not 0 < port < 2**16:

@@ -26,6 +26,7 @@ from rollouts_core.embedded.running import (
     weight_spans,
 )
 from rollouts_core.embedded.sampling import SamplingParams
+from rollouts_core.errors import NoMemoryError
 from tests.rollouts_core.embedded.tiny_models import (
     EOS,
     expected_logits,
@@ -188,6 +189,14 @@ def test_stop_tokens_that_the_model_lacks_take_no_memory(decoder: Decoder) -> No
     request = GenerationRequest(request_id="a", input_ids=(3, 4), params=params)
     batch.step([Partial(request=request, seed=1)])
     assert batch._stop_ids.shape[1] == 2  # 5, and the model's own
+
+
+def test_more_slots_than_memory_are_refused_in_a_sentence(decoder: Decoder) -> None:
+    decoder.num_slots = 10**13
+    with pytest.raises(
+        NoMemoryError, match=r"for the tokens of 10000000000000 completions .* lower deployment\.max_ru"
+    ):
+        RunningBatch(decoder)
 
 
 def test_ignore_eos_ignores_every_stop_token(decoder: Decoder) -> None:

@@ -347,7 +347,8 @@ def test_a_client_that_leaves_frees_its_row(scheduler: Scheduler) -> None:
 @pytest.mark.parametrize("path", ["/generate", "/abort_request"])
 def test_a_client_that_leaves_before_its_request_is_whole_is_no_failure(scheduler: Scheduler, path: str) -> None:
     """Every trainer that is killed amid one would write its traceback into the engine's log."""
-    events = iter([{"type": "http.request", "body": b"{", "more_body": True}, {"type": "http.disconnect"}])
+    part: dict[str, Any] = {"type": "http.request", "body": b"{", "more_body": True}
+    events = iter([part, {"type": "http.disconnect"}])
 
     async def receive() -> dict[str, Any]:
         return next(events)
