@@ -23,7 +23,7 @@ from typing import get_args
 import orjson
 import torch
 from starlette.applications import Starlette
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 from tokenizers import Tokenizer
@@ -128,7 +128,7 @@ def build_app(scheduler: Scheduler, receiver: WeightReceiver | None = None) -> S
         routes=[
             Route(path, partial(endpoint, model), methods=methods) for path, (endpoint, methods) in endpoints.items()
         ],
-        exception_handlers={RolloutsError: _error_response},
+        exception_handlers={RolloutsError: _error_response, ClientDisconnect: _no_response},
     )
 
 
@@ -337,9 +337,9 @@ async def _continue_generation(model: ServedModel, _: Request) -> Response:
 
 
 async def _abort_request(model: ServedModel, request: Request) -> Response:
-    if not await request.body():
+    if not (content := await _read_bytes(request)):
         raise ContractError("expected a JSON object, found nothing")
-    rid, is_all = abort_from_json(await _read_object(request))
+    rid, is_all = abort_from_json(_as_object(_parse(content)))
     if is_all:
         model.scheduler.abort_all()
     elif rid:
@@ -370,8 +370,7 @@ def _submit_all(
         try:
             futures.append(scheduler.submit(asked, on_progress=listener_of(index) if listener_of else None))
         except EngineError:
-            for submitted in requests[:index]:
-                scheduler.abort(submitted.request_id)
+            scheduler.give_up([submitted.request_id for submitted in requests[:index]])
             raise
     return futures
 
@@ -437,7 +436,7 @@ async def _stream(model: ServedModel, call: GenerateCall) -> AsyncIterator[bytes
                 event = newest.pop(index)
                 num_open -= isinstance(event, Future)
                 yield _event(_stream_answer(model, call, index, event))
-    except EngineError as error:
+    except RolloutsError as error:
         yield _event({"error": {"message": str(error), "code": _status_of(error)}})
     finally:
         _abort_unfinished(model.scheduler, call.requests, futures)
@@ -465,11 +464,7 @@ def _stream_answer(
 def _abort_unfinished(
     scheduler: Scheduler, requests: tuple[GenerationRequest, ...], futures: list[Future[Completion]]
 ) -> None:
-    if not scheduler.is_healthy:
-        return
-    for asked, future in zip(requests, futures, strict=False):
-        if not future.done():
-            scheduler.abort(asked.request_id)
+    scheduler.give_up([asked.request_id for asked, future in zip(requests, futures, strict=False) if not future.done()])
 
 
 async def _read_body(request: Request) -> Json:
@@ -478,7 +473,10 @@ async def _read_body(request: Request) -> Json:
 
 async def _read_object(request: Request) -> dict[str, Json]:
     content = await _read_bytes(request)
-    body = _parse(content) if content else {}
+    return _as_object(_parse(content) if content else {})
+
+
+def _as_object(body: Json) -> dict[str, Json]:
     if not isinstance(body, dict):
         raise ContractError(f"expected a JSON object, found {type(body).__name__}")
     return body
@@ -522,6 +520,11 @@ async def _error_response(_: Request, error: Exception) -> Response:
         return _json({"success": False, "message": str(error)}, status=400)
     content = str(error) if isinstance(error, ContractError) else {"message": str(error)}
     return _json({"error": content}, status=_status_of(error))
+
+
+async def _no_response(_: Request, __: Exception) -> Response:
+    """Who left before the request was whole reads none."""
+    return Response(status_code=400)
 
 
 def _status_of(error: Exception) -> int:

@@ -80,16 +80,25 @@ def load_architecture(
     """
     config = _read_json(model_dir / "config.json")
     names = config.get("architectures") or ["(no architecture)"]
-    if unsupported := _find_unsupported(names[0], config):
-        found, supported = unsupported
-        raise UnsupportedModelError(
-            f"{model_dir}: {runner} does not support {found}; it supports {supported}: {remedy}"
-        )
-    is_llama, is_qwen2, is_qwen3 = (names[0] == name for name in SUPPORTED_ARCHITECTURES)
+    try:
+        if unsupported := _find_unsupported(names[0], config):
+            found, supported = unsupported
+            raise UnsupportedModelError(
+                f"{model_dir}: {runner} does not support {found}; it supports {supported}: {remedy}"
+            )
+        return _describe(names[0], config, read_end_token_ids(model_dir))
+    except (KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            f"{model_dir}: config.json is not the whole config.json of a model ({error!r}): copy the checkpoint again"
+        ) from error
+
+
+def _describe(name: str, config: Mapping[str, Any], eos_token_ids: tuple[int, ...]) -> Architecture:  # Any: JSON
+    is_llama, is_qwen2, is_qwen3 = (name == each for each in SUPPORTED_ARCHITECTURES)
     has_attention_bias = bool(config.get("attention_bias", False))
     num_heads = config["num_attention_heads"]
     return Architecture(
-        name=names[0],
+        name=name,
         model_type=config["model_type"],
         num_layers=config["num_hidden_layers"],
         hidden_size=config["hidden_size"],
@@ -106,7 +115,7 @@ def load_architecture(
         has_mlp_bias=is_llama and bool(config.get("mlp_bias", False)),
         has_qk_norm=is_qwen3,
         ties_embeddings=bool(config.get("tie_word_embeddings", False)),
-        eos_token_ids=read_end_token_ids(model_dir),
+        eos_token_ids=eos_token_ids,
     )
 
 
@@ -130,7 +139,13 @@ def check_same_computation(model_dir: Path, loaded: Architecture) -> None:
 
     Weights of the same shapes can belong to a model with another rotation or another split into heads.
     """
-    if not (model_dir / "config.json").exists():
+    try:
+        has_config = (model_dir / "config.json").exists()
+    except OSError as error:
+        raise CheckpointError(
+            f"{model_dir} cannot be read ({error}): give a directory that this process may read"
+        ) from error
+    if not has_config:
         return
     found = load_architecture(model_dir)
     for name in ("name", "num_heads", "num_kv_heads", "head_dim", "norm_eps", "rope_theta"):

@@ -7,8 +7,8 @@ Not here: matrix products (projection.py), choosing tokens (sampling.py), which 
      0     [k v k v k v . . . .]
      1     [k v k v k v k v k .]       A token's result does not depend on what else runs, bit for bit: matrix
      2     [k v . . . . . . . .]       products have a multiple of `row_step` rows, a prompt attends by itself, and
-     3     (free)                      cached lengths are rounded up to LENGTH_STEP, so that every token meets the same
-                                       arithmetic in every batch.
+     3     (free)                      cached lengths are rounded up (`_attended_length`), so that every token meets the
+                                       same arithmetic in every batch.
 
     cache: [layer, slot, position, key heads and value heads, D]
 
@@ -21,6 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -41,6 +42,10 @@ from rollouts_core.errors import CheckpointError, NoMemoryError
 
 LENGTH_STEP = 32
 """Attention over a multiple of 32 positions has no odd-sized tail, which would round differently."""
+ATTENTION_BLOCK = 512
+"""So many positions torch's attention takes at once, and adds up what comes of each. A block that is not full is a sum
+over fewer positions, which libraries split in other places: in MKL's for AVX-512 where there are more than 256."""
+TRIAL_ROWS = 4
 MAX_PASS_TOKENS = 8192
 """Tokens of prompts in one pass through the model; bounds the memory of activations."""
 
@@ -139,6 +144,7 @@ class Decoder:
             self.architecture, _round_up(self.context_length, LENGTH_STEP), dtype
         )
         self.row_step = find_row_step(self._weights.projections)
+        self._exact_length = _find_exact_length(self.architecture, dtype, torch.get_num_threads())
         self._norm_eps = torch.tensor(self.architecture.norm_eps, dtype=dtype)
         self._kv = self._new_cache(self.row_step, LENGTH_STEP)
         self.load_weights(model_dir)
@@ -254,7 +260,7 @@ class Decoder:
 
     def _run(self, work: Pass) -> Tensor:
         """Logits of a pass's rows, [B + P, V]."""
-        self._reserve(work.num_slots, _round_up(work.num_cached, LENGTH_STEP))  # so much of it is read
+        self._reserve(work.num_slots, self._attended_length(work.num_cached))  # so much of it is read
         num_tokens, num_rows = len(work.ids_F), len(work.last_R)
         ids_F, places_F = (_pad(values, self.row_step) for values in (work.ids_F, work.places_F))
         last_R = _pad(work.last_R, self.row_step)
@@ -278,16 +284,17 @@ class Decoder:
 
     def _hide_later(self, places_B: Tensor) -> Tensor:
         """What is added to attention scores: minus infinity behind each row's own position."""
-        length = _round_up(int(places_B.max()) + 1, LENGTH_STEP) if len(places_B) else 0
-        bias = torch.zeros(len(places_B), 1, 1, length, dtype=self.dtype)
-        return bias.masked_fill_((torch.arange(length) > places_B[:, None])[:, None, None], -math.inf)
+        length = self._attended_length(int(places_B.max()) + 1) if len(places_B) else 0
+        return _hide_behind(places_B, length, self.dtype)
+
+    def _attended_length(self, num_cached: int) -> int:
+        """Positions that all slots are looked at up to where the longest holds this many."""
+        in_last_block = (num_cached - 1) % ATTENTION_BLOCK + 1
+        return _round_up(num_cached, LENGTH_STEP if in_last_block <= self._exact_length else ATTENTION_BLOCK)
 
     def _attend_cached(self, q_BHD: Tensor, layer: int, bias: Tensor) -> Tensor:
         """Attention of one token per slot over what the slots hold, [B, H * D]."""
-        num_rows, length = len(q_BHD), bias.shape[-1]
-        keys, values = self._kv[layer, :num_rows, :length].transpose(1, 2).chunk(2, 1)
-        queries = q_BHD.view(num_rows, keys.shape[1], -1, q_BHD.shape[-1])
-        return F.scaled_dot_product_attention(queries, keys, values, attn_mask=bias).reshape(num_rows, -1)
+        return _attend_rows(q_BHD, self._kv[layer, : len(q_BHD), : bias.shape[-1]], bias)
 
     def _project(self, hidden: Tensor, weights: LayerWeights, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """Rotated queries [..., H, D] and, joined, rotated keys and values [..., 2K, D]."""
@@ -338,7 +345,7 @@ class Decoder:
         grown_slots = old_slots if num_slots <= old_slots else max(num_slots, 2 * old_slots)
         grown_length = old_length if length <= old_length else max(length, 2 * old_length)
         grown_slots = min(grown_slots, _round_up(self.num_slots, self.row_step))
-        grown_length = min(grown_length, _round_up(self.context_length, LENGTH_STEP))
+        grown_length = min(grown_length, self._attended_length(self.context_length))
         try:
             grown = self._new_cache(grown_slots, grown_length)
         except (MemoryError, RuntimeError) as error:  # torch's has no type of its own
@@ -398,6 +405,37 @@ def _lay_out(ids_B: Tensor, places_B: Tensor, prompts: Sequence[Sequence[int]], 
         num_slots=first_slot + len(prompts),
         num_cached=max(sizes + ([int(places_B.max()) + 1] if num_decoding else [])),
     )
+
+
+def _hide_behind(places_B: Tensor, length: int, dtype: torch.dtype) -> Tensor:
+    bias = torch.zeros(len(places_B), 1, 1, length, dtype=dtype)
+    return bias.masked_fill_((torch.arange(length) > places_B[:, None])[:, None, None], -math.inf)
+
+
+def _attend_rows(q_BHD: Tensor, kv_BTKD: Tensor, bias: Tensor) -> Tensor:
+    keys, values = kv_BTKD.transpose(1, 2).chunk(2, 1)
+    queries = q_BHD.view(len(q_BHD), keys.shape[1], -1, q_BHD.shape[-1])
+    return F.scaled_dot_product_attention(queries, keys, values, attn_mask=bias).reshape(len(q_BHD), -1)
+
+
+@lru_cache
+@torch.inference_mode()
+def _find_exact_length(architecture: Architecture, dtype: torch.dtype, num_threads: int) -> int:
+    """Up to how many positions a block of attention may hold less than ATTENTION_BLOCK and give the same, by trial."""
+    a, generator = architecture, torch.Generator().manual_seed(0)
+    q_BHD = torch.randn(TRIAL_ROWS, a.num_heads, a.head_dim, generator=generator).to(dtype)
+    shape = (TRIAL_ROWS, 2 * ATTENTION_BLOCK, 2 * a.num_kv_heads, a.head_dim)
+    kv_BTKD = torch.randn(shape, generator=generator).to(dtype)
+
+    def attend(num_held: Tensor, length: int) -> Tensor:
+        return _attend_rows(q_BHD, kv_BTKD[:, :length], _hide_behind(num_held - 1, length, dtype))
+
+    for length in range(LENGTH_STEP, ATTENTION_BLOCK, LENGTH_STEP):
+        held = (torch.arange(TRIAL_ROWS) + 1) * length // TRIAL_ROWS
+        for before in (0, ATTENTION_BLOCK):
+            if not torch.equal(attend(before + held, before + length), attend(before + held, before + ATTENTION_BLOCK)):
+                return length - LENGTH_STEP
+    return ATTENTION_BLOCK
 
 
 def _attend_prompt(q_THD: Tensor, kv_TKD: Tensor) -> Tensor:

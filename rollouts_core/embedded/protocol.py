@@ -23,7 +23,7 @@ from rollouts_core.embedded.decoder import Decoder
 from rollouts_core.embedded.receiving import BucketCall, GroupCall
 from rollouts_core.embedded.running import Completion, FinishReason, GenerationRequest, Partial, WeightSpan, complete
 from rollouts_core.embedded.sampling import MAX_SEED, MIN_SEED, SamplingParams
-from rollouts_core.embedded.scheduler import Load, RequestError
+from rollouts_core.embedded.scheduler import MAX_WAITING_REQUESTS, Load, RequestError
 from rollouts_core.embedded.segments import SegmentAddress
 
 Json = Any
@@ -102,6 +102,8 @@ def parse_generate(body: Json, encode: Callable[[str], list[int]] | None) -> Gen
     params_of_prompts = _spread(body, "sampling_params", len(prompts))
     params = [sampling_params_from_json(value) for value in params_of_prompts]
     count = _completions_per_prompt(params_of_prompts)
+    if (total := len(prompts) * count) > MAX_WAITING_REQUESTS:  # before there is a record of each
+        raise RequestError(f"A request may ask for at most {MAX_WAITING_REQUESTS} completions, found {total}.")
     for name in ("return_logprob", "logprob_start_len"):
         if count > 1 and isinstance(body.get(name), list):
             raise RequestError(f"Cannot use list {name} with parallel_sample_num > 1")
@@ -242,15 +244,24 @@ def group_from_json(body: Mapping[str, Json]) -> GroupCall:
     """
     if (backend := body.get("backend", "nccl")) != "gloo":
         raise RequestError(f"backend {_show(backend)} is not supported by the embedded engine: give gloo.")
-    for name, kind in {"master_address": str, "master_port": int, "rank_offset": int, "world_size": int}.items():
-        if not isinstance(body.get(name), kind):
-            raise ContractError(f"invalid type: {_show(body.get(name))} for `{name}`, expected {kind.__name__}")
+    address: Json = body.get("master_address")
+    port: Json = body.get("master_port")
+    rank: Json = body.get("rank_offset")
+    size: Json = body.get("world_size")
+    if not isinstance(address, str) or not address.isprintable():
+        raise ContractError(f"invalid value: {_show(address)} for `master_address`, expected an address")
+    if not _is_integer(port) or not 0 < port < 2**16:
+        raise ContractError(f"invalid value: {_show(port)} for `master_port`, expected a number from 1 to 65535")
+    if not (_is_integer(rank) and _is_integer(size) and 0 < rank < size < 2**31):
+        raise ContractError(
+            f"invalid value: {_show(rank)} of {_show(size)}, expected a `rank_offset` from 1 to below the `world_size`"
+        )
     return GroupCall(
         name=group_name_from_json(body),
-        address=body["master_address"],
-        port=body["master_port"],
-        rank=body["rank_offset"],
-        size=body["world_size"],
+        address=address,
+        port=port,
+        rank=rank,
+        size=size,
     )
 
 
@@ -272,7 +283,7 @@ def bucket_from_json(body: Mapping[str, Json]) -> BucketCall:
     assert names is not None and dtypes is not None and shapes is not None, "they are lists"
     if not all(isinstance(name, str) for name in names) or not all(_is_shape(shape) for shape in shapes):
         raise ContractError("names must be strings, and shapes lists of numbers of 0 or more")
-    if unknown := [dtype for dtype in dtypes if dtype not in SENT_DTYPES]:
+    if unknown := [dtype for dtype in dtypes if not isinstance(dtype, str) or dtype not in SENT_DTYPES]:
         raise RequestError(f"dtype {_show(unknown[0])} is not supported, expected one of {', '.join(SENT_DTYPES)}.")
     return BucketCall(
         group=group_name_from_json(body),

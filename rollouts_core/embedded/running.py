@@ -31,6 +31,7 @@ from rollouts_core.embedded.sampling import (
     adjust_logits,
     sample_tokens,
 )
+from rollouts_core.errors import NoMemoryError
 
 NO_TOKEN = -1
 MAX_SEARCH_S, MAX_SEARCH_S_PER_TOKEN = 1.0, 1e-3
@@ -162,6 +163,9 @@ class RunningBatch:
     Args:
         decoder: no other batch may be using it.
         tokenizer: finds stop strings and patterns; without it requests cannot have any.
+
+    Raises:
+        NoMemoryError: the decoder has more slots than there is memory for.
     """
 
     def __init__(self, decoder: Decoder, tokenizer: Tokenizer | None = None) -> None:
@@ -169,16 +173,22 @@ class RunningBatch:
         self._decoder = decoder
         self._tokenizer = tokenizer
         self._partials: list[Partial] = []
-        self._sampling = SamplingRows(slots)
-        self._last_token = np.zeros(slots, dtype=np.int64)
-        self._num_cached = np.zeros(slots, dtype=np.int64)
-        self._num_output = np.zeros(slots, dtype=np.int64)
-        self._max_output = np.zeros(slots, dtype=np.int64)
-        self._stop_ids = np.full((slots, 1), NO_TOKEN, dtype=np.int64)
-        self._search_s = np.zeros(slots)
         self._patterns = PatternSearch()
-        self._output_ids = np.zeros((slots, length), dtype=np.int64)
-        self._output_logprobs = np.zeros((slots, length), dtype=np.float32)
+        try:
+            self._sampling = SamplingRows(slots)
+            self._last_token = np.zeros(slots, dtype=np.int64)
+            self._num_cached = np.zeros(slots, dtype=np.int64)
+            self._num_output = np.zeros(slots, dtype=np.int64)
+            self._max_output = np.zeros(slots, dtype=np.int64)
+            self._stop_ids = np.full((slots, 1), NO_TOKEN, dtype=np.int64)
+            self._search_s = np.zeros(slots)
+            self._output_ids = np.zeros((slots, length), dtype=np.int64)
+            self._output_logprobs = np.zeros((slots, length), dtype=np.float32)
+        except MemoryError as error:
+            raise NoMemoryError(
+                f"the embedded engine has no memory for the tokens of {slots} completions with room for {length} each: "
+                "lower deployment.max_running_requests (--max-running-requests)"
+            ) from error
 
     @property
     def num_rows(self) -> int:
@@ -264,8 +274,10 @@ class RunningBatch:
         self._partials.append(partial)
 
     def _ends_of(self, params: SamplingParams) -> set[int]:
-        """Tokens that end a completion, unless these are ignored."""
-        return {*self._decoder.architecture.eos_token_ids, *params.stop_token_ids}
+        """Tokens of the model that end a completion, unless these are ignored."""
+        architecture = self._decoder.architecture
+        known = range(architecture.vocab_size)  # a request may name millions of others, for which all rows get room
+        return {*architecture.eos_token_ids, *filter(known.__contains__, params.stop_token_ids)}
 
     def _set_stop_ids(self, row: int, stop_ids: list[int]) -> None:
         missing = len(stop_ids) - self._stop_ids.shape[1]

@@ -18,7 +18,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,7 +41,7 @@ from rollouts_core.embedded.running import (
 )
 from rollouts_core.embedded.segments import SegmentAddress
 from rollouts_core.embedded.weights import tensor_digest
-from rollouts_core.errors import EngineError, EngineUnavailableError, NoMemoryError, RolloutsError
+from rollouts_core.errors import CheckpointError, EngineError, EngineUnavailableError, NoMemoryError, RolloutsError
 
 logger = logging.getLogger(__name__)
 
@@ -107,6 +107,9 @@ class Scheduler:
     """A generation thread over one decoder; use it with `with`.
 
     All methods may be called from any thread. Futures resolve in the generation thread.
+
+    Raises:
+        CheckpointError: the model directory's tokenizer.json cannot be read.
     """
 
     def __init__(self, decoder: Decoder, *, model_dir: Path, weight_version: str = "default") -> None:
@@ -127,6 +130,7 @@ class Scheduler:
         self._commands: deque[_Command] = deque()
         self._pending: dict[str, Future[Completion]] = {}
         self._listeners: dict[str, ProgressListener] = {}
+        self._given_up: set[str] = set()
         self._is_closing = False
         self._thread = threading.Thread(target=self._run, name="generation", daemon=True)
         self._thread.start()
@@ -196,6 +200,15 @@ class Scheduler:
         return self._between_steps(
             lambda: self._end(lambda found: found == request_id or found.startswith(f"{request_id}_"), ABORTED)
         )
+
+    def give_up(self, request_ids: Collection[str]) -> None:
+        """End requests that nobody waits for any more; unknown ids are ignored, also by an engine that has ended.
+
+        Those of all callers are looked for together: a client that ends may leave thousands, each of a call of its own.
+        """
+        with self._wake:
+            self._given_up.update(request_ids)
+            self._wake.notify()
 
     def abort_all(self) -> Future[None]:
         """End all requests, running or waiting, with the tokens they have."""
@@ -314,15 +327,19 @@ class Scheduler:
     def _wait_for_work(self) -> bool:
         """Block until there is something to do; False when the engine closes."""
         with self._wake:
-            while not (self._is_closing or self._commands or self._updates or self._can_generate()):
+            while not (self._is_closing or self._has_orders() or self._can_generate()):
                 self._wake.wait()
             return not self._is_closing
+
+    def _has_orders(self) -> bool:
+        return bool(self._commands or self._given_up or self._updates)
 
     def _can_generate(self) -> bool:
         return not self.is_paused and bool(self._incoming or self._waiting or self._batch.num_rows)
 
     def _turn(self) -> None:
         self._take_incoming()
+        self._end_given_up()
         while self._commands:
             self._commands.popleft().run()
         while self._updates and (self.is_paused or self._batch.num_rows == 0):
@@ -394,6 +411,12 @@ class Scheduler:
         self._waiting = kept
         self._finish([(partial, reason) for partial in ended])
 
+    def _end_given_up(self) -> None:
+        with self._wake:
+            given_up, self._given_up = self._given_up, set()
+        if given_up:
+            self._end(given_up.__contains__, ABORTED)
+
     def _finish(self, ended: list[tuple[Partial, FinishReason]]) -> None:
         for partial, reason in ended:
             with self._wake:
@@ -433,7 +456,16 @@ class Scheduler:
 
 def _load_tokenizer(model_dir: Path) -> Tokenizer | None:
     path = model_dir / "tokenizer.json"
-    return Tokenizer.from_file(str(path)) if path.exists() else None
+    if not path.exists():
+        return None
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # it has no type of its own
+        raise CheckpointError(f"{path} cannot be read as a tokenizer ({error}): copy it again") from error
+    # The file keeps what a text was last shortened or filled up to; prompts are taken as they are, as by transformers.
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
 
 
 def _copy(error: RolloutsError) -> RolloutsError:

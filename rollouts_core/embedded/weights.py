@@ -52,8 +52,10 @@ def check_tensors(tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int,
         found = tensors[name]
         if tuple(found.shape) != shape:
             raise CheckpointError(f"{source}: {name} has shape {tuple(found.shape)}, the loaded model expects {shape}")
-        if not found.is_floating_point():
-            raise CheckpointError(f"{source}: {name} holds {found.dtype}, expected floating-point numbers")
+        if found.dtype not in SUMMED:
+            raise CheckpointError(
+                f"{source}: {name} holds {found.dtype}, expected float64, float32, float16 or bfloat16"
+            )
         if not is_finite(found):
             raise DivergedError(f"{source}: {name} holds values that are not finite numbers")
 
@@ -114,7 +116,7 @@ def _weight_files(model_dir: Path) -> list[Path]:
     try:
         weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         shards = [model_dir / name for name in sorted(set(weight_map.values()))]
-    except (ValueError, KeyError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{index} has no readable weight_map ({error!r}): publish it again") from error
     if missing := [path.name for path in shards if not _leads_to_a_file(path)]:
         raise CheckpointError(f"{index} names {_show_names(missing)}, which is not there: copy the whole checkpoint")

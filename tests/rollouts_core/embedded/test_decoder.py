@@ -197,14 +197,16 @@ def test_a_tied_model_accepts_an_equal_explicit_head_and_refuses_another(tmp_pat
         decoder.load_weights(directory)
 
 
-@pytest.mark.parametrize("damage", ["missing", "unexpected", "reshaped", "integers", "nan", "cut", "absent"])
+@pytest.mark.parametrize(
+    "damage", ["missing", "unexpected", "reshaped", "integers", "float8", "nan", "cut", "absent", "index"]
+)
 def test_unusable_weights_are_refused_and_the_old_ones_stay(
     damage: str, decoder: Decoder, other_dir: Path, tmp_path: Path
 ) -> None:
     before = decoder.weight_digests()
     tensors = load_file(other_dir / "model.safetensors")
     name = "model.norm.weight"
-    expected_words = {"cut": "safetensors", "absent": "neither", "unexpected": "extra"}.get(damage, name)
+    words = {"cut": "safetensors", "absent": "neither", "unexpected": "extra", "index": "no readable weight_map"}
     if damage == "missing":
         del tensors[name]
     elif damage == "unexpected":
@@ -213,14 +215,18 @@ def test_unusable_weights_are_refused_and_the_old_ones_stay(
         tensors[name] = torch.zeros(7)
     elif damage == "integers":
         tensors[name] = torch.zeros(32, dtype=torch.int64)
+    elif damage == "float8":
+        tensors[name] = tensors[name].to(torch.float8_e4m3fn)
     elif damage == "nan":
         tensors[name][3] = torch.nan
     path = tmp_path / "model.safetensors"
-    if damage != "absent":
+    if damage == "index":
+        (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"model.norm.weight": 3}}')
+    elif damage != "absent":
         save_file(tensors, path)
     if damage == "cut":
         path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(CheckpointError, match=expected_words):
+    with pytest.raises(CheckpointError, match=words.get(damage, name)):
         decoder.load_weights(tmp_path)
     assert decoder.weight_digests() == before
 

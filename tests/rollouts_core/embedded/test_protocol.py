@@ -172,6 +172,7 @@ def test_requests_of_the_wrong_form_break_the_contract(body: Any, words: str) ->
         ({"sampling_params": {"repetition_penalty": 0}}, r"repetition_penalty must be in \(0, 2\]"),
         ({"sampling_params": {"stop": ["x"] * 33}}, "at most 32 stop strings"),
         ({"sampling_params": {"n": 0}}, "n must be at least 1"),
+        ({"input_ids": [[1]] * 65, "sampling_params": {"n": 1024}}, "at most 65536 completions, found 66560"),
         ({"input_ids": [[1], [2]], "sampling_params": [{"n": 2}, {"n": 3}]}, "should be the same for all samples"),
         ({"return_logprob": [True], "sampling_params": {"n": 2}}, "Cannot use list return_logprob"),
         ({"sampling_params": {"logit_bias": {"3": 1e999}}}, "logit_bias must have finite numbers"),

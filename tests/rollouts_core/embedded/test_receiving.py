@@ -151,11 +151,18 @@ def test_a_trainer_that_vanishes_amid_a_bucket_is_noticed_and_another_one_is_tak
     asyncio.run(send())
 
 
+GROUP = {"backend": "gloo", "master_address": "127.0.0.1", "master_port": 1, "rank_offset": 1, "world_size": 2}
+
+
 @pytest.mark.parametrize(
     ("path", "body", "said"),
     [
         ("/init_weights_update_group", {"backend": "nccl"}, "give gloo"),
         ("/init_weights_update_group", {"backend": "gloo", "master_address": 7}, "master_address"),
+        ("/init_weights_update_group", {**GROUP, "master_address": "a\0"}, "`master_address`, expected an address"),
+        ("/init_weights_update_group", {**GROUP, "master_port": 2**16}, "`master_port`, expected a number"),
+        ("/init_weights_update_group", {**GROUP, "rank_offset": 0}, "expected a `rank_offset`"),
+        ("/init_weights_update_group", {**GROUP, "world_size": 2**64}, "expected a `rank_offset`"),
         ("/update_weights_from_distributed", {"load_format": None}, "give flattened_bucket"),
         (
             "/update_weights_from_distributed",
@@ -166,6 +173,11 @@ def test_a_trainer_that_vanishes_amid_a_bucket_is_noticed_and_another_one_is_tak
             "/update_weights_from_distributed",
             {"load_format": "flattened_bucket", "names": ["a"], "dtypes": ["int64"], "shapes": [[1]]},
             "dtype str `int64` is not supported",
+        ),
+        (
+            "/update_weights_from_distributed",
+            {"load_format": "flattened_bucket", "names": ["a"], "dtypes": [["float32"]], "shapes": [[1]]},
+            "dtype list `['float32']` is not supported",
         ),
         (
             "/update_weights_from_distributed",

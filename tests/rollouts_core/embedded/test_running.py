@@ -16,8 +16,17 @@ from transformers import PreTrainedModel
 
 from rollouts_core.embedded.decoder import Decoder
 from rollouts_core.embedded.offline import generate_tokens
-from rollouts_core.embedded.running import Completion, FinishReason, WeightSpan, weight_spans
+from rollouts_core.embedded.running import (
+    Completion,
+    FinishReason,
+    GenerationRequest,
+    Partial,
+    RunningBatch,
+    WeightSpan,
+    weight_spans,
+)
 from rollouts_core.embedded.sampling import SamplingParams
+from rollouts_core.errors import NoMemoryError
 from tests.rollouts_core.embedded.tiny_models import (
     EOS,
     expected_logits,
@@ -70,6 +79,18 @@ def test_completions_are_bit_for_bit_the_same_alone_and_in_company(
         alone = generate_tokens(decoder, [prompts[index]], [params[index]])[0]
         assert alone.output_ids == together[index].output_ids
         assert alone.output_logprobs == together[index].output_logprobs
+
+
+@pytest.mark.parametrize("num_kv_heads", [1, 2, 4])
+def test_long_completions_too_are_the_same_in_company(num_kv_heads: int, tmp_path: Path) -> None:
+    """Sums over more than 256 positions are split by their number, which others in the batch have a part in."""
+    decoder = Decoder(save_model(make_model(num_key_value_heads=num_kv_heads), tmp_path), num_slots=8)
+    prompts = [random_prompt(length, seed=length) for length in (3, 200, 270, 330, 420, 600, 800, 1000)]
+    params = [SamplingParams(max_new_tokens=40, ignore_eos=True, sampling_seed=seed) for seed in range(len(prompts))]
+    together = generate_tokens(decoder, prompts, params)
+    for prompt, own, completion in zip(prompts, params, together, strict=True):
+        [alone] = generate_tokens(decoder, [prompt], [own])
+        assert (alone.output_ids, alone.output_logprobs) == (completion.output_ids, completion.output_logprobs)
 
 
 def test_penalties_make_a_greedy_completion_vary_and_leave_its_neighbours_alone(decoder: Decoder) -> None:
@@ -160,6 +181,22 @@ def test_a_completion_ends_with_its_stop_token(decoder: Decoder) -> None:
     stopped = complete_one(decoder, [3, 4], max_new_tokens=12, sampling_seed=1, stop_token_ids=(absent, stop_id))
     assert stopped.output_ids == free.output_ids[: free.output_ids.index(stop_id) + 1]
     assert stopped.finish_reason == FinishReason("stop", token_id=stop_id)
+
+
+def test_stop_tokens_that_the_model_lacks_take_no_memory(decoder: Decoder) -> None:
+    batch = RunningBatch(decoder)
+    params = SamplingParams(max_new_tokens=2, stop_token_ids=(-1, 5, *range(61, 200_000)))
+    request = GenerationRequest(request_id="a", input_ids=(3, 4), params=params)
+    batch.step([Partial(request=request, seed=1)])
+    assert batch._stop_ids.shape[1] == 2  # 5, and the model's own
+
+
+def test_more_slots_than_memory_are_refused_in_a_sentence(decoder: Decoder) -> None:
+    decoder.num_slots = 10**13
+    with pytest.raises(
+        NoMemoryError, match=r"for the tokens of 10000000000000 completions .* lower deployment\.max_ru"
+    ):
+        RunningBatch(decoder)
 
 
 def test_ignore_eos_ignores_every_stop_token(decoder: Decoder) -> None:

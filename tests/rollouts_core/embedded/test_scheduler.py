@@ -5,10 +5,12 @@ Without it a rollout could carry logprobs of weights that did not sample it, or 
 
 from __future__ import annotations
 
+import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -115,6 +117,34 @@ def test_an_abort_by_batch_id_reaches_its_members_only(scheduler: Scheduler) -> 
     assert other.result(TIMEOUT_S).finish_reason.kind == "length"
 
 
+def test_requests_that_nobody_waits_for_are_looked_for_once_however_many_callers_left_them(
+    scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A walk along the queue for each of thousands kept the engine silent for minutes."""
+    scheduler.pause("retract").result(TIMEOUT_S)
+    left = [scheduler.submit(request_of(f"left{index}")) for index in range(50)]
+    other = scheduler.submit(request_of("left1_1", 3))
+    num_walks = 0
+    remove = scheduler._batch.remove
+
+    def count_walks(is_chosen: Callable[[str], bool]) -> list[Partial]:
+        nonlocal num_walks
+        num_walks += 1
+        return remove(is_chosen)
+
+    monkeypatch.setattr(scheduler._batch, "remove", count_walks)
+    has_more = threading.Event()
+    busy = scheduler._between_steps(lambda: has_more.wait(TIMEOUT_S))
+    for index in range(50):
+        scheduler.give_up([f"left{index}"])
+    has_more.set()
+    assert busy.result(TIMEOUT_S)
+    assert {future.result(TIMEOUT_S).finish_reason.kind for future in left} == {"abort"}
+    assert num_walks == 1
+    scheduler.resume()
+    assert other.result(TIMEOUT_S).finish_reason.kind == "length"
+
+
 def test_a_retracted_request_goes_on_with_the_new_weights_and_names_both(
     scheduler: Scheduler, model: PreTrainedModel, other_model: PreTrainedModel, other_dir: Path
 ) -> None:
@@ -174,12 +204,31 @@ def test_an_update_without_a_pause_waits_until_running_requests_end(
     assert later.result(TIMEOUT_S).weight_version == "2"
 
 
-def test_a_refused_update_keeps_weights_version_and_service(scheduler: Scheduler, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("config", "name", "words"),
+    [
+        (None, ".", "neither"),
+        (None, "a" * 300, "cannot be read .*File name too long"),  # as one that this process may not open
+        ({"architectures": ["Qwen3ForCausalLM"]}, ".", "is not the whole config.json of a model"),
+        ({"architectures": ["Qwen3ForCausalLM"], "rope_parameters": "x"}, ".", "is not the whole config.json"),
+    ],
+)
+def test_a_refused_update_keeps_weights_version_and_service(
+    config: dict[str, Any] | None, name: str, words: str, scheduler: Scheduler, tmp_path: Path
+) -> None:
+    if config is not None:
+        (tmp_path / "config.json").write_text(json.dumps(config))
     before = scheduler.weight_digests().result(TIMEOUT_S)
-    with pytest.raises(CheckpointError, match="neither"):
-        scheduler.update_weights(tmp_path, weight_version="2").result(TIMEOUT_S)
+    with pytest.raises(CheckpointError, match=words):
+        scheduler.update_weights(tmp_path / name, weight_version="2").result(TIMEOUT_S)
     assert scheduler.weight_digests().result(TIMEOUT_S) == before
     assert scheduler.submit(request_of("r", 3)).result(TIMEOUT_S).weight_version == "1"
+
+
+def test_a_tokenizer_that_cannot_be_read_is_named(decoder: Decoder, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json cannot be read as a tokenizer .*: copy it again"):
+        Scheduler(decoder, model_dir=tmp_path)
 
 
 def test_a_failing_generation_thread_fails_everyone_who_waits(scheduler: Scheduler) -> None:

@@ -27,7 +27,7 @@ from rollouts_core.embedded.decoder import Decoder
 from rollouts_core.embedded.scheduler import Scheduler
 from rollouts_core.embedded.server import is_loopback, require_key, serve
 from rollouts_core.embedded.weights import tensor_sha256
-from rollouts_core.errors import InputError
+from rollouts_core.errors import InputError, NoMemoryError
 from tests.rollouts_core.embedded.test_protocol import check_schema, load_spec
 from tests.rollouts_core.embedded.tiny_models import expected_logprobs, make_model, save_model
 
@@ -313,6 +313,18 @@ def test_text_is_understood_and_answered_where_a_tokenizer_is_found(texts: Sched
     assert answer["text"].replace(" ", "") == "".join(chr(33 + token) for token in answer["output_ids"])
 
 
+def test_a_prompt_is_taken_whole_whatever_a_tokenizer_was_last_used_for(model: PreTrainedModel, tmp_path: Path) -> None:
+    directory = add_tokenizer(save_model(model, tmp_path))
+    for length in (2, 9):
+        tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+        tokenizer.enable_truncation(length)
+        tokenizer.enable_padding(length=length)
+        tokenizer.save(str(directory / "tokenizer.json"))
+        with Scheduler(Decoder(directory, num_slots=2), model_dir=directory) as scheduler:
+            answer = ask(scheduler, "POST", "/generate", {"text": "%&(", "sampling_params": {"max_new_tokens": 1}})
+        assert answer.json()["meta_info"]["prompt_tokens"] == 3
+
+
 def test_a_client_that_leaves_frees_its_row(scheduler: Scheduler) -> None:
     app = build_app(scheduler)
     body = json.dumps({"input_ids": [3], "sampling_params": LONG}).encode()
@@ -330,6 +342,18 @@ def test_a_client_that_leaves_frees_its_row(scheduler: Scheduler) -> None:
 
     asyncio.run(leave_while_generating())
     assert scheduler.num_running == 0
+
+
+@pytest.mark.parametrize("path", ["/generate", "/abort_request"])
+def test_a_client_that_leaves_before_its_request_is_whole_is_no_failure(scheduler: Scheduler, path: str) -> None:
+    """Every trainer that is killed amid one would write its traceback into the engine's log."""
+    part: dict[str, Any] = {"type": "http.request", "body": b"{", "more_body": True}
+    events = iter([part, {"type": "http.disconnect"}])
+
+    async def receive() -> dict[str, Any]:
+        return next(events)
+
+    asyncio.run(call_app(build_app(scheduler), path, receive))
 
 
 async def call_app(app: Starlette, path: str, receive: Callable[[], Awaitable[Any]]) -> None:
@@ -473,7 +497,7 @@ def test_control_requests_of_the_wrong_form_are_refused(scheduler: Scheduler, pa
     assert (answer.status_code, words in answer.json()["error"]) == (400, True)
 
 
-@pytest.mark.parametrize("path", ["/generate", "/pause_generation"])
+@pytest.mark.parametrize("path", ["/generate", "/pause_generation", "/abort_request"])
 def test_no_more_is_read_of_a_request_than_is_taken(
     scheduler: Scheduler, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -493,6 +517,18 @@ def test_no_more_is_read_of_a_request_than_is_taken(
 
     talk(scheduler, conversation)
     assert num_read == 11
+
+
+def test_a_stream_says_what_ended_the_engine(scheduler: Scheduler) -> None:
+    def step_without_memory(*_: object) -> torch.Tensor:
+        raise NoMemoryError("lower deployment.max_running_requests")
+
+    scheduler.decoder.step = step_without_memory  # type: ignore[method-assign,assignment]
+    events = ask(scheduler, "POST", "/generate", {"input_ids": [3], "stream": True}).text.split("\n\n")
+    assert json.loads(events[0].removeprefix("data: ")) == {
+        "error": {"message": "lower deployment.max_running_requests", "code": 400}
+    }
+    assert events[1] == "data: [DONE]"
 
 
 def test_health_follows_the_generation_thread(scheduler: Scheduler) -> None:
