@@ -118,8 +118,9 @@ def roll_back(line: Line = "", store: Store = DEFAULT_STORE, reason: Reason = "r
     """Put the model back into production that the present one replaced; its checkpoint is verified first."""
     with open_registry(store) as ledger:
         chosen = only_line(ledger, line)
-        check_whole(find_replaced(ledger, chosen), store.resolve())
-        model = rollback(ledger, chosen, by=getpass.getuser(), reason=reason)
+        replaced = find_replaced(ledger, chosen)
+        check_whole(replaced, store.resolve())  # takes minutes for a large one, in which others promote
+        model = rollback(ledger, chosen, by=getpass.getuser(), reason=reason, to=replaced)
         note_in_reports(store.resolve(), ledger)
     typer.echo(f"{model.name} is in production again: {store.resolve() / model.checkpoint}")
 

@@ -102,6 +102,22 @@ def test_a_damaged_checkpoint_does_not_get_into_production(store: Path) -> None:
     assert "small-1 cannot be used: " in result.stderr
 
 
+def test_a_rollback_does_not_put_back_what_was_replaced_while_it_looked(
+    store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    third = register(store, 3)
+    call(store, "models", "promote", "small-2")
+
+    def look_while_another_is_promoted(model: Model, _: Path) -> None:
+        with Ledger(store / LEDGER_FILE) as ledger:
+            promote(ledger, third, by="run small", reason="better")
+
+    monkeypatch.setattr("flows.models_cli.check_whole", look_while_another_is_promoted)
+    result = call(store, "models", "rollback")
+    assert (result.exit_code, production(store)) == (2, "small-3"), "small-2 is what was to go"
+    assert result.stderr == "rollouts: production of small changed meanwhile: look at it, and roll back again\n"
+
+
 def test_a_store_without_models_says_what_registers_them(tmp_path: Path) -> None:
     with Ledger(tmp_path / LEDGER_FILE):
         listed, path = call(tmp_path, "models"), call(tmp_path, "models", "path")
