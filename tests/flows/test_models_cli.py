@@ -89,6 +89,18 @@ def test_a_promotion_and_a_rollback_by_hand_are_in_the_history(store: Path) -> N
     assert productions[1].endswith("Ada likes it")
 
 
+def test_a_user_without_a_name_is_known_by_the_number(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def without_name(uid: int) -> str:
+        raise KeyError(f"getpwuid(): uid not found: {uid}")
+
+    for variable in ("LOGNAME", "USER", "LNAME", "USERNAME"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", without_name)
+    assert call(store, "models", "promote", "small-2").exit_code == 0
+    assert f"user {os.getuid()}" in call(store, "models", "history").stdout
+    assert call(store, "models", "rollback").exit_code == 0
+
+
 def test_a_damaged_checkpoint_does_not_get_into_production(store: Path) -> None:
     (store / "runs/small-2/checkpoint/model.safetensors").write_text("other weights")
     result = call(store, "models", "promote", "small-2")
@@ -132,6 +144,7 @@ def test_what_cannot_be_is_one_sentence(store: Path, tmp_path: Path) -> None:
         (["models", "promote", "small-7"], "there is no model small-7: the registry has small-1, small-2, large-1"),
         (["models", "rollback", "small"], "nothing of small was in production before"),
         (["models", "rollback"], "the store has several lines of models: name one of large, small"),
+        (["models", "history", "tiny"], "there is no line tiny: name one of large, small"),
         (["models", "path", "tiny"], "there is no line tiny: name one of large, small"),
         (["models", "path", "large"], "no model of large has the alias production"),
     ):
