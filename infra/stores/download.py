@@ -116,21 +116,23 @@ def download(store: ObjectStore, wanted: Sequence[WantedFile], target: Path) -> 
         StoreUnavailableError: the connection broke, or an object changed meanwhile; the next call goes on from there.
         ObjectDamagedError: an object is not what its manifest lists.
         DiskFullError: there is no room here.
+        PermanentInfraError: the target cannot be written.
     """
     incoming = target.with_name(f".{target.name[:60]}{_INCOMING}{digest_of(wanted)[:16]}")
     lock = incoming.with_name(f"{incoming.name}.lock")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with locked(lock):
-        if not target.exists():
-            try:
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with locked(lock):
+            if not target.exists():
                 _fill(store, wanted, incoming)
-            except OSError as error:
-                raise PermanentInfraError(f"{target} cannot be written: {error.strerror}") from error
-            is_one_object = [each.key for each in wanted] == [""]
-            (incoming / wanted[0].name if is_one_object else incoming).rename(target)
-            receiver.flush_directory(target.parent)
-        shutil.rmtree(incoming, ignore_errors=True)
-        lock.unlink(missing_ok=True)
+                is_one_object = [each.key for each in wanted] == [""]
+                (incoming / wanted[0].name if is_one_object else incoming).rename(target)
+                receiver.flush_directory(target.parent)
+            shutil.rmtree(incoming, ignore_errors=True)
+            lock.unlink(missing_ok=True)
+    except OSError as error:
+        reason = f"{error.filename} is a file" if isinstance(error, FileExistsError) else error.strerror
+        raise PermanentInfraError(f"{target} cannot be written: {reason}") from error
 
 
 def is_being_fetched(folder: Path) -> bool:
