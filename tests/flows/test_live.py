@@ -6,6 +6,7 @@ Without it a page could show a run's samples to whoever asks, run what a model w
 from __future__ import annotations
 
 import json
+import math
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -184,6 +185,14 @@ def test_a_stage_says_how_far_it_is_and_what_happened_last(tmp_path: Path) -> No
     (run_dir / "result.json").write_text("{}")
     finished = describe_stage(stage, now=NOW)
     assert finished.state == "finished" and finished.done == 0.0
+
+
+def test_a_number_that_is_none_is_shown_as_it_is(tmp_path: Path) -> None:
+    line = {"step": 1, "attempt": 1, "time": NOW, "loss": -0.0, "reward": 0.5, "entropy": math.nan}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+    shown = describe_stage(LiveStage(name="rl", run_dir=tmp_path, num_steps=10, began_at=NOW), now=NOW)
+    assert shown.numbers == (("loss", "0"), ("reward", "0.5"), ("entropy", "nan"))
+    assert [chart.title for chart in shown.charts] == ["Reward"]
 
 
 def test_a_completion_of_very_many_tokens_is_shown_too(tmp_path: Path) -> None:
