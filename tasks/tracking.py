@@ -60,8 +60,9 @@ def tracked(stage: Stage, scope: RunScope, say: Callable[[str], None]) -> Iterat
             try:
                 if not has_all(training):
                     stack.enter_context(_process_beside(training, say))
-            except OSError as error:  # no place for its state, no memory for its process
-                say(f"{name}: cannot be started ({error.strerror}); the metrics are in {training.metrics}")
+            except (OSError, ValueError) as error:  # no place for its state, a damaged one, no memory for its process
+                reason = error.strerror if isinstance(error, OSError) else first_line(error)
+                say(f"{name}: cannot be started ({reason}); the metrics are in {training.metrics}")
         yield
 
 

@@ -193,6 +193,19 @@ def test_a_tracker_that_cannot_be_started_is_said(stage: Stage, tmp_path: Path) 
     assert said == [f"tensorboard: cannot be started (File exists); the metrics are in {stage.run_dir}/metrics.jsonl"]
 
 
+def test_a_note_of_what_was_sent_that_is_damaged_is_said(stage: Stage, tmp_path: Path) -> None:
+    write_steps(stage, range(1, 4))
+    RunDirectory(Path(stage.run_dir)).write_result({})
+    (tmp_path / "tracked").mkdir()
+    state = tmp_path / "tracked/small-01234567-sft-tensorboard.json"
+    state.write_text("")
+    said: list[str] = []
+    with tracked(stage, scope_of(tmp_path, "tensorboard"), said.append):
+        pass
+    (sentence,) = said
+    assert sentence.startswith("tensorboard: cannot be started (") and sentence.endswith("/metrics.jsonl")
+
+
 def test_a_server_that_does_not_answer_is_said_and_its_metrics_are_kept_here(
     stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
