@@ -236,6 +236,19 @@ def test_a_tracker_that_takes_forever_is_left_behind(
         assert time.monotonic() - began < 60
 
 
+def test_a_tracker_whose_process_is_killed_is_said(stage: Stage, tmp_path: Path) -> None:
+    said: list[str] = []
+    with tracked(stage, scope_of(tmp_path, "tensorboard"), said.append):
+        wait_until(lambda: said, what="where its metrics are")
+        for pid in Path("/proc/self/task").glob("*/children"):
+            for child in map(int, pid.read_text().split()):
+                if b"tasks.tracking" in Path(f"/proc/{child}/cmdline").read_bytes():
+                    os.kill(child, signal.SIGKILL)
+        wait_until(lambda: len(said) == 2, what="that it is gone")
+    metrics = f"{stage.run_dir}/metrics.jsonl"
+    assert said[1] == f"tensorboard: its process was ended by signal 9; the metrics are in {metrics}"
+
+
 def test_a_tracker_outlives_neither_an_interrupted_run_nor_one_that_was_killed(stage: Stage, tmp_path: Path) -> None:
     program = (
         "import sys, time\nfrom tasks.records import RunScope, Stage\nfrom tasks.tracking import tracked\n"
