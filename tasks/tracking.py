@@ -88,7 +88,7 @@ def _process_beside(training: TrackedStage, say: Callable[[str], None]) -> Itera
     training.state.parent.mkdir(parents=True, exist_ok=True)
     with training.state.with_suffix(".log").open("ab") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "tasks.tracking", training.model_dump_json()],
+            [sys.executable, "-m", "tasks.tracking"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log,
@@ -96,6 +96,8 @@ def _process_beside(training: TrackedStage, say: Callable[[str], None]) -> Itera
             start_new_session=True,  # Ctrl-C is for the run
         )
     assert process.stdin is not None and process.stdout is not None
+    process.stdin.write(f"{training.model_dump_json()}\n")  # a job of many datasets is too long for a command line
+    process.stdin.flush()
 
     def relay(lines: Iterator[str]) -> None:
         line = ""
@@ -154,8 +156,8 @@ def _whole_lines(path: Path, position: int) -> tuple[int, list[dict[str, Any]]]:
 
 
 def main() -> None:
-    """Track until standard input ends, and not much longer."""
-    training = TrackedStage.model_validate_json(sys.argv[1])
+    """Track the training that the first line of standard input names until that ends, and not much longer."""
+    training = TrackedStage.model_validate_json(sys.stdin.readline())
     is_over = threading.Event()
 
     def say(sentence: str) -> None:

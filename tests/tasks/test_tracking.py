@@ -149,6 +149,15 @@ def test_every_step_is_shown_once_while_and_after_a_training_is_resumed(
     assert settings["training"] == {"optim": {"lr": 0.5}}
 
 
+def test_a_training_of_very_many_datasets_is_shown(stage: Stage, tmp_path: Path) -> None:
+    data = [{"path": f"/data/shard-{number:05d}.jsonl", "digest": 64 * "0"} for number in range(2_000)]
+    large = stage.model_copy(update={"job": {**stage.job, "data": data}})
+    said: list[str] = []
+    with tracked(large, scope_of(tmp_path, "tensorboard"), said.append):
+        write_steps(stage, range(1, 4))
+    assert tensorboard_steps(tmp_path) == steps(range(1, 4)) and len(said) == 1
+
+
 def test_a_stage_that_is_reused_is_shown_once_in_each_run(stage: Stage, tmp_path: Path) -> None:
     write_steps(stage, range(1, 4))
     RunDirectory(Path(stage.run_dir)).write_result({})
