@@ -203,6 +203,22 @@ def test_reports_and_runs_say_what_their_model_is_called_now(store: Path) -> Non
     assert (store / "runs/x/report.html").read_text() == "<p><!-- registered as --><!-- that was it --></p>"
 
 
+def test_a_run_of_two_models_is_called_after_the_later_one_also_when_the_first_is_forgotten(store: Path) -> None:
+    """It was tried again with other data after it had registered the first one."""
+    with Ledger(store / LEDGER_FILE) as ledger:
+        for digest in "ab":
+            folder = f"runs/twice/checkpoint{digest}"
+            model = register_model(
+                ledger, "twice", checkpoint=folder, digest=digest, run_id="r", stages=[], data={}, by="me"
+            )
+            reject(ledger, model, by="me", reason="worse")
+    report = store / "runs/twice/report.html"
+    report.parent.mkdir()
+    report.write_text("<p><!-- registered as --><!-- that was it --></p>")
+    assert call(store, "models", "forget", "twice-1").exit_code == 0
+    assert "In the registry: twice-2<" in report.read_text()
+
+
 def test_the_run_that_made_the_same_model_again_shows_it_too(store: Path) -> None:
     with Ledger(store / LEDGER_FILE) as ledger:
         [first, _] = models(ledger)
