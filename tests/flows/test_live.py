@@ -10,6 +10,7 @@ import math
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -120,6 +121,24 @@ def test_the_use_of_gpus_is_drawn_where_there_are_any(
     assert "<figcaption><b>GPU use</b><span>mean 97 %</span>" in page and "minutes under way" in page
     assert "<figcaption><b>GPU memory</b><span>most 61.2 of 79.6 GiB</span>" in page
     assert page.count('<i class="gpu-2"></i>GPU 1</span>') == 1, "it tells no use"
+
+
+def test_samples_that_vanish_while_they_are_read_are_no_error(
+    store: Path, visitor: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A training that goes on from a checkpoint removes the samples of later steps."""
+    samples = store / "stages/rl-1/samples"
+    (samples / "step_000009.jsonl").write_text(json.dumps(sample(0, reward=1.0, response="gone")) + "\n")
+    open_path = Path.open
+
+    def remove_and_open(path: Path, *arguments: Any, **options: Any) -> Any:
+        if path.name == "step_000009.jsonl":
+            path.unlink()
+        return open_path(path, *arguments, **options)
+
+    monkeypatch.setattr(Path, "open", remove_and_open)
+    page = visitor.get("/runs/mine-01234567")
+    assert page.status_code == 200 and "Samples of step 4" in page.text
 
 
 def test_the_report_is_there_when_it_is_written(store: Path, visitor: httpx.Client) -> None:
