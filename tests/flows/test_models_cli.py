@@ -89,6 +89,13 @@ def test_a_promotion_and_a_rollback_by_hand_are_in_the_history(store: Path) -> N
     assert productions[1].endswith("Ada likes it")
 
 
+def test_what_somebody_wrote_into_a_form_is_a_line_of_the_history(store: Path) -> None:
+    with Ledger(store / LEDGER_FILE) as ledger:
+        promote(ledger, models(ledger)[1], by="Ada \x1b[31mLovelace", reason="better:\n\n- longer\n- nicer")
+    *_, last, _ = call(store, "models", "history").stdout.splitlines()
+    assert last.endswith("Ada Lovelace  better: - longer - nicer")
+
+
 def test_a_user_without_a_name_is_known_by_the_number(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def without_name(uid: int) -> str:
         raise KeyError(f"getpwuid(): uid not found: {uid}")
