@@ -8,6 +8,7 @@ Exit codes: 0 done, 1 failed, 2 something that the user must change, 130 interru
 from __future__ import annotations
 
 import asyncio
+import errno
 import functools
 import gc
 import json
@@ -128,6 +129,13 @@ def explained(function: Callable[P, None]) -> Callable[P, None]:
         except PermissionError as error:
             said = f"rollouts: {error.filename} may not be used by you ({error.strerror}): change its owner or its mode"
             console.print(said, markup=False)
+            raise typer.Exit(USER_ERROR_CODE) from error
+        except OSError as error:
+            if error.errno != errno.ENAMETOOLONG:  # whatever was given as a path, or might be one
+                raise
+            given = str(error.filename)
+            said = f"{given[:80]}... is too long for a path or a name: it has {len(given)} characters: correct it"
+            console.print(f"rollouts: {said}", markup=False)
             raise typer.Exit(USER_ERROR_CODE) from error
         except KeyboardInterrupt as interrupt:
             console.print("\nrollouts: interrupted. What is finished is kept: the same command goes on from there.")

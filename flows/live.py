@@ -17,7 +17,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -39,6 +39,7 @@ STATE_FILE = "live.json"
 MAX_RUNS = 50
 """So many are listed; the others have their pages too, for links that were given out."""
 END_S = 10.0
+MAX_LOOKS = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,7 +121,8 @@ def live_app(store: Path) -> Starlette:
         if uses is None:
             return PlainTextResponse("there is no such run, or it has not come to a stage yet", 404)
         nonce = secrets.token_urlsafe(16)
-        return respond(render_live(load_run(store, uses), script_nonce=nonce, now=time.time()), nonce=nonce)
+        page = looked_again(lambda: render_live(load_run(store, uses), script_nonce=nonce, now=time.time()))
+        return respond(page, nonce=nonce)
 
     def report(request: Request) -> Response:
         if answer := refused(request):
@@ -132,6 +134,14 @@ def live_app(store: Path) -> Starlette:
         return respond(path.read_text())
 
     return Starlette(routes=[Route("/", runs), Route("/runs/{run}", run), Route("/runs/{run}/report", report)])
+
+
+def looked_again(render: Callable[[], str]) -> str:
+    """A page, made anew where a file is gone that was there a moment ago: RL removes samples, and prune stages."""
+    for _ in range(MAX_LOOKS - 1):
+        with suppress(FileNotFoundError):
+            return render()
+    return render()
 
 
 def runs_by_use(store: Path) -> list[list[StageUse]]:

@@ -25,6 +25,7 @@ from flows.credentials_cli import CredentialsName, with_credentials
 from flows.terminal import DEFAULT_STORE
 from infra.cloud import Cloud, look_up
 from infra.errors import InfraError, PermanentInfraError, TransientInfraError
+from infra.foreign_text import shown_line
 from infra.ledger import LEDGER_FILE, Ledger
 from infra.offers import (
     CLOUD_NAMES,
@@ -429,9 +430,10 @@ def note_of(rental: Rental) -> str:
 
 
 def render_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Columns as wide as what is in them."""
-    widths = [max(len(row[column]) for row in [head, *rows]) for column in range(len(head))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in [head, *rows]]
+    """Columns as wide as what is in them; each row is a line, whatever people and services wrote."""
+    cells = [[shown_line(cell) for cell in row] for row in [head, *rows]]
+    widths = [max(len(row[column]) for row in cells) for column in range(len(head))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in cells]
     return "\n".join(line.rstrip() for line in lines)
 
 

@@ -13,6 +13,7 @@ Not here: the other commands (cli.py), the registry (infra/registry.py), promoti
 from __future__ import annotations
 
 import getpass
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -90,6 +91,8 @@ def show_history(line: Line = "", store: Store = DEFAULT_STORE) -> None:
     with open_registry(store) as ledger:
         names = {model.id: model.name for model in models(ledger)}
         changes = history(ledger, line)
+        if line and not changes:
+            only_line(ledger, line)  # says which there are
     rows = [
         (
             at(change.changed_at),
@@ -109,7 +112,7 @@ def promote_by_hand(name: ModelName, store: Store = DEFAULT_STORE, reason: Reaso
     with open_registry(store) as ledger:
         model = find_model(ledger, name)
         check_whole(model, store.resolve())
-        promote(ledger, model, by=getpass.getuser(), reason=reason)
+        promote(ledger, model, by=_user(), reason=reason)
         note_in_reports(store.resolve(), ledger)
     typer.echo(f"{model.name} is in production: {store.resolve() / model.checkpoint}")
 
@@ -118,8 +121,9 @@ def roll_back(line: Line = "", store: Store = DEFAULT_STORE, reason: Reason = "r
     """Put the model back into production that the present one replaced; its checkpoint is verified first."""
     with open_registry(store) as ledger:
         chosen = only_line(ledger, line)
-        check_whole(find_replaced(ledger, chosen), store.resolve())
-        model = rollback(ledger, chosen, by=getpass.getuser(), reason=reason)
+        replaced = find_replaced(ledger, chosen)
+        check_whole(replaced, store.resolve())  # takes minutes for a large one, in which others promote
+        model = rollback(ledger, chosen, by=_user(), reason=reason, to=replaced)
         note_in_reports(store.resolve(), ledger)
     typer.echo(f"{model.name} is in production again: {store.resolve() / model.checkpoint}")
 
@@ -150,6 +154,14 @@ def show_path(
 def open_registry(store: Path) -> Ledger:
     """The ledger of a store, which has the registry; raises PermanentInfraError where there is none."""
     return open_ledger(store, nothing="nothing was trained in it")
+
+
+def _user() -> str:
+    """Who gives the command, for the history."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # in a container that runs as a number without a name
+        return f"user {os.getuid()}"
 
 
 def only_line(ledger: Ledger, line: str) -> str:

@@ -12,6 +12,7 @@ Prefect server, as long as it runs.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated
@@ -52,6 +53,8 @@ TAG = "rollouts-notify"
 """Marks the automations of this command among those of others."""
 NAME_PREFIX = "notify "
 SLACK_HOST = "hooks.slack.com"
+ADDRESS_NAME = re.compile(r"[a-z0-9-]+")
+"""What Prefect takes for a block."""
 
 SUBJECT = "{{ flow_run.name }}: {{ flow_run.state.name }}"
 BODY = (
@@ -121,8 +124,8 @@ def check_request(block: str, url_variable: str, states: tuple[RunState, ...], *
         raise InputError("expected a NAME for whom to tell, as in: rollouts notify team --url-variable TEAM_URL")
     if remove and (url_variable or states):
         raise InputError("--remove goes with the NAME alone")
-    if "/" in block and url_variable:
-        raise InputError(f"expected a NAME without a slash for a new address, found {block}")
+    if url_variable and not ADDRESS_NAME.fullmatch(block):
+        raise InputError(f"expected a NAME of lowercase letters, digits and dashes for a new address, found {block}")
 
 
 def read_url(variable: str) -> str:

@@ -37,8 +37,11 @@ def pull(
         raise InputError(f"{url} {where}: pull fetches from an object store, as s3://bucket/folder")
     source = ObjectStore(url)
     target = directory.resolve()
-    if target.exists():
-        raise InputError(f"{directory} exists: give a folder that does not, or remove it")
+    try:
+        if target.exists():
+            raise InputError(f"{directory} exists: give a folder that does not, or remove it")
+    except OSError as error:  # of a name that is too long
+        raise InputError(f"{directory} cannot be written: {error.strerror}") from error
     wanted = find_wanted(source)
     download(source, wanted, target)
     num_bytes = sum(each.size for each in wanted)

@@ -36,7 +36,7 @@ class Alias(StrEnum):
 
 
 class ProductionChangedError(PermanentInfraError):
-    """Another model is in production than the one that a candidate was compared with; nothing was changed."""
+    """Another model is in production than somebody went by; nothing was changed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,9 +172,12 @@ def promote(
 
     Raises:
         ProductionChangedError: something else is in production than `instead_of` says.
+        PermanentInfraError: the model was forgotten meanwhile.
     """
     at = time.time() if now is None else now
     with ledger.transaction() as database:
+        if not _select(database, "WHERE id = ?", model.id):
+            raise PermanentInfraError(f"{model.name} was struck out of the registry meanwhile: promote another model")
         before = _latest(database, model.line, Alias.PRODUCTION)
         present = NOTHING if before is None or before.model_id is None else before.model_id
         if present != model.id:
@@ -201,14 +204,20 @@ def find_replaced(ledger: Ledger, line: str) -> Model:
         return _replaced(database, line)[0]
 
 
-def rollback(ledger: Ledger, line: str, *, by: str, reason: str) -> Model:
+def rollback(ledger: Ledger, line: str, *, by: str, reason: str, to: Model | None = None) -> Model:
     """Put the model back into production that the present one replaced, and return it.
 
+    Args:
+        to: the model that it must be; None does not ask.
+
     Raises:
+        ProductionChangedError: it is another one than `to`.
         PermanentInfraError: nothing was replaced.
     """
     with ledger.transaction() as database:
         model, below = _replaced(database, line)
+        if to is not None and to.id != model.id:
+            raise ProductionChangedError(f"production of {line} changed meanwhile: look at it, and roll back again")
         _change(database, line, Alias.PRODUCTION, model.id, below=below, at=time.time(), by=by, reason=reason)
     return model
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rollouts_core.errors import RewardError
 from rollouts_core.system.files import write_atomically, write_json
 
 if TYPE_CHECKING:
@@ -92,9 +93,13 @@ class RunDirectory:
         return self.root / "result.json"
 
     def write_samples(self, name: str, samples: Sequence[Sample], *, temperature: float) -> None:
-        """Write samples/<name>.jsonl, each sample with the temperature that its log-probs are of."""
+        """Write samples/<name>.jsonl, each sample with the temperature that its log-probs are of.
+
+        Raises:
+            RewardError: the user's code noted something in the metadata of a sample that is no JSON; names the prompt.
+        """
         self.samples.mkdir(exist_ok=True)
-        lines = "".join(json.dumps({**sample.to_json(), "temperature": temperature}) + "\n" for sample in samples)
+        lines = "".join(_sample_line(sample, temperature) for sample in samples)
         write_atomically(self.samples / f"{name}.jsonl", lines)
 
     def write_result(self, result: dict[str, Any]) -> None:  # Any: JSON
@@ -107,3 +112,13 @@ class RunDirectory:
             return None
         result: dict[str, Any] = json.loads(self.result.read_text(encoding="utf-8"))  # Any: JSON
         return result
+
+
+def _sample_line(sample: Sample, temperature: float) -> str:
+    try:
+        return json.dumps({**sample.to_json(), "temperature": temperature}) + "\n"
+    except (TypeError, ValueError) as error:
+        raise RewardError(
+            f"prompt {sample.metadata.get('prompt_id', '?')!r}: a reward, an environment or a generate_fn noted "
+            f"in the metadata of a sample what is no JSON ({error}): note numbers, texts, lists and dicts of Python"
+        ) from error

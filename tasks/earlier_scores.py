@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from infra.ledger import Ledger
+from infra.locks import locked
 from rollouts_core.comparison import select_best
 from rollouts_core.fingerprint import fingerprint_job
 from rollouts_core.job import EvalJob, InputModel
@@ -47,28 +48,33 @@ def take_earlier_scores(stage: Stage, scope: RunScope) -> str:
     if scores is None:
         return ""
     reused_from = sorted({name_of_run(score.directory.root, scope) for score in scores})
-    entries = [
-        {**score.entry, "name": model.name, "step": model.step}
-        for score, model in zip(scores, job.checkpoints, strict=True)
-    ]
-    best = job.checkpoints[select_best([float(entry["mean"]) for entry in entries])]
+    best = job.checkpoints[select_best([float(score.entry["mean"]) for score in scores])]
     own.root.mkdir(parents=True, exist_ok=True)
-    with suppress(FileNotFoundError):  # pruned this moment
-        for score, model in zip(scores, job.checkpoints, strict=True):
-            samples = score.directory.samples / f"{score.name}.jsonl"
-            if job.evaluation.metric != "loss" and not (own.samples / f"{model.name}.jsonl").exists():
-                link_or_copy(samples, own.samples / f"{model.name}.jsonl")
-        write_json(own.job, stage.job)
-        own.write_result(
-            {
-                "metric": job.evaluation.metric,
-                "checkpoints": entries,
-                "best": best.name,
-                "reused_from": reused_from,
-            }
-        )
+    with suppress(FileNotFoundError), locked(own.root / ".begin.lock"):  # not found: pruned this moment
+        if own.job.exists() and not own.result.exists():  # its job was begun meanwhile
+            return ""
+        if not own.result.exists():  # else another run was faster, and found the same
+            _write_record(own, stage, job, scores, {"best": best.name, "reused_from": reused_from})
         return f"reused from run {' and '.join(reused_from)}, which scored the same"
     return ""
+
+
+def _write_record(
+    own: RunDirectory,
+    stage: Stage,
+    job: EvalJob,
+    scores: Sequence[EarlierScore],
+    found: dict[str, Any],  # Any: JSON
+) -> None:
+    """Write what the evaluation would have, its record last."""
+    entries = []
+    for score, model in zip(scores, job.checkpoints, strict=True):
+        entries.append({**score.entry, "name": model.name, "step": model.step})
+        samples = own.samples / f"{model.name}.jsonl"
+        if job.evaluation.metric != "loss" and not samples.exists():
+            link_or_copy(score.directory.samples / f"{score.name}.jsonl", samples)
+    write_json(own.job, stage.job)
+    own.write_result({"metric": job.evaluation.metric, "checkpoints": entries, **found})
 
 
 def find_scores(stages: Path, wanted: Sequence[str], *, are_together: bool) -> list[EarlierScore] | None:

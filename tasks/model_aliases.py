@@ -47,15 +47,17 @@ def note_in_reports(store: Path, ledger: Ledger, *, forgotten: Model | None = No
     folders_of: dict[str, list[Path]] = {}
     for folder in (store / RUNS).glob("*-*"):
         folders_of.setdefault(folder.name.rpartition("-")[2], []).append(folder)
-    for model, described in [*describe_models(ledger), *([(forgotten, "")] if forgotten else [])]:
+    names: dict[Path, str] = {}  # of two models of a run the later one's, which the report is about
+    for model, described in [*([(forgotten, "")] if forgotten else []), *describe_models(ledger)]:
         folders = {store / Path(model.checkpoint).parent}
         folders.update(folder for run in _runs_of(model) for folder in folders_of.get(run, []))
-        for report in (folder / "report.html" for folder in folders):
-            with suppress(FileNotFoundError):  # it was removed, or the checkpoint is none of a run
-                page = report.read_text()
-                noted = with_registered_name(page, described)
-                if noted != page:
-                    write_atomically(report, noted)
+        names |= {folder / "report.html": described for folder in folders}
+    for report, described in names.items():
+        with suppress(FileNotFoundError):  # it was removed, or the checkpoint is none of a run
+            page = report.read_text()
+            noted = with_registered_name(page, described)
+            if noted != page:
+                write_atomically(report, noted)
 
 
 def _runs_of(model: Model) -> set[str]:

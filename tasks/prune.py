@@ -95,7 +95,9 @@ def plan_prune(
 
 def remove_folders(store: Path, ledger: Ledger, plan: PrunePlan) -> list[FoundFolder]:
     """Remove what the plan says, unless something refers to it by now; returns what was removed."""
-    for parent in (store / STAGES, store / INPUTS, *(store / RUNS).glob("*")):
+    alive = {short_id(run_id) for run_id in ledger.living_runs()}  # one of these may be copying a model there
+    runs = [path for path in (store / RUNS).glob("*") if path.name.rpartition("-")[2] not in alive]
+    for parent in (store / STAGES, store / INPUTS, *runs):
         remove_partial_directories(parent)
     done, doomed = [], []
     with ledger.transaction() as database:
@@ -121,7 +123,7 @@ def find_folders(store: Path, ledger: Ledger) -> list[FoundFolder]:
         f"{kind}/{path.name}"
         for kind in NAMES
         for path in sorted((store / kind).glob("*"))
-        if path.is_dir() and is_place(kind, path.name) and _removable(path)
+        if _is_own_folder(path) and is_place(kind, path.name) and _removable(path)
     ]
     reasons = reasons_to_keep(store, ledger, places, models(ledger))
     used_at = _last_uses(store, ledger, places)
@@ -241,7 +243,12 @@ def _removable(path: Path) -> list[Path]:
     """The folders that are removed: the place itself, or what a run's report does not need."""
     if path.parent.name != RUNS:
         return [path]
-    return [each for each in sorted(path.glob("*checkpoint*")) if each.is_dir()]
+    return [each for each in sorted(path.glob("*checkpoint*")) if _is_own_folder(each)]
+
+
+def _is_own_folder(path: Path) -> bool:
+    """True for a folder of the store itself: one that somebody put elsewhere and linked takes no room here."""
+    return path.is_dir() and not path.is_symlink()
 
 
 def _move_aside(path: Path) -> Path | None:

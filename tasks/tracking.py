@@ -36,6 +36,8 @@ SEND_EVERY_S = 5.0
 FINISH_TIMEOUT_S = 90.0
 """How long a tracker may go on after the training has ended."""
 GRACE_S = 5.0
+WHERE = "the metrics are in"
+"""Where they are all the same, in a sentence about what is wrong with a tracker."""
 NOT_METRICS = ("step", "attempt", "time")
 
 
@@ -60,8 +62,9 @@ def tracked(stage: Stage, scope: RunScope, say: Callable[[str], None]) -> Iterat
             try:
                 if not has_all(training):
                     stack.enter_context(_process_beside(training, say))
-            except OSError as error:  # no place for its state, no memory for its process
-                say(f"{name}: cannot be started ({error.strerror}); the metrics are in {training.metrics}")
+            except (OSError, ValueError) as error:  # no place for its state, a damaged one, no memory for its process
+                reason = error.strerror if isinstance(error, OSError) else first_line(error)
+                say(f"{name}: cannot be started ({reason}); {WHERE} {training.metrics}")
         yield
 
 
@@ -85,7 +88,7 @@ def _process_beside(training: TrackedStage, say: Callable[[str], None]) -> Itera
     training.state.parent.mkdir(parents=True, exist_ok=True)
     with training.state.with_suffix(".log").open("ab") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "tasks.tracking", training.model_dump_json()],
+            [sys.executable, "-m", "tasks.tracking"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log,
@@ -93,11 +96,17 @@ def _process_beside(training: TrackedStage, say: Callable[[str], None]) -> Itera
             start_new_session=True,  # Ctrl-C is for the run
         )
     assert process.stdin is not None and process.stdout is not None
+    process.stdin.write(f"{training.model_dump_json()}\n")  # a job of many datasets is too long for a command line
+    process.stdin.flush()
 
     def relay(lines: Iterator[str]) -> None:
+        line = ""
         for line in lines:
             say(line.rstrip())
-        process.wait()
+        code = process.wait()
+        if code != 0 and WHERE not in line:  # it could not say so itself
+            how = f"by signal {-code}" if code < 0 else f"with exit code {code}"
+            say(f"{training.tracker}: its process was ended {how}; {WHERE} {training.metrics}")
 
     # The context has the run in whose log the sentences belong.
     relaying = threading.Thread(target=copy_context().run, args=(relay, process.stdout), daemon=True)
@@ -147,8 +156,8 @@ def _whole_lines(path: Path, position: int) -> tuple[int, list[dict[str, Any]]]:
 
 
 def main() -> None:
-    """Track until standard input ends, and not much longer."""
-    training = TrackedStage.model_validate_json(sys.argv[1])
+    """Track the training that the first line of standard input names until that ends, and not much longer."""
+    training = TrackedStage.model_validate_json(sys.stdin.readline())
     is_over = threading.Event()
 
     def say(sentence: str) -> None:
@@ -160,14 +169,14 @@ def main() -> None:
         sys.stdin.read()
         is_over.set()
         time.sleep(FINISH_TIMEOUT_S)
-        say(f"did not take everything within {FINISH_TIMEOUT_S:g} s; the metrics are in {training.metrics}")
+        say(f"did not take everything within {FINISH_TIMEOUT_S:g} s; {WHERE} {training.metrics}")
         os._exit(1)
 
     threading.Thread(target=wait_for_end, daemon=True).start()
     try:
         track(training, is_over, say)
     except Exception as error:  # noqa: BLE001 - whatever a tracker raises, the training goes on
-        say(f"{first_line(error)}; the metrics are in {training.metrics}")
+        say(f"{first_line(error)}; {WHERE} {training.metrics}")
         os._exit(1)
 
 

@@ -12,6 +12,7 @@ Not here: single objects (object_store.py), manifests (publication.py).
 """
 
 import fcntl
+import glob
 import hashlib
 import json
 import os
@@ -30,7 +31,7 @@ from infra.errors import (
     PermanentInfraError,
     StoreUnavailableError,
 )
-from infra.locks import locked
+from infra.locks import is_locked, locked
 from infra.stores.object_store import ObjectStore
 from infra.stores.publication import MANIFEST, read_manifest_digests, read_publication
 from infra.sync import receiver
@@ -110,27 +111,32 @@ def digest_of(wanted: Sequence[WantedFile]) -> str:
 def download(store: ObjectStore, wanted: Sequence[WantedFile], target: Path) -> None:
     """Let the files appear at `target`: the file itself where the URL names an object, else a folder of them.
 
-    Nothing is done when it exists. Of several processes that fetch the same, one works.
+    Nothing is done when it exists. Of several processes that fetch the same, one works. What broke off of something
+    else that was to lie there is removed.
 
     Raises:
         StoreUnavailableError: the connection broke, or an object changed meanwhile; the next call goes on from there.
         ObjectDamagedError: an object is not what its manifest lists.
         DiskFullError: there is no room here.
+        PermanentInfraError: the target cannot be written.
     """
-    incoming = target.with_name(f".{target.name[:60]}{_INCOMING}{digest_of(wanted)[:16]}")
-    lock = incoming.with_name(f"{incoming.name}.lock")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with locked(lock):
-        if not target.exists():
-            try:
+    prefix = f".{target.name[:60]}{_INCOMING}"
+    incoming = target.with_name(f"{prefix}{digest_of(wanted)[:16]}")
+    lock = _lock_of(incoming)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with locked(lock):
+            if not target.exists():
                 _fill(store, wanted, incoming)
-            except OSError as error:
-                raise PermanentInfraError(f"{target} cannot be written: {error.strerror}") from error
-            is_one_object = [each.key for each in wanted] == [""]
-            (incoming / wanted[0].name if is_one_object else incoming).rename(target)
-            receiver.flush_directory(target.parent)
-        shutil.rmtree(incoming, ignore_errors=True)
-        lock.unlink(missing_ok=True)
+                is_one_object = [each.key for each in wanted] == [""]
+                (incoming / wanted[0].name if is_one_object else incoming).rename(target)
+                receiver.flush_directory(target.parent)
+            shutil.rmtree(incoming, ignore_errors=True)
+            lock.unlink(missing_ok=True)
+        _remove_left(target.parent, prefix)
+    except OSError as error:
+        reason = f"{error.filename} is a file" if isinstance(error, FileExistsError) else error.strerror
+        raise PermanentInfraError(f"{target} cannot be written: {reason}") from error
 
 
 def is_being_fetched(folder: Path) -> bool:
@@ -145,6 +151,18 @@ def is_being_fetched(folder: Path) -> bool:
             finally:
                 os.close(descriptor)
     return False
+
+
+def _remove_left(folder: Path, prefix: str) -> None:
+    """Remove what broke off of something else: of what the store had before, which nobody fetches any more."""
+    for left in folder.glob(f"{glob.escape(prefix)}*"):
+        if left.is_dir() and not is_locked(_lock_of(left), fcntl.LOCK_EX):
+            shutil.rmtree(left, ignore_errors=True)
+            _lock_of(left).unlink(missing_ok=True)
+
+
+def _lock_of(incoming: Path) -> Path:
+    return incoming.with_name(f"{incoming.name}.lock")
 
 
 def _fill(store: ObjectStore, wanted: Sequence[WantedFile], incoming: Path) -> None:

@@ -28,7 +28,7 @@ import fsspec
 import fsspec.callbacks
 import fsspec.core
 
-from infra.errors import ObjectMissingError, StoreRefusedError, StoreUnavailableError
+from infra.errors import ObjectMissingError, PermanentInfraError, StoreRefusedError, StoreUnavailableError
 from infra.stores.object_errors import missing_bucket, sorted_failures
 
 PART_BYTES = 16 << 20
@@ -132,6 +132,7 @@ class ObjectStore:
 
         Raises:
             StoreRefusedError: it may not be listed, or holds more than MAX_OBJECTS.
+            PermanentInfraError: of a folder of this machine, it holds something that is no file.
         """
         root = self._key(folder)
         enough = {"max_items": MAX_OBJECTS + 1} if self.protocol == "s3" else {}  # others list all, however many
@@ -142,6 +143,12 @@ class ObjectStore:
                 f"{self._url_of(folder)} holds more than {MAX_OBJECTS} objects: name a folder in it"
             )
         start = len(self._root) + 1
+        for key, info in found.items():
+            # Of a folder of this machine a link, a pipe, ...: one that leads nowhere would pass for an empty file.
+            if info["type"] == "other" and not Path(key).is_file():
+                raise PermanentInfraError(
+                    f"{self._url_of(key[start:])} is no file, and no link to one: remove it, or name something else"
+                )
         return {key[start:]: _describe(info) for key, info in sorted(found.items()) if not key.endswith("/")}
 
     def find(self, name: str) -> StoredObject | None:

@@ -90,8 +90,12 @@ def axis_ticks(axis: Axis, *, max_ticks: int, is_whole: bool = False) -> tuple[T
 
 def format_number(value: float) -> str:
     """Three significant digits or a whole number, with a short exponent."""
+    if not math.isfinite(value):
+        return f"{value}".replace("-", "−")
+    if abs(value) >= 1e6:
+        return f"{value:.3g}".replace("e+0", "e").replace("-", "−")
     if abs(value) >= 100 or value == round(value):
-        return f"{value:,.0f}" if abs(value) < 1e6 else f"{value:.3g}".replace("e+0", "e")
+        return f"{value:z,.0f}".replace("-", "−")
     return f"{value:.3g}".replace("e-0", "e-").replace("-", "−")
 
 

@@ -174,7 +174,8 @@ def draw_seconds(metrics: Sequence[Mapping[str, float]]) -> Chart | None:
 
 def draw_gpu_use(samples: Sequence[Mapping[str, Any]]) -> list[Chart]:  # Any: JSON
     """How busy and how full each GPU was, over the time that the job was under way; none where nothing was sampled."""
-    gaps_s = [after["time"] - before["time"] for before, after in itertools.pairwise(samples)]
+    # A clock that is set back takes no time back.
+    gaps_s = [max(0.0, after["time"] - before["time"]) for before, after in itertools.pairwise(samples)]
     # Where a page shows every hundredth sample only, it is no pause that lies between two.
     max_pause_s = max(MAX_PAUSE_S, MAX_PAUSES * statistics.median_low(gaps_s)) if gaps_s else MAX_PAUSE_S
     minutes = [

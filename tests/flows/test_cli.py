@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -382,6 +382,27 @@ def test_what_somebody_may_not_read_or_write_is_named(tmp_path: Path, monkeypatc
     ledger = tmp_path / "ledger.db"
     assert outcome.exit_code == 2
     assert f"rollouts: {ledger} may not be used by you (Permission denied): change" in outcome.output.replace("\n", "")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("validate", "{long}"),
+        ("evaluate", "small.toml", "{long}"),
+        ("evaluate", "small.toml", "base", "--data", "{long}"),
+        ("models", "--store", "{long}"),
+    ],
+)
+def test_a_text_that_is_too_long_for_a_path_is_one_sentence(
+    arguments: Sequence[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    long = 300 * "x"
+    write_small_pipeline(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    outcome = CliRunner().invoke(app, [each.format(long=long) for each in arguments])
+    assert outcome.exit_code == 2, outcome.output
+    said = r"rollouts: .*\.\.\. is too long for a path or a name: it has 3\d\d characters: correct it\n"
+    assert re.fullmatch(said, outcome.stderr), outcome.stderr
 
 
 def test_asking_about_a_store_that_is_none_makes_none(tmp_path: Path) -> None:

@@ -6,9 +6,11 @@ Without it a page could show a run's samples to whoever asks, run what a model w
 from __future__ import annotations
 
 import json
+import math
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -121,6 +123,24 @@ def test_the_use_of_gpus_is_drawn_where_there_are_any(
     assert page.count('<i class="gpu-2"></i>GPU 1</span>') == 1, "it tells no use"
 
 
+def test_samples_that_vanish_while_they_are_read_are_no_error(
+    store: Path, visitor: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A training that goes on from a checkpoint removes the samples of later steps."""
+    samples = store / "stages/rl-1/samples"
+    (samples / "step_000009.jsonl").write_text(json.dumps(sample(0, reward=1.0, response="gone")) + "\n")
+    open_path = Path.open
+
+    def remove_and_open(path: Path, *arguments: Any, **options: Any) -> Any:
+        if path.name == "step_000009.jsonl":
+            path.unlink()
+        return open_path(path, *arguments, **options)
+
+    monkeypatch.setattr(Path, "open", remove_and_open)
+    page = visitor.get("/runs/mine-01234567")
+    assert page.status_code == 200 and "Samples of step 4" in page.text
+
+
 def test_the_report_is_there_when_it_is_written(store: Path, visitor: httpx.Client) -> None:
     assert visitor.get("/runs/mine-01234567/report").status_code == 404
     assert "report</a>" not in visitor.get("/runs/mine-01234567").text
@@ -184,6 +204,14 @@ def test_a_stage_says_how_far_it_is_and_what_happened_last(tmp_path: Path) -> No
     (run_dir / "result.json").write_text("{}")
     finished = describe_stage(stage, now=NOW)
     assert finished.state == "finished" and finished.done == 0.0
+
+
+def test_a_number_that_is_none_is_shown_as_it_is(tmp_path: Path) -> None:
+    line = {"step": 1, "attempt": 1, "time": NOW, "loss": -0.0, "reward": 0.5, "entropy": math.nan}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+    shown = describe_stage(LiveStage(name="rl", run_dir=tmp_path, num_steps=10, began_at=NOW), now=NOW)
+    assert shown.numbers == (("loss", "0"), ("reward", "0.5"), ("entropy", "nan"))
+    assert [chart.title for chart in shown.charts] == ["Reward"]
 
 
 def test_a_completion_of_very_many_tokens_is_shown_too(tmp_path: Path) -> None:

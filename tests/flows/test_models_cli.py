@@ -90,6 +90,25 @@ def test_a_promotion_and_a_rollback_by_hand_are_in_the_history(store: Path) -> N
     assert productions[1].endswith("Ada likes it")
 
 
+def test_what_somebody_wrote_into_a_form_is_a_line_of_the_history(store: Path) -> None:
+    with Ledger(store / LEDGER_FILE) as ledger:
+        promote(ledger, models(ledger)[1], by="Ada \x1b[31mLovelace", reason="better:\n\n- longer\n- nicer")
+    *_, last, _ = call(store, "models", "history").stdout.splitlines()
+    assert last.endswith("Ada Lovelace  better: - longer - nicer")
+
+
+def test_a_user_without_a_name_is_known_by_the_number(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def without_name(uid: int) -> str:
+        raise KeyError(f"getpwuid(): uid not found: {uid}")
+
+    for variable in ("LOGNAME", "USER", "LNAME", "USERNAME"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", without_name)
+    assert call(store, "models", "promote", "small-2").exit_code == 0
+    assert f"user {os.getuid()}" in call(store, "models", "history").stdout
+    assert call(store, "models", "rollback").exit_code == 0
+
+
 def test_a_damaged_checkpoint_does_not_get_into_production(store: Path) -> None:
     (store / "runs/small-2/checkpoint/model.safetensors").write_text("other weights")
     result = call(store, "models", "promote", "small-2")
@@ -101,6 +120,22 @@ def test_a_damaged_checkpoint_does_not_get_into_production(store: Path) -> None:
     result = call(store, "models", "rollback")
     assert (result.exit_code, production(store)) == (2, "small-3")
     assert "small-1 cannot be used: " in result.stderr
+
+
+def test_a_rollback_does_not_put_back_what_was_replaced_while_it_looked(
+    store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    third = register(store, 3)
+    call(store, "models", "promote", "small-2")
+
+    def look_while_another_is_promoted(model: Model, _: Path) -> None:
+        with Ledger(store / LEDGER_FILE) as ledger:
+            promote(ledger, third, by="run small", reason="better")
+
+    monkeypatch.setattr("flows.models_cli.check_whole", look_while_another_is_promoted)
+    result = call(store, "models", "rollback")
+    assert (result.exit_code, production(store)) == (2, "small-3"), "small-2 is what was to go"
+    assert result.stderr == "rollouts: production of small changed meanwhile: look at it, and roll back again\n"
 
 
 def test_a_store_without_models_says_what_registers_them(tmp_path: Path) -> None:
@@ -117,6 +152,7 @@ def test_what_cannot_be_is_one_sentence(store: Path, tmp_path: Path) -> None:
         (["models", "promote", "small-7"], "there is no model small-7: the registry has small-1, small-2, large-1"),
         (["models", "rollback", "small"], "nothing of small was in production before"),
         (["models", "rollback"], "the store has several lines of models: name one of large, small"),
+        (["models", "history", "tiny"], "there is no line tiny: name one of large, small"),
         (["models", "path", "tiny"], "there is no line tiny: name one of large, small"),
         (["models", "path", "large"], "no model of large has the alias production"),
     ):
@@ -173,6 +209,22 @@ def test_reports_and_runs_say_what_their_model_is_called_now(store: Path) -> Non
     )
     assert call(store, "models", "forget", "small-4").exit_code == 0
     assert (store / "runs/x/report.html").read_text() == "<p><!-- registered as --><!-- that was it --></p>"
+
+
+def test_a_run_of_two_models_is_called_after_the_later_one_also_when_the_first_is_forgotten(store: Path) -> None:
+    """It was tried again with other data after it had registered the first one."""
+    with Ledger(store / LEDGER_FILE) as ledger:
+        for digest in "ab":
+            folder = f"runs/twice/checkpoint{digest}"
+            model = register_model(
+                ledger, "twice", checkpoint=folder, digest=digest, run_id="r", stages=[], data={}, by="me"
+            )
+            reject(ledger, model, by="me", reason="worse")
+    report = store / "runs/twice/report.html"
+    report.parent.mkdir()
+    report.write_text("<p><!-- registered as --><!-- that was it --></p>")
+    assert call(store, "models", "forget", "twice-1").exit_code == 0
+    assert "In the registry: twice-2<" in report.read_text()
 
 
 def test_the_run_that_made_the_same_model_again_shows_it_too(store: Path) -> None:

@@ -165,7 +165,9 @@ def test_what_cannot_be_told_is_one_sentence_and_changes_nothing(
     [
         (["--remove"], "expected a NAME for whom to tell"),
         (["team", "--remove", "--on", "failed"], "--remove goes with the NAME alone"),
-        (["a/b", "--url-variable", "URL"], "expected a NAME without a slash for a new address, found a/b"),
+        (["a/b", "--url-variable", "URL"], "expected a NAME of lowercase letters, digits and dashes for a new"),
+        (["Team", "--url-variable", "URL"], "letters, digits and dashes for a new address, found Team"),
+        (["my_team", "--url-variable", "URL"], "letters, digits and dashes for a new address, found my_team"),
         (["team", "--url-variable", "NOT_THERE"], "--url-variable NOT_THERE: the environment has no such variable"),
         (["team", "--url-variable", "URL"], "--url-variable URL: expected an address that begins with https://"),
     ],

@@ -9,7 +9,9 @@ import json
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from flows.cli import app
 from flows.form import load_pipeline
 from flows.stores_cli import pull
 from rollouts_core.checkpoint import verify_checkpoint
@@ -75,6 +77,23 @@ def test_what_is_no_url_is_told_from_what_one_could_fetch(tmp_path: Path) -> Non
         pull(str(tmp_path), tmp_path / "pulled")
     with pytest.raises(InputError, match="my-run is no URL"):
         pull("my-run", tmp_path / "pulled")
+
+
+@pytest.mark.parametrize(
+    ("place", "words"),
+    [
+        ("{here}/file/best", "{here}/file is a file"),
+        ("{here}/file/deeper/best", "Not a directory"),
+        ("/proc/none/best", "No such file or directory"),
+        ("{here}/" + 300 * "x", "File name too long"),
+    ],
+)
+def test_a_place_that_cannot_be_is_one_sentence(place: str, words: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("rows")
+    target = place.format(here=tmp_path)
+    result = CliRunner().invoke(app, ["pull", f"file://{tmp_path}/file", target], catch_exceptions=False)
+    assert result.exit_code == 2
+    assert result.stderr == f"rollouts: {target} cannot be written: {words.format(here=tmp_path)}\n"
 
 
 def rollouts_pull(rollouts: Rollouts, url: str, target: Path) -> tuple[int, str]:

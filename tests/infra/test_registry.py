@@ -133,6 +133,25 @@ def test_only_a_model_that_nothing_needs_is_forgotten(ledger: Ledger) -> None:
     assert register(ledger, "e").name == "small-5"
 
 
+def test_a_model_that_was_forgotten_meanwhile_is_not_promoted(ledger: Ledger) -> None:
+    one, two = register(ledger, "a"), register(ledger, "b")
+    promote(ledger, two, by="me", reason="better")
+    forget_model(ledger, one)
+    with pytest.raises(PermanentInfraError, match="small-1 was struck out of the registry meanwhile"):
+        promote(ledger, one, by="somebody who had found it before", reason="by hand")
+    assert in_production(ledger) == "small-2"
+
+
+def test_a_rollback_to_another_model_than_was_meant_changes_nothing(ledger: Ledger) -> None:
+    one, two, three = (register(ledger, digest) for digest in "abc")
+    for model in (one, two, three):
+        promote(ledger, model, by="me", reason="better")
+    with pytest.raises(ProductionChangedError, match="production of small changed meanwhile"):
+        rollback(ledger, "small", by="who meant to roll back small-2", reason="bad", to=one)
+    assert in_production(ledger) == "small-3"
+    assert rollback(ledger, "small", by="me", reason="bad", to=two) == two
+
+
 def race(path: Path, digest: str, wins: multiprocessing.Queue[str]) -> None:
     with Ledger(path) as ledger:
         model = register(ledger, digest)

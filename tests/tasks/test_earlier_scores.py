@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from rollouts_core.comparison import estimate_mean
 from rollouts_core.config import Config
 from rollouts_core.job import InputModel
 from rollouts_core.run_directory import RunDirectory
-from rollouts_core.system.files import write_json
+from rollouts_core.system.files import link_or_copy, write_json
 from tasks.earlier_scores import take_earlier_scores
 from tasks.plan import base_model, plan_evaluation
 from tasks.records import RunScope, Stage
@@ -104,6 +105,27 @@ def test_it_says_which_run_scored_it(config: Config, models: dict[str, InputMode
     finish(planned(models, config, "trained")[0], SCORES)
     stage, scope = planned({"model": models["sft"]}, config, "by-hand")
     assert take_earlier_scores(stage, scope) == "reused from run trained-trained-, which scored the same"
+
+
+def test_of_two_runs_that_take_the_same_at_once_both_have_it(
+    config: Config, models: dict[str, InputModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    finish(planned(models, config, "trained")[0], SCORES)
+    stage, scope = planned({"model": models["sft"]}, config, "by-hand")
+    said: list[str] = []
+    other = Thread(target=lambda: said.append(take_earlier_scores(stage, scope)))
+
+    def link_while_another_begins(source: Path, destination: Path) -> None:
+        if not other.ident:
+            other.start()
+            other.join(1.0)
+        link_or_copy(source, destination)
+
+    monkeypatch.setattr("tasks.earlier_scores.link_or_copy", link_while_another_begins)
+    sentence = take_earlier_scores(stage, scope)
+    other.join(60)
+    assert said == [sentence] == ["reused from run trained-trained-, which scored the same"]
+    assert (Path(stage.run_dir) / "samples/model.jsonl").read_text() == "what sft said"
 
 
 def test_models_of_several_runs_are_put_together(config: Config, models: dict[str, InputModel], tmp_path: Path) -> None:

@@ -342,3 +342,29 @@ def test_what_a_killed_prune_moved_away_is_removed_by_the_next_one(store: Path, 
         (parent / ".x.partial-0123").mkdir(parents=True)
     remove_folders(store, ledger, plan_prune(store, ledger, unused_days=100, now=NOW))
     assert list(store.rglob(".x.partial-*")) == []
+
+
+def test_what_a_run_that_goes_on_is_copying_stays(store: Path, ledger: Ledger) -> None:
+    partial = store / RUN / ".checkpoint-small-1.partial-0123"
+    partial.mkdir(parents=True)
+    with ledger.living_run("01234567-89ab"):
+        remove_folders(store, ledger, plan_prune(store, ledger, unused_days=100, now=NOW))
+        assert partial.is_dir()
+    remove_folders(store, ledger, plan_prune(store, ledger, unused_days=100, now=NOW))
+    assert not partial.exists()
+
+
+def test_a_folder_that_somebody_put_elsewhere_and_linked_is_left_to_them(
+    store: Path, ledger: Ledger, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    elsewhere = tmp_path_factory.mktemp("disk")
+    run = add_run(store, days=50)
+    for path in (store / "stages" / OTHER, run / "checkpoint"):
+        path.rename(elsewhere / path.name)
+        path.symlink_to(elsewhere / path.name)
+        set_age(path.parent, days=50)
+    plan = plan_prune(store, ledger, unused_days=0, max_bytes=0, now=NOW)
+    assert {OTHER, RUN}.isdisjoint(names(plan.removed + plan.kept))
+    remove_folders(store, ledger, plan)
+    assert (store / "stages" / OTHER / "weights").is_file() and (run / "checkpoint/model.safetensors").is_file()
+    assert [path.name for path in (store / "stages").iterdir()] == [OTHER]

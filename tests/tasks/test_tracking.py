@@ -149,6 +149,15 @@ def test_every_step_is_shown_once_while_and_after_a_training_is_resumed(
     assert settings["training"] == {"optim": {"lr": 0.5}}
 
 
+def test_a_training_of_very_many_datasets_is_shown(stage: Stage, tmp_path: Path) -> None:
+    data = [{"path": f"/data/shard-{number:05d}.jsonl", "digest": 64 * "0"} for number in range(2_000)]
+    large = stage.model_copy(update={"job": {**stage.job, "data": data}})
+    said: list[str] = []
+    with tracked(large, scope_of(tmp_path, "tensorboard"), said.append):
+        write_steps(stage, range(1, 4))
+    assert tensorboard_steps(tmp_path) == steps(range(1, 4)) and len(said) == 1
+
+
 def test_a_stage_that_is_reused_is_shown_once_in_each_run(stage: Stage, tmp_path: Path) -> None:
     write_steps(stage, range(1, 4))
     RunDirectory(Path(stage.run_dir)).write_result({})
@@ -193,6 +202,19 @@ def test_a_tracker_that_cannot_be_started_is_said(stage: Stage, tmp_path: Path) 
     assert said == [f"tensorboard: cannot be started (File exists); the metrics are in {stage.run_dir}/metrics.jsonl"]
 
 
+def test_a_note_of_what_was_sent_that_is_damaged_is_said(stage: Stage, tmp_path: Path) -> None:
+    write_steps(stage, range(1, 4))
+    RunDirectory(Path(stage.run_dir)).write_result({})
+    (tmp_path / "tracked").mkdir()
+    state = tmp_path / "tracked/small-01234567-sft-tensorboard.json"
+    state.write_text("")
+    said: list[str] = []
+    with tracked(stage, scope_of(tmp_path, "tensorboard"), said.append):
+        pass
+    (sentence,) = said
+    assert sentence.startswith("tensorboard: cannot be started (") and sentence.endswith("/metrics.jsonl")
+
+
 def test_a_server_that_does_not_answer_is_said_and_its_metrics_are_kept_here(
     stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -221,6 +243,19 @@ def test_a_tracker_that_takes_forever_is_left_behind(
         with tracked(stage, scope_of(tmp_path, "wandb"), lambda line: None):
             write_steps(stage, range(1, 4))
         assert time.monotonic() - began < 60
+
+
+def test_a_tracker_whose_process_is_killed_is_said(stage: Stage, tmp_path: Path) -> None:
+    said: list[str] = []
+    with tracked(stage, scope_of(tmp_path, "tensorboard"), said.append):
+        wait_until(lambda: said, what="where its metrics are")
+        for pid in Path("/proc/self/task").glob("*/children"):
+            for child in map(int, pid.read_text().split()):
+                if b"tasks.tracking" in Path(f"/proc/{child}/cmdline").read_bytes():
+                    os.kill(child, signal.SIGKILL)
+        wait_until(lambda: len(said) == 2, what="that it is gone")
+    metrics = f"{stage.run_dir}/metrics.jsonl"
+    assert said[1] == f"tensorboard: its process was ended by signal 9; the metrics are in {metrics}"
 
 
 def test_a_tracker_outlives_neither_an_interrupted_run_nor_one_that_was_killed(stage: Stage, tmp_path: Path) -> None:

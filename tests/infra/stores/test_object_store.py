@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from botocore.exceptions import ClientError
 
-from infra.errors import ObjectMissingError, StoreRefusedError, StoreUnavailableError
+from infra.errors import ObjectMissingError, PermanentInfraError, StoreRefusedError, StoreUnavailableError
 from infra.stores import object_store
 from infra.stores.download import find_wanted
 from infra.stores.object_errors import sort_failure
@@ -90,6 +90,25 @@ def test_a_folder_of_this_machine_is_a_store_that_keeps_no_digests(tmp_path: Pat
     there = store.find("folder/file")
     assert there is not None and not store.holds("folder/file", there, store.digest(path))
     assert store.find("nothing") is None and store.list("nothing") == {}
+
+
+@pytest.mark.parametrize("kind", ["link that leads nowhere", "link to a folder", "pipe"])
+def test_what_is_no_file_in_a_folder_of_this_machine_does_not_pass_for_an_empty_one(kind: str, tmp_path: Path) -> None:
+    folder, elsewhere = tmp_path / "model", tmp_path / "blobs"
+    for each in (folder, elsewhere):
+        each.mkdir()
+    (folder / "config.json").write_text("{}")
+    (elsewhere / "weights").write_text("weights")
+    (folder / "model.safetensors").symlink_to(elsewhere / "weights")
+    store = ObjectStore(f"file://{folder}")
+    assert set(store.list()) == {"config.json", "model.safetensors"}
+    (folder / "model.safetensors").unlink()
+    if kind == "pipe":
+        os.mkfifo(folder / "model.safetensors")
+    else:
+        (folder / "model.safetensors").symlink_to(elsewhere if kind == "link to a folder" else elsewhere / "gone")
+    with pytest.raises(PermanentInfraError, match=r"model/model\.safetensors is no file, and no link to one"):
+        store.list()
 
 
 def test_the_probe_writes_reads_and_removes_one_object(bucket: str, s3_server: S3Server) -> None:

@@ -20,6 +20,7 @@ from infra.errors import (
     StoreUnavailableError,
     TransientInfraError,
 )
+from infra.locks import locked
 from infra.stores import download as downloads
 from infra.stores.download import download, find_wanted
 from infra.stores.object_store import PART_BYTES, ObjectStore
@@ -245,6 +246,25 @@ def test_of_two_that_fetch_the_same_at_once_both_find_it(
 
 
 @pytest.mark.slow
+def test_what_broke_off_of_an_earlier_publication_does_not_stay(tmp_path: Path) -> None:
+    source = tmp_path / "rows.jsonl"
+    source.write_text("rows of today")
+    [today] = find_wanted(ObjectStore(f"file://{source}"))
+    yesterday, elsewhere, under_way = (
+        tmp_path / f".{name}.incoming-{downloads.digest_of([replace(today, size=size)])[:16]}"
+        for name, size in (("pulled", 1), ("pulled-too", 1), ("pulled", 2))
+    )
+    for incoming in (yesterday, elsewhere, under_way):
+        (incoming / ".parts").mkdir(parents=True)
+        incoming.with_name(f"{incoming.name}.lock").touch()
+    with locked(under_way.with_name(f"{under_way.name}.lock")):
+        pull(f"file://{source}", tmp_path / "pulled")
+    assert (tmp_path / "pulled").read_text() == "rows of today"
+    assert {path.name for path in tmp_path.glob(".pulled*")} == {
+        name for path in (elsewhere, under_way) for name in (path.name, f"{path.name}.lock")
+    }
+
+
 def test_a_manifest_that_is_none_is_an_error_of_its_own(bucket: str, s3_server: S3Server, tmp_path: Path) -> None:
     for content in (b"no JSON", b'{"format": 2}', b'{"format": 1, "files": {"../x": {"size": 1, "sha256": ""}}}'):
         s3_server.client().put_object(Bucket=bucket, Key=f"small/{PUBLICATION}", Body=content)

@@ -5,6 +5,7 @@ that fails on a missing file would fail a pipeline after all its training is don
 """
 
 import json
+import math
 import re
 import subprocess
 import sys
@@ -37,7 +38,7 @@ from rollouts_core.report import (
     with_registered_name,
 )
 from rollouts_core.report.charts import Axis, axis_place, axis_ticks, format_number, format_seconds
-from rollouts_core.report.curves import load_curves, metric_points, thin_points
+from rollouts_core.report.curves import draw_gpu_use, load_curves, metric_points, thin_points
 from rollouts_core.report.page import usage_code
 from rollouts_core.report.results import ShownDifference, choose_display, describe_difference, load_evaluation
 from rollouts_core.report.transcripts import completion_text, load_transcripts, pick_different, shorten_text
@@ -418,6 +419,15 @@ def test_thinning_keeps_the_mean_and_the_range_of_neighbours() -> None:
     assert len(thin_points([(step, 0.0) for step in range(80)])) == 80
 
 
+def test_a_clock_that_is_set_back_draws_no_line_backwards() -> None:
+    times = (1000, 1060, 1120, -2400, -2340)
+    [chart] = draw_gpu_use([{"time": float(at), "gpus": [{"gpu": 0, "use_percent": 50.0}]} for at in times])
+    assert [tick.label for tick in chart.x_ticks] == ["0", "1", "2", "3"]
+    [line] = chart.lines
+    places = [float(point.partition(",")[0]) for point in line.path.removeprefix("M").split("L")]
+    assert places == sorted(places)
+
+
 def test_ticks_are_round_values_at_their_places() -> None:
     axis = Axis(0.0, 0.94, 168, 10)
     assert [tick.label for tick in axis_ticks(axis, max_ticks=5)] == ["0.0", "0.2", "0.4", "0.6", "0.8"]
@@ -428,7 +438,19 @@ def test_ticks_are_round_values_at_their_places() -> None:
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [(0.0, "0"), (1e-6, "1e−6"), (0.35937, "0.359"), (1234.5, "1,234"), (3e6, "3e6"), (-0.5, "−0.5")],
+    [
+        (0.0, "0"),
+        (-0.0, "0"),
+        (1e-6, "1e−6"),
+        (0.35937, "0.359"),
+        (1234.5, "1,234"),
+        (-1234.5, "−1,234"),
+        (3e6, "3e6"),
+        (-3e6, "−3e6"),
+        (-0.5, "−0.5"),
+        (math.nan, "nan"),
+        (-math.inf, "−inf"),
+    ],
 )
 def test_numbers_are_short(value: float, text: str) -> None:
     assert format_number(value) == text

@@ -7,13 +7,16 @@ import asyncio
 import importlib.util
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from rollouts_core.errors import RewardError
 from rollouts_core.rewards import grade_sample
+from rollouts_core.run_directory import RunDirectory
 from rollouts_core.types import Sample
 from rollouts_core.user_code.failures import describe_raised, find_user_place, is_raised_by_user_code
 
@@ -82,3 +85,13 @@ def test_an_error_that_was_raised_nowhere_has_no_place() -> None:
 
 def test_a_syntax_error_names_its_own_place_alone() -> None:
     assert find_user_place(raised_by(partial(compile, "def (", "a.py", "exec"))) == ""
+
+
+@pytest.mark.parametrize("noted", [{"solved": np.bool_(True)}, {"seen": {1, 2}}, {"by": {(1, 2): 3}}])
+def test_a_note_in_a_sample_that_cannot_be_written_down_names_the_prompt(
+    noted: dict[str, object], tmp_path: Path
+) -> None:
+    samples = [SAMPLE, replace(SAMPLE, metadata={**SAMPLE.metadata, **noted})]
+    with pytest.raises(RewardError, match=r"prompt 'p7': a reward, an environment or a generate_fn .* is no JSON \("):
+        RunDirectory(tmp_path).write_samples("step_000001", samples, temperature=1.0)
+    assert list(tmp_path.glob("samples/*")) == []
