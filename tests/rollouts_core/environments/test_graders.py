@@ -277,6 +277,28 @@ def test_a_transformation_by_hand(operation: str, text: str, result: str) -> Non
         ("Answer: C\nA cat it is", 1.0),
         ("Answer: C or D", 0.0),
         ("Answer: C it may be", 0.0),
+        ("Answer: C, D", 0.0),
+        ("Answer: C/D", 0.0),
+        ("Answer: C & (D)", 0.0),
+        ("Answer: C, D and A", 0.0),
+        ("Answer: C, A is wrong", 1.0),
+        ("Answer: C, I am sure", 1.0),
+        ("Answer: C, I'm sure", 1.0),
+        ("answer: c", 1.0),
+        ("<answer>c</answer>", 1.0),
+        ("The answer is c.", 1.0),
+        ("The answer is c minor", 0.0),
+        ('The answer is "C".', 1.0),
+        (r"The answer is \(C\).", 1.0),
+        ("Answer: [C]", 1.0),
+        ("The correct answer is option C.", 1.0),
+        (r"\boxed{C.}", 1.0),
+        (r"\boxed{\text{C)}}", 1.0),
+        ("**C**", 1.0),
+        ("C. Paris", 1.0),
+        ("**(C) Paris**", 1.0),
+        ("C. Paris\nD. London", 0.0),
+        ("A: C", 0.0),
         ("A", 0.0),
         ("Cats", 0.0),
         ("C or D", 0.0),
@@ -297,10 +319,13 @@ def test_a_word_of_one_letter_is_no_choice(response: str) -> None:
 
 def test_a_policy_that_writes_thousands_of_marks_is_graded_at_once() -> None:
     began = perf_counter()
-    for mark in ("\n", "*", " *", "$", "`", ">", "\\text{"):
+    for mark in ("\n", "*", " *", "$", "`", ">", "\\text{", '"', "[", "option ", "c"):
         assert MultipleChoiceEnvironment().grade(Sample(response="answer" + mark * 20_000)) == 0.0
     for mark in (" ", "C. ", "\\boxed{C. "):
         assert MultipleChoiceEnvironment().grade(Sample(response="\\boxed{C. " + mark * 20_000)) == 0.0
+    for mark in (" ", "*", ") ", ", ", ", C", "C. "):
+        assert MultipleChoiceEnvironment().grade(Sample(response="C" + mark * 20_000 + "\n.")) == 0.0
+        assert MultipleChoiceEnvironment().grade(Sample(response="Answer: C" + mark * 20_000 + "\n.")) == 0.0
     assert perf_counter() - began < 5.0, "each mark was tried in several places of the pattern"
 
 
