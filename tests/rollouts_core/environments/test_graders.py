@@ -123,6 +123,7 @@ def test_drawn_numbers_have_the_asked_number_of_digits(num_digits: int) -> None:
         ("#### 18.0", "18", 1.0),
         ("#### 18.", "18", 1.0),
         ("#### 0.5", ".5", 1.0),
+        ("#### -0.0", "0", 1.0),
         (r"so \boxed{18}.", "18", 1.0),
         (r"\boxed{1} or rather \boxed{18}", "18", 1.0),
         (r"\boxed{X}", "x", 1.0),
