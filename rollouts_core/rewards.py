@@ -36,7 +36,6 @@ THOUSANDS = re.compile(r"[-−]?\d{1,3}(?:,\d{2,3})*,\d{3}(?:\.\d+)?")
 """Commas within a number; all others are between numbers."""
 
 
-
 def exact_match(sample: Sample) -> float:
     """1 when the response, without surrounding space, is the answer."""
     return float(sample.response.strip() == str(sample.metadata.get("answer", "")).strip())

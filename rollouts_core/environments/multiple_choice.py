@@ -12,7 +12,9 @@ from typing import Any
 from rollouts_core.types import Sample
 
 # The choice's own text may follow behind a mark: \boxed{B. Paris}.
-BOXED = re.compile(r"\\boxed\{\s*(?:\\(?:text|math)(?:bf|rm|it)?\{)?\(?([A-Ja-j])(?:[).:]|[).:]\}?\s[^{}\n]*+)?\}?\s*\}")
+BOXED = re.compile(
+    r"\\boxed\{\s*(?:\\(?:text|math)(?:bf|rm|it)?\{)?\(?([A-Ja-j])(?:[).:]|[).:]\}?\s[^{}\n]*+)?\}?\s*\}"
+)
 REASON = r"because|since|as"
 OTHER = r"[ \t]*[,/&+][ \t]*(?:(?:and|or)[ \t]+)?\(?[A-J]\b(?!['’]|[ \t]+(?!(?:and|or)\b)\w)"
 """A second letter, unless it begins what is said about the first, as in "C, A is wrong"."""

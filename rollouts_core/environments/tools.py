@@ -17,9 +17,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from jsonschema import Draft202012Validator
-
 from rollouts_core.config.messages import closest_name
+from rollouts_core.environments.json_schema import SchemaValidator
 from rollouts_core.environments.protocol import Outcome, Reply, Tool, ToolError
 from rollouts_core.system.time_limits import OutOfTimeError, call_within
 
@@ -125,8 +124,8 @@ def _find_problem(arguments: dict[str, Any], tool: Tool) -> str:  # Any: JSON th
     does not ask for (`required`), and many do neither.
     """
     try:
-        problem = next(Draft202012Validator(tool.parameters).iter_errors(arguments), None)
-    except (RecursionError, OverflowError) as error:  # nested deeper, or numbers larger, than can be checked
+        problem = next(SchemaValidator(tool.parameters).iter_errors(arguments), None)
+    except RecursionError as error:  # nested deeper than can be checked
         return f": they cannot be checked: {error}"
     if problem is not None:
         return "".join(f".{part}" for part in problem.absolute_path) + f": {problem.message}"

@@ -383,11 +383,14 @@ def test_1_is_1_0() -> None:
     assert JSONSchemaEnvironment().grade(sample) == 1.0
 
 
-@pytest.mark.parametrize("number", ["1" * 400, "1e999", "-1e999"])
-def test_a_number_that_no_float_can_hold_is_no_multiple_of_a_fraction(number: str) -> None:
-    """A policy that repeats a digit must not end the run."""
+@pytest.mark.parametrize(
+    ("number", "reward"),
+    [("19.99", 1.0), ("0.07", 1.0), ("19.995", 0.0), ("1" * 400, 1.0), ("1e300", 1.0), ("1e999", 0.0), ("-1e999", 0.0)],
+)
+def test_a_price_is_a_multiple_of_a_cent(number: str, reward: float) -> None:
+    """Also where floats do not divide evenly; and a policy that repeats a digit must not end the run."""
     sample = Sample(response=number, metadata={"schema": {"type": "number", "multipleOf": 0.01}})
-    assert JSONSchemaEnvironment().grade(sample) == 0.0
+    assert JSONSchemaEnvironment().grade(sample) == reward
 
 
 def test_a_response_deeper_than_can_be_checked_earns_nothing_under_a_schema_that_refers_to_itself() -> None:

@@ -133,18 +133,17 @@ def test_what_a_schema_wants_as_an_integer_is_given_as_one(schema: dict[str, Any
     assert contents(answer(call("show", a=value), tool)) == [repr(given)]
 
 
-@pytest.mark.parametrize(
-    ("schema", "value"),
-    [
-        ({"multipleOf": 0.01}, int("1" * 400)),
-        ({"items": {"$ref": "#/properties/a"}}, json.loads("[" * 400 + "]" * 400)),
-    ],
-)
-def test_arguments_that_cannot_be_checked_are_explained_to_the_policy(schema: dict[str, Any], value: Any) -> None:
-    tool = replace(ADD, parameters={"type": "object", "properties": {"a": schema}})
-    reply = answer(call("add", a=value), tool)
+def test_arguments_that_cannot_be_checked_are_explained_to_the_policy() -> None:
+    tool = replace(ADD, parameters={"type": "object", "properties": {"a": {"items": {"$ref": "#/properties/a"}}}})
+    reply = answer(call("add", a=json.loads("[" * 400 + "]" * 400)), tool)
     assert reply.outcome is Outcome.TOOL_ERROR
     assert contents(reply)[0].startswith("error: arguments: they cannot be checked: ")
+
+
+@pytest.mark.parametrize("amount", [19.99, int("1" * 400)])
+def test_an_amount_in_cents_is_a_multiple_of_a_cent(amount: float) -> None:
+    schema = {"properties": {"a": {"type": "number", "multipleOf": 0.01}}}
+    assert contents(answer(call("add", a=amount), replace(ADD, parameters=schema))) == [str(amount)]
 
 
 @pytest.mark.parametrize("function", [lambda a, b: a + b, lambda *, a, b, **others: a + b])
