@@ -94,14 +94,25 @@ async def _answer(call: ToolCall, tools: dict[str, Tool], timeout_s: float) -> t
     try:
         arguments = _with_whole_numbers(call.arguments, tool.parameters)
         answer = await call_within(timeout_s, partial(tool.function, **arguments))
-        if isinstance(answer, str):
-            return answer, Outcome.OK
-        return json.dumps(answer, ensure_ascii=False), Outcome.OK  # templates join texts
+        return _write_answer(answer), Outcome.OK
     except OutOfTimeError as error:
         logger.warning("tool %s with the arguments %s: %s", call.name, call.arguments, error)
         return f"error: {call.name} took longer than {timeout_s:g} s", Outcome.TIMEOUT
     except ToolError as error:
-        return f"error: {error}", Outcome.TOOL_ERROR
+        return _write_answer(f"error: {error}"), Outcome.TOOL_ERROR
+
+
+def _write_answer(answer: Any) -> str:  # Any: text or another JSON value
+    """What a tool returned as text that can be tokenized: templates join texts.
+
+    Raises:
+        ToolError: it is longer or deeper than can be written, which is up to what the policy asked for.
+    """
+    try:
+        text = answer if isinstance(answer, str) else json.dumps(answer, ensure_ascii=False)
+    except (ValueError, RecursionError) as error:  # a whole number of more than 4,300 digits, for one
+        raise ToolError(f"what it returned cannot be written: {error}") from error
+    return text.encode(errors="replace").decode()  # half of an emoji is no text
 
 
 def _with_whole_numbers(value: Any, schema: Any) -> Any:  # Any: JSON, of which the schema has been checked

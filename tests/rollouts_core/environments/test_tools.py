@@ -31,6 +31,13 @@ def contents(reply: Reply) -> list[str]:
     return [message["content"] for message in reply.messages]
 
 
+def nest(depth: int) -> list[Any]:
+    nested: list[Any] = []
+    for _ in range(depth):
+        nested = [nested]
+    return nested
+
+
 def test_calls_are_read_in_order_wherever_they_stand() -> None:
     text = f"first {call('add', a=1)} then\n{call('sub', b=[2])}"
     assert parse_tool_calls(text) == [ToolCall("add", {"a": 1}), ToolCall("sub", {"b": [2]})]
@@ -60,6 +67,21 @@ def test_each_call_gets_an_answer_in_order() -> None:
     ],
 )
 def test_what_is_no_text_is_read_as_json(value: Any, text: str) -> None:
+    tool = Tool(name="calculator", description="", parameters={"type": "object"}, function=lambda: value)
+    assert contents(answer(call(), tool)) == [text]
+
+
+@pytest.mark.parametrize("value", [pytest.param(10**5000, id="long"), pytest.param(nest(100_000), id="deep")])
+def test_what_cannot_be_written_is_explained_to_the_policy(value: Any) -> None:
+    """The policy asked for it, as by `pow(10, 5000)`, so it must not end the run."""
+    tool = Tool(name="calculator", description="", parameters={"type": "object"}, function=lambda: value)
+    reply = answer(call(), tool)
+    assert reply.outcome is Outcome.TOOL_ERROR
+    assert contents(reply)[0].startswith("error: what it returned cannot be written: ")
+
+
+@pytest.mark.parametrize(("value", "text"), [("a\ud83d", "a?"), (["\ud83d"], '["?"]')])
+def test_half_of_an_emoji_is_no_text_to_tokenize(value: Any, text: str) -> None:
     tool = Tool(name="calculator", description="", parameters={"type": "object"}, function=lambda: value)
     assert contents(answer(call(), tool)) == [text]
 
@@ -116,6 +138,8 @@ def test_an_argument_that_neither_schema_nor_function_names_is_explained_to_the_
     reply = answer(call("add", a=1, b=2, unit="cm"), ADD)
     assert reply.outcome is Outcome.TOOL_ERROR
     assert contents(reply) == ["error: arguments: unknown argument 'unit'; known are a, b"]
+    takes_none = replace(ADD, parameters={"type": "object"}, function=lambda: 0)
+    assert contents(answer(call("add", a=1), takes_none)) == ["error: arguments: unknown argument 'a'"]
 
 
 @pytest.mark.parametrize(
