@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import anyio
+
 from rollouts_core.config.messages import closest_name
 from rollouts_core.environments.json_schema import SchemaValidator
 from rollouts_core.environments.protocol import Outcome, Reply, Tool, ToolError
@@ -41,13 +43,22 @@ async def answer_tool_calls(text: str, tools: Sequence[Tool], *, timeout_s: floa
     """The answers of the tools that `text` calls, one message each, in order; without a call no message.
 
     Args:
-        timeout_s: how long each tool may take; a plain function holds up all other conversations meanwhile.
+        timeout_s: how long each tool may take, a plain function of which holds up all other conversations meanwhile;
+            and after how long together no further one is called: a policy may write hundreds of calls in a turn.
     """
     try:
         calls = parse_tool_calls(text)
     except ToolError as error:
         return Reply(messages=({"role": "tool", "content": f"error: {error}"},), outcome=Outcome.PARSE_FAILURE)
-    answers = [await _answer(call, {tool.name: tool for tool in tools}, timeout_s) for call in calls]
+    by_name = {tool.name: tool for tool in tools}
+    answers: list[tuple[str, Outcome]] = []
+    began = anyio.current_time()
+    for call in calls:
+        if anyio.current_time() - began < timeout_s:
+            answers.append(await _answer(call, by_name, timeout_s))
+        else:
+            late = f"error: {call.name} was not called: the calls before it took longer than {timeout_s:g} s"
+            answers.append((late, Outcome.TIMEOUT))
     return Reply(
         messages=tuple({"role": "tool", "name": call.name, "content": answers[i][0]} for i, call in enumerate(calls)),
         outcome=max((outcome for _, outcome in answers), key=SEVERITY.index, default=Outcome.OK),

@@ -209,6 +209,18 @@ def test_a_tool_that_takes_too_long_is_left(sleep: Callable[[float], Any]) -> No
     assert reply.outcome is Outcome.TIMEOUT
 
 
+def test_hundreds_of_slow_calls_do_not_take_the_time_of_the_environment() -> None:
+    """An environment that does not answer in time is taken for an outage, for which groups are dropped."""
+    slow = Tool(name="sleep", description="Sleep.", parameters={"type": "object"}, function=sleep_and_wait)
+    began = time.monotonic()
+    reply = answer(call("sleep", seconds=0.1) * 300, slow, timeout_s=0.25)
+    assert time.monotonic() - began < 5.0
+    assert len(reply.messages) == 300
+    assert contents(reply)[0] == "awake"
+    assert contents(reply)[-1] == "error: sleep was not called: the calls before it took longer than 0.25 s"
+    assert reply.outcome is Outcome.TIMEOUT
+
+
 def test_a_tool_is_described_as_chat_templates_take_it() -> None:
     described = CALCULATOR.to_json()
     assert described["type"] == "function"
