@@ -40,8 +40,12 @@ logger = logging.getLogger(__name__)
 MAX_CACHED = 100_000
 COLLECT_S = 0.005
 """How long a batch that is not full waits for more samples."""
-SCORE = re.compile(r"score[*_`\s]*[:=][*_`\[\s]*(\d+(?:\.\d+)?)", re.IGNORECASE)
-"""Models put marks of Markdown around the word, the number or both: **Score**: 7."""
+MARKS = "\"'*_`\\s"
+SCORE = re.compile(
+    rf"score[{MARKS}]*[:=][{MARKS}\[]*(\d+(?:\.\d+)?)(?:[{MARKS}\]]*(?:/|out\s+of)[{MARKS}]*(\d+)|\s*\\?(%))?",
+    re.IGNORECASE,
+)
+"""Models put marks of Markdown or JSON around the word, the number or both: **Score**: 7. What it is of may follow."""
 MAX_SCORE = 10.0
 
 MAX_JUDGE_TOKENS = 256
@@ -343,9 +347,10 @@ def read_score(text: str) -> float:
         ValueError: it has none, or one out of range.
     """
     found = SCORE.findall(text)
-    if not found or not 0 <= float(found[-1]) <= MAX_SCORE:
+    number, whole, percent = found[-1] if found else ("nan", "", "")
+    if not 0 <= float(number) <= MAX_SCORE or percent or (whole and float(whole) != MAX_SCORE):
         raise ValueError(f"no score from 0 to {MAX_SCORE:g} in {text[:100]!r}")
-    return float(found[-1]) / MAX_SCORE
+    return float(number) / MAX_SCORE
 
 
 REWARD_SERVICES: dict[str, Callable[[RewardConfig], BatchedReward]] = {

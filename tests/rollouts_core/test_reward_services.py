@@ -219,7 +219,18 @@ def say(text: str) -> Answer:
     return 200, {"choices": [{"message": {"content": text}}]}
 
 
-@pytest.mark.parametrize("last", ["**Score: 7.5**", "**Score:** 7.5", "**Score**: 7.5", "__Score__: `7.5`/10"])
+@pytest.mark.parametrize(
+    "last",
+    [
+        "**Score: 7.5**",
+        "**Score:** 7.5",
+        "**Score**: 7.5",
+        "__Score__: `7.5`/10",
+        "Score: 7.5 out of 10",
+        '{"score": 7.5, "why": "%"}',
+        "{'score': '7.5/10'}",
+    ],
+)
 def test_a_judge_reads_the_answer_and_its_last_score_counts(
     serve: Any, monkeypatch: pytest.MonkeyPatch, last: str
 ) -> None:
@@ -288,7 +299,9 @@ def test_a_judge_is_asked_a_bounded_number_of_times_at_once_and_equal_answers_on
     assert (len(service.bodies), service.max_under_way, len(service.clients)) == (12, 4, 4)
 
 
-@pytest.mark.parametrize("text", ["I cannot say.", "Score: 11", "Score: high"])
+@pytest.mark.parametrize(
+    "text", ["I cannot say.", "Score: 11", "Score: high", "Score: 4/5", "Score: 2. Score: **10** / 100", "Score: 10 %"]
+)
 def test_a_judge_that_gives_no_score_gives_no_reward(serve: Any, text: str) -> None:
     service = serve(lambda body: say(text))
     config = RewardConfig(kind="judge", url=service.url, model="big", max_retries=1)
