@@ -65,6 +65,22 @@ def test_a_prompt_without_what_its_grader_needs_is_named(
         ("code", {"tests": "  "}, "the row has no tests: every program would pass"),
         ("code", {"tests": 3}, "expected `tests` to be a list or Python code, found int"),
         ("code", {"tests": "assert f(1) =="}, "`tests` is no Python .*: no program would pass"),
+        (
+            "code",
+            {"tests": "from __future__ import annotations\nassert f(1) == 2"},
+            "no Python .*beginning of the file, line 1.: no program would pass",
+        ),
+        ("code", {"tests": "assert f(1) == 2\nreturn"}, "no Python .*outside function.*: no program would pass"),
+        (
+            "code",
+            {"tests": [{"stdin": "1" * (17 << 20), "stdout": ""}]},
+            "test 1 has 17,825,792 bytes of stdin, more than",
+        ),
+        (
+            "code",
+            {"tests": [{"stdin": "", "stdout": "1" * (2 << 20)}]},
+            "test 1 has 2,097,152 bytes of stdout, more than",
+        ),
         ("code", {"tests": [{"stdin": "1"}]}, 'test 1 must be {"stdin": ..., "stdout": ...}, found'),
         ("countdown", {"numbers": "1 2", "target": 3}, "expected `numbers` to be a list of numbers, found '1 2'"),
         ("countdown", {"numbers": [1, "two"], "target": 3}, "expected a number, found 'two'"),
