@@ -12,6 +12,7 @@ import errno
 import gc
 import logging
 import os
+import signal
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -101,6 +102,8 @@ def main(argv: list[str] | None = None) -> int:
     arguments = _build_parser().parse_args(argv)
     use_fallback(os.environ)
     raise_file_limit()
+    if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:  # inherited: how programs and engines end would not be known
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     level = logging.WARNING if is_follower() else logging.INFO
     logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     logging.getLogger("httpx").setLevel(logging.WARNING)  # one line per engine request otherwise

@@ -40,10 +40,16 @@ logger = logging.getLogger(__name__)
 MAX_CACHED = 100_000
 COLLECT_S = 0.005
 """How long a batch that is not full waits for more samples."""
-SCORE = re.compile(r"score[*_`\s]*[:=][*_`\[\s]*(\d+(?:\.\d+)?)", re.IGNORECASE)
-"""Models put marks of Markdown around the word, the number or both: **Score**: 7."""
+MARKS = "\"'*_`\\s"
+SCORE = re.compile(
+    rf"score[{MARKS}]*[:=][{MARKS}\[]*(\d+(?:\.\d+)?)(?:[{MARKS}\]]*(?:/|out\s+of)[{MARKS}]*(\d+)|\s*\\?(%))?",
+    re.IGNORECASE,
+)
+"""Models put marks of Markdown or JSON around the word, the number or both: **Score**: 7. What it is of may follow."""
 MAX_SCORE = 10.0
 
+UNLIMITED = 10**20
+"""Tokenizers without a limit say that theirs is larger."""
 MAX_JUDGE_TOKENS = 256
 """What a judge may write at SGLang's own endpoint; at others they decide themselves."""
 
@@ -238,10 +244,12 @@ def create_classifier_reward(config: RewardConfig) -> BatchedReward:
         )
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
-    model.config.pad_token_id = tokenizer.pad_token_id
+    for settings in (model.config, model.config.get_text_config()):  # two where it sees pictures, too, as Gemma 3
+        settings.pad_token_id = tokenizer.pad_token_id
     # The end is what the policy wrote, and is graded: where a conversation is too long, its beginning goes.
     tokenizer.truncation_side = "left"
-    max_tokens = min(tokenizer.model_max_length, count_positions(model))
+    max_tokens = min(tokenizer.model_max_length, count_positions(model) or tokenizer.model_max_length)
+    is_limited = max_tokens < UNLIMITED
     model.to("cuda" if torch.cuda.is_available() else "cpu")
     one_at_a_time = anyio.CapacityLimiter(1)  # two forward passes at once would share the same cores
 
@@ -252,8 +260,8 @@ def create_classifier_reward(config: RewardConfig) -> BatchedReward:
         rows = tokenizer(
             texts,
             padding=True,
-            truncation=True,
-            max_length=max_tokens,
+            truncation=is_limited,
+            max_length=max_tokens if is_limited else None,
             add_special_tokens=not is_rendered,
             return_tensors="pt",
         )
@@ -306,15 +314,20 @@ def create_reward_model_reward(config: RewardConfig) -> BatchedReward:
     return BatchedReward(score, batch_size=config.batch_size)
 
 
-def count_positions(model: Any) -> int:  # Any: transformers' models
-    """How many tokens a model can read: RoBERTa and its relatives begin to count behind the padding's number."""
+def count_positions(model: Any) -> int | None:  # Any: transformers' models
+    """How many tokens a model can read: RoBERTa and its relatives begin to count behind the padding's number.
+
+    None where there is no limit, or none is known, as with distances (T5) or ALiBi (BLOOM).
+    """
+    num_positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if num_positions is None or num_positions <= 0:
+        return None
     skipped = [
         module.padding_idx + 1
         for name, module in model.named_modules()
         if name.endswith("position_embeddings") and getattr(module, "padding_idx", None) is not None
     ]
-    num_positions: int = model.config.max_position_embeddings
-    return num_positions - max(skipped, default=0)
+    return int(num_positions) - max(skipped, default=0)
 
 
 def render_for_classifier(tokenizer: Any, sample: Sample) -> str:  # Any: transformers' tokenizers
@@ -343,9 +356,10 @@ def read_score(text: str) -> float:
         ValueError: it has none, or one out of range.
     """
     found = SCORE.findall(text)
-    if not found or not 0 <= float(found[-1]) <= MAX_SCORE:
+    number, whole, percent = found[-1] if found else ("nan", "", "")
+    if not 0 <= float(number) <= MAX_SCORE or percent or (whole and float(whole) != MAX_SCORE):
         raise ValueError(f"no score from 0 to {MAX_SCORE:g} in {text[:100]!r}")
-    return float(found[-1]) / MAX_SCORE
+    return float(number) / MAX_SCORE
 
 
 REWARD_SERVICES: dict[str, Callable[[RewardConfig], BatchedReward]] = {

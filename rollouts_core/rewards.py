@@ -30,8 +30,10 @@ from rollouts_core.user_code.failures import describe_raised
 RewardFn = Callable[[Sample], float | Awaitable[float | None] | None]
 """Takes a finished sample and returns its reward, None where it could not be scored; may be a coroutine function."""
 
-NUMBER = re.compile(r"[-−]?\d[\d,]*(?:\.\d+)?")
-"""Its minus may be the sign of Unicode, as models write it."""
+NUMBER = re.compile(r"(?:(?<!\d)[-−])?(?:\d[\d,]*+(?:\.\d+)?|(?<!\d)\.\d+)")
+"""Its minus, which is a dash or a difference behind a digit, may be the sign of Unicode, as models write it."""
+THOUSANDS = re.compile(r"[-−]?\d{1,3}(?:,\d{2,3})*,\d{3}(?:\.\d+)?")
+"""Commas within a number; all others are between numbers."""
 
 
 def exact_match(sample: Sample) -> float:
@@ -41,9 +43,8 @@ def exact_match(sample: Sample) -> float:
 
 def last_number(sample: Sample) -> float:
     """1 when the last number of the response equals the answer's last number."""
-    found = NUMBER.findall(sample.response)
-    expected = NUMBER.findall(str(sample.metadata.get("answer", "")))
-    return float(bool(found and expected) and _to_number(found[-1]) == _to_number(expected[-1]))
+    found, expected = _last_number(sample.response), _last_number(str(sample.metadata.get("answer", "")))
+    return float(found is not None and found == expected)
 
 
 REWARDS: dict[str, RewardFn] = {"exact_match": exact_match, "last_number": last_number}
@@ -197,6 +198,11 @@ class WeightedRewards:
         return metrics
 
 
-def _to_number(text: str) -> Decimal:
+def _last_number(text: str) -> Decimal | None:
     """Exactly: a float has 16 digits, and products of two long numbers that differ behind those would be equal."""
-    return Decimal(text.replace(",", "").replace("−", "-"))
+    found = NUMBER.findall(text)
+    if not found:
+        return None
+    last: str = found[-1].rstrip(",")
+    digits = last.replace(",", "") if THOUSANDS.fullmatch(last) else last.rpartition(",")[2]
+    return Decimal(digits.replace("−", "-"))

@@ -39,10 +39,12 @@ def list_mistakes(mistakes: Sequence[str], *, source: str) -> str:
 
 
 def closest_name(name: str, known: list[str]) -> str:
-    """`; did you mean X?` for the known name nearest to `name`, else the list of known names."""
+    """`; did you mean X?` for the known name nearest to `name`, else the list of known names, if any."""
     swapped = [each for each in known if sorted(each) == sorted(name)]
     close = swapped or difflib.get_close_matches(name, known, n=1, cutoff=0.6)
-    return f"; did you mean {close[0]}?" if close else f"; known are {', '.join(sorted(known))}"
+    if close:
+        return f"; did you mean {close[0]}?"
+    return f"; known are {', '.join(sorted(known))}" if known else ""
 
 
 def suggest_key(path: Sequence[str], known: list[str], root: type[BaseModel], *, others: Sequence[str] = ()) -> str:

@@ -30,7 +30,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
 from jinja2 import TemplateError
 
@@ -47,6 +47,8 @@ CHUNK_TEXTS = 512
 NO_TEMPLATE = "the tokenizer has no chat template: add one to the model's folder"
 TURN_MARK = "an assistant said this"
 """Stands for the policy's turn where only what a template writes behind it is wanted."""
+SPLIT = "\ue000"
+"""Of Unicode's private use: where a text is cut before it is tokenized, so that what it holds is no special token."""
 TODAY = datetime(2024, 7, 26)
 """The date that templates are given: what those of Llama 3 write where there is no clock."""
 CLOCK = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
@@ -99,7 +101,8 @@ def tokenize_prompts(
 def tokenize_reply(tokenizer: PreTrainedTokenizerBase, replies: Sequence[Message], sampled: Sequence[int]) -> list[int]:
     """Token ids of what follows a turn that the policy sampled: its end, the replies, the start of its next turn.
 
-    The end of the turn is left out as far as the policy has sampled it, which it has when it stopped by itself.
+    The end of the turn is left out as far as the policy has sampled it, which it has when it stopped by itself. What
+    looks like a special token in a reply, as in a page that a tool fetched, is text: it neither ends nor begins a turn.
 
     Args:
         replies: what an environment answers.
@@ -109,12 +112,23 @@ def tokenize_reply(tokenizer: PreTrainedTokenizerBase, replies: Sequence[Message
         DataError: a chat template that refuses the replies, or that loses what an assistant says.
     """
     before: list[Message] = [{"role": "user", "content": ""}, {"role": "assistant", "content": TURN_MARK}]
-    text = _render(tokenizer, [*before, *replies], None, add_generation_prompt=True)
+    text = _render(tokenizer, [*before, *_split_special(tokenizer, replies)], None, add_generation_prompt=True)
     _, mark, rest = text.partition(TURN_MARK)
     if not mark:
         raise DataError("the chat template does not write what an assistant said: use another template")
-    [tokens] = encode_texts(tokenizer, [rest])
+    tokens = list(itertools.chain(*encode_texts(tokenizer, rest.split(SPLIT))))
     return tokens[1:] if sampled and tokens[:1] == [sampled[-1]] else tokens
+
+
+def _split_special(tokenizer: PreTrainedTokenizerBase, replies: Sequence[Message]) -> list[Message]:
+    """The replies with SPLIT within every special token that their texts hold, and nowhere else."""
+    special = sorted((each.content for each in tokenizer.added_tokens_decoder.values() if each.special), key=len)
+    is_special = re.compile("|".join(re.escape(each) for each in reversed(special) if len(each) > 1) or r"(?!)")
+
+    def split(text: str) -> str:
+        return is_special.sub(lambda found: found[0][0] + SPLIT + found[0][1:], text.replace(SPLIT, ""))
+
+    return [cast("Message", {k: split(v) if isinstance(v, str) else v for k, v in reply.items()}) for reply in replies]
 
 
 def stop_token_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:

@@ -7,10 +7,10 @@ the second kind the program and its tests share a process, so a policy may learn
 
 from __future__ import annotations
 
-import ast
 import os
 import re
 import secrets
+import warnings
 from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -28,6 +28,8 @@ FENCE = re.compile(r"\s*+(?P<marks>`{3,}+|~{3,}+)\s*+(?P<language>[^\s`]*+)[^`]*
 """A line that opens a block, or closes one."""
 LATE_FENCE = re.compile(r"[^`]*+(?P<marks>`{3,}+)(?P<language>\w*+)\s*+")
 """A line that opens a block behind words, as in "Here it is: ```python"."""
+MAX_PROGRAM_BYTES = 1 << 20
+"""For which there is room beside the input of a test; policies write less."""
 PYTHON = {"python", "python3", "py"}
 """What blocks call it, in small letters."""
 
@@ -47,7 +49,7 @@ class CodeEnvironment:
 
     def check_row(self, row: Mapping[str, Any]) -> None:  # Any: JSON
         """Raise ValueError for tests that every program passes, or none can."""
-        check_tests(row["tests"])
+        check_tests(row["tests"], self.limits or SandboxLimits())
 
     async def grade(self, sample: Sample) -> float:
         """1 where every test passes, else 0.
@@ -58,7 +60,7 @@ class CodeEnvironment:
         """
         program, tests = extract_program(sample.response), sample.metadata["tests"]
         try:
-            check_tests(tests)
+            check_tests(tests, self.limits or SandboxLimits())
         except ValueError as error:
             raise RewardError(str(error)) from error
         if isinstance(tests, str):
@@ -82,21 +84,39 @@ class CodeEnvironment:
         return True
 
 
-def check_tests(tests: Any) -> None:  # Any: JSON
-    """Raise ValueError for tests that are empty, no Python, or without what they give and expect."""
+def check_tests(tests: Any, limits: SandboxLimits) -> None:  # Any: JSON
+    """Raise ValueError for tests that are empty, no Python, without what they give and expect, or with more of it than
+    a program may have."""
     if not isinstance(tests, str | list):
         raise ValueError(f"expected `tests` to be a list or Python code, found {type(tests).__name__}")
     if not (tests.strip() if isinstance(tests, str) else tests):
         raise ValueError("the row has no tests: every program would pass")
     if isinstance(tests, str):
-        try:
-            ast.parse(tests)
-        except (SyntaxError, ValueError) as error:
-            raise ValueError(f"`tests` is no Python ({error}): no program would pass") from error
+        _check_python(tests)
         return
+    # The folder that has the input has the program, too.
+    most = {"stdin": (limits.file_mb << 20) - MAX_PROGRAM_BYTES, "stdout": limits.output_bytes}
     for number, test in enumerate(tests, start=1):
-        if not isinstance(test, dict) or not {"stdin", "stdout"} <= test.keys():
+        if not isinstance(test, dict) or not most.keys() <= test.keys():
             raise ValueError(f'test {number} must be {{"stdin": ..., "stdout": ...}}, found {test!r}')
+        for name, max_bytes in most.items():
+            if (num_bytes := len(str(test[name]).encode())) > max_bytes:
+                raise ValueError(
+                    f"test {number} has {num_bytes:,} bytes of {name}, more than a program may have ({max_bytes:,}): "
+                    "leave it out"
+                )
+
+
+def _check_python(tests: str) -> None:
+    """Raise ValueError for tests that cannot be run behind a program, as each of them is."""
+    try:
+        with warnings.catch_warnings(action="ignore"):  # of what works all the same
+            compile(f"pass\n{tests}", "tests", "exec", dont_inherit=True)
+    except SyntaxError as error:
+        line = max(1, (error.lineno or 2) - 1)
+        raise ValueError(f"`tests` is no Python ({error.msg}, line {line}): no program would pass") from error
+    except ValueError as error:
+        raise ValueError(f"`tests` is no Python ({error}): no program would pass") from error
 
 
 def extract_program(text: str) -> str:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
+from fractions import Fraction
 from typing import Any
 
 from jsonschema import Draft202012Validator
-from jsonschema.exceptions import SchemaError
+from jsonschema.exceptions import SchemaError, ValidationError
+from jsonschema.validators import extend
 from jsonschema_specifications import REGISTRY as SPECIFICATIONS
 from referencing import Registry
 from referencing.exceptions import Unresolvable
@@ -16,8 +19,21 @@ from referencing.jsonschema import DRAFT202012
 from rollouts_core.environments.code import find_last_block
 from rollouts_core.types import Sample
 
+REFERENCES = {"$ref", "$dynamicRef"}
 BOOLEANS = {"True": True, "False": False}
 """What is left of a row's `"answer": true` and `false`, since the answer of a prompt is text."""
+
+
+def _check_multiple(_: Any, divisor: float, number: Any, __: Any) -> Iterator[ValidationError]:  # Any: JSON
+    """The keyword `multipleOf`, in decimal numbers: as floats 19.99 is no multiple of 0.01."""
+    if isinstance(number, bool) or not isinstance(number, int | float):
+        return
+    is_finite = number not in (math.inf, -math.inf)
+    if not is_finite or Fraction(str(number)) % Fraction(str(divisor)):
+        yield ValidationError(f"{number!r} is not a multiple of {divisor}")
+
+
+SchemaValidator = extend(Draft202012Validator, {"multipleOf": _check_multiple})
 
 
 class JSONSchemaEnvironment:
@@ -31,14 +47,15 @@ class JSONSchemaEnvironment:
             Draft202012Validator.check_schema(row["schema"])
         except SchemaError as error:
             raise ValueError(f"`schema` is no JSON Schema: {error.message}") from error
-        try:
-            _check_references(row["schema"])
-        except Unresolvable as error:
-            raise ValueError(f"`schema` refers to {error.ref!r}, which is not in it, and nothing is fetched") from error
+        _check_references(row["schema"])
         if not (answer := row.get("answer")):
             return
-        validator = Draft202012Validator(row["schema"], registry=Registry())
-        if (problem := next(validator.iter_errors(_as_json(answer)), None)) is not None:
+        validator = SchemaValidator(row["schema"], registry=Registry())
+        try:
+            problem = next(validator.iter_errors(_as_json(answer)), None)
+        except RecursionError as error:
+            raise ValueError("the answer cannot be checked: `schema` refers to itself without end") from error
+        if problem is not None:
             raise ValueError(f"the answer does not keep to the row's own schema: {problem.message}")
 
     def grade(self, sample: Sample) -> float:
@@ -50,27 +67,31 @@ class JSONSchemaEnvironment:
         schema, answer = sample.metadata["schema"], sample.metadata.get("answer")
         # The empty registry keeps a `$ref` to some URL from being fetched.
         Draft202012Validator.check_schema(schema)
-        validator = Draft202012Validator(schema, registry=Registry())
+        validator = SchemaValidator(schema, registry=Registry())
         try:
             found = parse_json(sample.response)
         except (ValueError, RecursionError):
             return 0.0
         try:
             return float(validator.is_valid(found) and (not answer or _equals(found, _as_json(answer))))
-        # A schema that refers to itself follows the response as deep as that goes, and `multipleOf` divides numbers
-        # that a float cannot hold.
-        except (RecursionError, OverflowError):
+        except RecursionError:  # a schema that refers to itself follows the response as deep as that goes
             return 0.0
 
 
 def _check_references(schema: Any) -> None:  # Any: JSON
-    """Raise Unresolvable for a `$ref` that leads to nothing, which a validator sees when it comes to it."""
+    """Raise ValueError for a reference that leads to nothing, which a validator sees when it comes to it."""
     root = DRAFT202012.create_resource(schema)
     pending = [(root, SPECIFICATIONS.combine(Registry()).resolver_with_root(root))]
     while pending:
         resource, resolver = pending.pop()
-        if isinstance(resource.contents, Mapping) and "$ref" in resource.contents:
-            resolver.lookup(resource.contents["$ref"])
+        keywords = REFERENCES & resource.contents.keys() if isinstance(resource.contents, Mapping) else set()
+        for reference in (resource.contents[keyword] for keyword in keywords):
+            try:
+                resolver.lookup(reference)
+            except Unresolvable as error:
+                raise ValueError(
+                    f"`schema` refers to {reference!r}, which is not in it, and nothing is fetched"
+                ) from error
         pending += [(each, resolver.in_subresource(each)) for each in resource.subresources()]
 
 

@@ -135,7 +135,7 @@ def normalise_answer(answer: str) -> str:
         return _strip_noise(answer).lower()
     # Written out, 1e999999 has a million digits.
     is_short = number.is_finite() and abs(number.adjusted()) < MAX_EXPONENT
-    return format(number, "f") if is_short else _strip_noise(answer).lower()
+    return format(number or Decimal(0), "f") if is_short else _strip_noise(answer).lower()
 
 
 def _read_number(answer: str) -> Decimal | None:

@@ -1,4 +1,7 @@
-r"""Questions with lettered choices, as in MMLU and ARC: the letter stands in `\boxed{}`, behind "answer", or alone."""
+r"""Questions with lettered choices, as in MMLU and ARC: the letter stands in `\boxed{}`, behind "answer", or alone.
+
+The choice's own text may follow it where it is boxed or alone: "B. Paris".
+"""
 
 from __future__ import annotations
 
@@ -9,15 +12,21 @@ from typing import Any
 from rollouts_core.types import Sample
 
 # The choice's own text may follow behind a mark: \boxed{B. Paris}.
-BOXED = re.compile(r"\\boxed\{\s*(?:\\(?:text|math)(?:bf|rm|it)?\{)?\(?([A-Ja-j])(?:\)|[).:]\}?\s[^{}\n]*+)?\}?\s*\}")
+BOXED = re.compile(
+    r"\\boxed\{\s*(?:\\(?:text|math)(?:bf|rm|it)?\{)?\(?([A-Ja-j])(?:[).:]|[).:]\}?\s[^{}\n]*+)?\}?\s*\}"
+)
 REASON = r"because|since|as"
-# A word behind the letter makes it one of a sentence ("I think"), or one of several; a reason may follow.
+OTHER = r"[ \t]*[,/&+][ \t]*(?:(?:and|or)[ \t]+)?\(?[A-J]\b(?!['’]|[ \t]+(?!(?:and|or)\b)\w)"
+"""A second letter, unless it begins what is said about the first, as in "C, A is wrong"."""
+# A word behind the letter makes it one of a sentence ("I think"), or one of several; a reason may follow. A small
+# letter may be a word itself, but not at the end of a line.
 # Marks of Markdown, TeX and XML may stand between. None of them is given back (`+`): a policy may write thousands.
 NAMED = re.compile(
-    r"\b(?i:answer)\b[>*]*+(?:\s++is)?+[\s*]*+[:=]?+[\s*$`]*+(?:\\(?:text|math)(?:bf|rm|it)?+\{)?+"
-    rf"\(?([A-J])\b(?!['’]|[ \t]*=|[ \t]+(?!(?:{REASON})\b)\w)"
+    r"\b(?i:answer)\b[>*]*+(?:\s++is)?+[\s*]*+[:=]?+[\s*$`\"“'‘\[]*+(?:(?i:option|choice)\s++)?+(?:\\\()?+"
+    r"(?:\\(?:text|math)(?:bf|rm|it)?+\{)?+"
+    rf"\(?([A-J]\b(?!['’]\w|[ \t]*=|[ \t]+(?!(?:{REASON})\b)\w|{OTHER})|[a-j](?=[).*`$]*+[ \t]*+(?:\n|<|\Z)))"
 )
-ALONE = re.compile(r"\s*\(?([A-Ja-j])\)?[.:]?\s*")
+ALONE = re.compile(r"[\s*]*+\(?([A-Ja-j])(?:\)?[.:]?|[).][ \t][^\n]*+)[\s*]*+")
 
 
 class MultipleChoiceEnvironment:

@@ -136,6 +136,11 @@ async def run_in_sandbox(code: str, *, stdin: str = "", limits: SandboxLimits | 
 
 async def _start(limits: SandboxLimits) -> tuple[Process, int]:
     """The process that watches a program, and where problems are read: it ends when the program begins."""
+    if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:
+        raise RewardError(
+            "this process ignores SIGCHLD, as whatever started it did, so it is not told how a program ended: call "
+            "signal.signal(signal.SIGCHLD, signal.SIG_DFL) first"
+        )
     read_status, write_status = os.pipe()
     os.set_blocking(read_status, False)
     settings = {**asdict(limits), "folders": visible_folders(), "executable": sys.executable}

@@ -222,7 +222,9 @@ def set_limits(settings: dict[str, Any]) -> None:
         (resource.RLIMIT_NOFILE, 64),
         (resource.RLIMIT_CORE, 0),
     ):
-        resource.setrlimit(kind, (limit, limit))
+        _, hard = resource.getrlimit(kind)
+        lower = limit if hard == resource.RLIM_INFINITY else min(limit, hard)  # nobody may raise it
+        resource.setrlimit(kind, (lower, lower))
 
 
 def become_program(settings: dict[str, Any], program: dict[str, str], status: int) -> None:
@@ -327,7 +329,8 @@ def main() -> int:
     settings, status, starter = json.loads(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     os.set_inheritable(status, False)
     # What the starting process ignores or blocks is inherited.
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    for number in (signal.SIGTERM, signal.SIGCHLD):
+        signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
     try:
         program = json.load(sys.stdin)

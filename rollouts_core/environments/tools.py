@@ -17,9 +17,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from jsonschema import Draft202012Validator
+import anyio
 
 from rollouts_core.config.messages import closest_name
+from rollouts_core.environments.json_schema import SchemaValidator
 from rollouts_core.environments.protocol import Outcome, Reply, Tool, ToolError
 from rollouts_core.system.time_limits import OutOfTimeError, call_within
 
@@ -42,13 +43,22 @@ async def answer_tool_calls(text: str, tools: Sequence[Tool], *, timeout_s: floa
     """The answers of the tools that `text` calls, one message each, in order; without a call no message.
 
     Args:
-        timeout_s: how long each tool may take; a plain function holds up all other conversations meanwhile.
+        timeout_s: how long each tool may take, a plain function of which holds up all other conversations meanwhile;
+            and after how long together no further one is called: a policy may write hundreds of calls in a turn.
     """
     try:
         calls = parse_tool_calls(text)
     except ToolError as error:
         return Reply(messages=({"role": "tool", "content": f"error: {error}"},), outcome=Outcome.PARSE_FAILURE)
-    answers = [await _answer(call, {tool.name: tool for tool in tools}, timeout_s) for call in calls]
+    by_name = {tool.name: tool for tool in tools}
+    answers: list[tuple[str, Outcome]] = []
+    began = anyio.current_time()
+    for call in calls:
+        if anyio.current_time() - began < timeout_s:
+            answers.append(await _answer(call, by_name, timeout_s))
+        else:
+            late = f"error: {call.name} was not called: the calls before it took longer than {timeout_s:g} s"
+            answers.append((late, Outcome.TIMEOUT))
     return Reply(
         messages=tuple({"role": "tool", "name": call.name, "content": answers[i][0]} for i, call in enumerate(calls)),
         outcome=max((outcome for _, outcome in answers), key=SEVERITY.index, default=Outcome.OK),
@@ -95,14 +105,25 @@ async def _answer(call: ToolCall, tools: dict[str, Tool], timeout_s: float) -> t
     try:
         arguments = _with_whole_numbers(call.arguments, tool.parameters)
         answer = await call_within(timeout_s, partial(tool.function, **arguments))
-        if isinstance(answer, str):
-            return answer, Outcome.OK
-        return json.dumps(answer, ensure_ascii=False), Outcome.OK  # templates join texts
+        return _write_answer(answer), Outcome.OK
     except OutOfTimeError as error:
         logger.warning("tool %s with the arguments %s: %s", call.name, call.arguments, error)
         return f"error: {call.name} took longer than {timeout_s:g} s", Outcome.TIMEOUT
     except ToolError as error:
-        return f"error: {error}", Outcome.TOOL_ERROR
+        return _write_answer(f"error: {error}"), Outcome.TOOL_ERROR
+
+
+def _write_answer(answer: Any) -> str:  # Any: text or another JSON value
+    """What a tool returned as text that can be tokenized: templates join texts.
+
+    Raises:
+        ToolError: it is longer or deeper than can be written, which is up to what the policy asked for.
+    """
+    try:
+        text = answer if isinstance(answer, str) else json.dumps(answer, ensure_ascii=False)
+    except (ValueError, RecursionError) as error:  # a whole number of more than 4,300 digits, for one
+        raise ToolError(f"what it returned cannot be written: {error}") from error
+    return text.encode(errors="replace").decode()  # half of an emoji is no text
 
 
 def _with_whole_numbers(value: Any, schema: Any) -> Any:  # Any: JSON, of which the schema has been checked
@@ -125,8 +146,8 @@ def _find_problem(arguments: dict[str, Any], tool: Tool) -> str:  # Any: JSON th
     does not ask for (`required`), and many do neither.
     """
     try:
-        problem = next(Draft202012Validator(tool.parameters).iter_errors(arguments), None)
-    except (RecursionError, OverflowError) as error:  # nested deeper, or numbers larger, than can be checked
+        problem = next(SchemaValidator(tool.parameters).iter_errors(arguments), None)
+    except RecursionError as error:  # nested deeper than can be checked
         return f": they cannot be checked: {error}"
     if problem is not None:
         return "".join(f".{part}" for part in problem.absolute_path) + f": {problem.message}"

@@ -13,16 +13,16 @@ from typing import Any
 
 import anyio
 
-from rollouts_core.config import RolloutConfig
+from rollouts_core.config import RolloutConfig, name_of_function
 from rollouts_core.data.data_buffer import DataBuffer
-from rollouts_core.errors import ConfigError
+from rollouts_core.errors import ConfigError, EngineError
 from rollouts_core.rewards import RewardFn, grade_sample
-from rollouts_core.rollout.generate import build_pending_group
+from rollouts_core.rollout.generate import MAX_INTERRUPTIONS, build_pending_group
 from rollouts_core.rollout.resolve import resolve_generate_fn, resolve_reward_fn
 from rollouts_core.rollout.rollout_batch import apply_sample_transforms, convert_to_batch
 from rollouts_core.system.concurrency import start_short_thread
 from rollouts_core.system.time_limits import BlockedError, interrupt_after
-from rollouts_core.types import RolloutBatch, Sample
+from rollouts_core.types import RolloutBatch, Sample, Status
 from rollouts_core.user_code.failures import check_generated, failed_function_error
 
 
@@ -31,12 +31,15 @@ def generate_rollout_batches(
 ) -> Iterator[RolloutBatch]:  # Any: handed through to the user's function
     """Batches without end from a plain `config.generate_fn`, one call per batch; no filter, no engine.
 
+    A batch of which some samples come back as `Status.ABORTED` is handed in again, as groups are elsewhere.
+
     Args:
         kwargs: handed to `generate_fn` with each call.
 
     Raises:
         RewardError: a function took longer than the settings allow, a reward function failed, or `generate_fn` returned
             something else than samples of all the places that it was given.
+        EngineError: it broke off samples again and again.
     """
     generate_fn, reward_fn = resolve_generate_fn(config), resolve_reward_fn(config)
     timeout_s = config.reward_timeout_s
@@ -49,19 +52,31 @@ def generate_rollout_batches(
             for i, prompt in enumerate(data_buffer.get_prompts(config.batch_size))
             for sample in build_pending_group(prompt, group_index=first_index + i, size=config.n_samples_per_prompt)
         ]
-        try:
-            with interrupt_after(config.generate_timeout_s):
-                generated = generate_fn(pending, **kwargs)
-        except BlockedError as error:
-            raise failed_function_error("generation", generate_fn, pending, error) from error
-        assert not inspect.isawaitable(generated), "a plain generate_fn returned something to wait for"
         yield convert_to_batch(
             apply_sample_transforms(
-                check_generated(generated, generate_fn, pending),
+                _generate_whole(partial(generate_fn, **kwargs), pending, config),
                 [lambda sample: _grade_now(sample, reward_fn, timeout_s)],
             ),
             metadata={"epoch_id": data_buffer.epoch_id},
         )
+
+
+def _generate_whole(
+    generate: partial[Any], pending: list[Sample], config: RolloutConfig
+) -> list[Sample]:  # Any: the user's function made it
+    """The samples with whole completions: those that were broken off are asked for again from their tokens."""
+    generated = pending
+    for _ in range(MAX_INTERRUPTIONS):
+        try:
+            with interrupt_after(config.generate_timeout_s):
+                answered: object = generate(generated)
+        except BlockedError as error:
+            raise failed_function_error("generation", generate.func, pending, error) from error
+        assert not inspect.isawaitable(answered), "a plain generate_fn returned something to wait for"
+        generated = check_generated(answered, generate.func, pending)
+        if all(sample.status is not Status.ABORTED for sample in generated):
+            return generated
+    raise EngineError(f"{name_of_function(generate.func)} broke a batch off {MAX_INTERRUPTIONS} times: it ends nothing")
 
 
 def _grade_now(sample: Sample, reward_fn: RewardFn, timeout_s: float) -> Sample:

@@ -19,8 +19,13 @@ from typing import Any
 import pytest
 import torch
 from transformers import (
+    BloomConfig,
+    BloomForSequenceClassification,
+    Gemma3Config,
+    Gemma3ForSequenceClassification,
     LlamaConfig,
     LlamaForSequenceClassification,
+    PreTrainedModel,
     PreTrainedTokenizerBase,
     RobertaConfig,
     RobertaForSequenceClassification,
@@ -219,7 +224,18 @@ def say(text: str) -> Answer:
     return 200, {"choices": [{"message": {"content": text}}]}
 
 
-@pytest.mark.parametrize("last", ["**Score: 7.5**", "**Score:** 7.5", "**Score**: 7.5", "__Score__: `7.5`/10"])
+@pytest.mark.parametrize(
+    "last",
+    [
+        "**Score: 7.5**",
+        "**Score:** 7.5",
+        "**Score**: 7.5",
+        "__Score__: `7.5`/10",
+        "Score: 7.5 out of 10",
+        '{"score": 7.5, "why": "%"}',
+        "{'score': '7.5/10'}",
+    ],
+)
 def test_a_judge_reads_the_answer_and_its_last_score_counts(
     serve: Any, monkeypatch: pytest.MonkeyPatch, last: str
 ) -> None:
@@ -288,7 +304,9 @@ def test_a_judge_is_asked_a_bounded_number_of_times_at_once_and_equal_answers_on
     assert (len(service.bodies), service.max_under_way, len(service.clients)) == (12, 4, 4)
 
 
-@pytest.mark.parametrize("text", ["I cannot say.", "Score: 11", "Score: high"])
+@pytest.mark.parametrize(
+    "text", ["I cannot say.", "Score: 11", "Score: high", "Score: 4/5", "Score: 2. Score: **10** / 100", "Score: 10 %"]
+)
 def test_a_judge_that_gives_no_score_gives_no_reward(serve: Any, text: str) -> None:
     service = serve(lambda body: say(text))
     config = RewardConfig(kind="judge", url=service.url, model="big", max_retries=1)
@@ -377,6 +395,36 @@ def test_of_a_conversation_that_a_classifier_cannot_hold_the_end_is_graded(
         assert ids.shape[1] > num_usable
         assert reward_of_it == pytest.approx(model(ids[:, -num_usable:]).logits.item(), abs=1e-4)
     assert found[0] != pytest.approx(found[1], abs=1e-3)
+
+
+SIZE = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+UNUSUAL_CLASSIFIERS: dict[str, Callable[[int], PreTrainedModel]] = {
+    "without_a_table_of_positions": lambda vocab_size: BloomForSequenceClassification(
+        BloomConfig(vocab_size=vocab_size, hidden_size=16, n_layer=1, n_head=2, num_labels=1)
+    ),
+    "that_sees_pictures": lambda vocab_size: Gemma3ForSequenceClassification(
+        Gemma3Config(
+            text_config={**SIZE, "vocab_size": vocab_size, "num_key_value_heads": 1, "head_dim": 8},
+            vision_config={**SIZE, "image_size": 28, "patch_size": 14},
+            num_labels=1,
+        )
+    ),
+}
+
+
+@pytest.mark.parametrize("build", UNUSUAL_CLASSIFIERS.values(), ids=UNUSUAL_CLASSIFIERS.keys())
+def test_a_classifier_scores_the_same_in_a_batch_and_alone(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, build: Callable[[int], PreTrainedModel]
+) -> None:
+    torch.manual_seed(0)
+    build(len(tokenizer)).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    samples = [Sample(prompt="1+1=?", response="2" * n) for n in (1, 90)]
+    together, alone = (
+        grade(samples, create_classifier_reward(RewardConfig(kind="classifier", model=str(tmp_path), batch_size=size)))
+        for size in (2, 1)
+    )
+    assert together == pytest.approx(alone, abs=1e-5)
 
 
 def test_a_classifier_with_several_labels_or_none_is_refused(classifier: Callable[..., Path], tmp_path: Path) -> None:

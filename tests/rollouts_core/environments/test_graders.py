@@ -123,6 +123,7 @@ def test_drawn_numbers_have_the_asked_number_of_digits(num_digits: int) -> None:
         ("#### 18.0", "18", 1.0),
         ("#### 18.", "18", 1.0),
         ("#### 0.5", ".5", 1.0),
+        ("#### -0.0", "0", 1.0),
         (r"so \boxed{18}.", "18", 1.0),
         (r"\boxed{1} or rather \boxed{18}", "18", 1.0),
         (r"\boxed{X}", "x", 1.0),
@@ -277,6 +278,28 @@ def test_a_transformation_by_hand(operation: str, text: str, result: str) -> Non
         ("Answer: C\nA cat it is", 1.0),
         ("Answer: C or D", 0.0),
         ("Answer: C it may be", 0.0),
+        ("Answer: C, D", 0.0),
+        ("Answer: C/D", 0.0),
+        ("Answer: C & (D)", 0.0),
+        ("Answer: C, D and A", 0.0),
+        ("Answer: C, A is wrong", 1.0),
+        ("Answer: C, I am sure", 1.0),
+        ("Answer: C, I'm sure", 1.0),
+        ("answer: c", 1.0),
+        ("<answer>c</answer>", 1.0),
+        ("The answer is c.", 1.0),
+        ("The answer is c minor", 0.0),
+        ('The answer is "C".', 1.0),
+        (r"The answer is \(C\).", 1.0),
+        ("Answer: [C]", 1.0),
+        ("The correct answer is option C.", 1.0),
+        (r"\boxed{C.}", 1.0),
+        (r"\boxed{\text{C)}}", 1.0),
+        ("**C**", 1.0),
+        ("C. Paris", 1.0),
+        ("**(C) Paris**", 1.0),
+        ("C. Paris\nD. London", 0.0),
+        ("A: C", 0.0),
         ("A", 0.0),
         ("Cats", 0.0),
         ("C or D", 0.0),
@@ -297,10 +320,13 @@ def test_a_word_of_one_letter_is_no_choice(response: str) -> None:
 
 def test_a_policy_that_writes_thousands_of_marks_is_graded_at_once() -> None:
     began = perf_counter()
-    for mark in ("\n", "*", " *", "$", "`", ">", "\\text{"):
+    for mark in ("\n", "*", " *", "$", "`", ">", "\\text{", '"', "[", "option ", "c"):
         assert MultipleChoiceEnvironment().grade(Sample(response="answer" + mark * 20_000)) == 0.0
     for mark in (" ", "C. ", "\\boxed{C. "):
         assert MultipleChoiceEnvironment().grade(Sample(response="\\boxed{C. " + mark * 20_000)) == 0.0
+    for mark in (" ", "*", ") ", ", ", ", C", "C. "):
+        assert MultipleChoiceEnvironment().grade(Sample(response="C" + mark * 20_000 + "\n.")) == 0.0
+        assert MultipleChoiceEnvironment().grade(Sample(response="Answer: C" + mark * 20_000 + "\n.")) == 0.0
     assert perf_counter() - began < 5.0, "each mark was tried in several places of the pattern"
 
 
@@ -357,11 +383,14 @@ def test_1_is_1_0() -> None:
     assert JSONSchemaEnvironment().grade(sample) == 1.0
 
 
-@pytest.mark.parametrize("number", ["1" * 400, "1e999", "-1e999"])
-def test_a_number_that_no_float_can_hold_is_no_multiple_of_a_fraction(number: str) -> None:
-    """A policy that repeats a digit must not end the run."""
+@pytest.mark.parametrize(
+    ("number", "reward"),
+    [("19.99", 1.0), ("0.07", 1.0), ("19.995", 0.0), ("1" * 400, 1.0), ("1e300", 1.0), ("1e999", 0.0), ("-1e999", 0.0)],
+)
+def test_a_price_is_a_multiple_of_a_cent(number: str, reward: float) -> None:
+    """Also where floats do not divide evenly; and a policy that repeats a digit must not end the run."""
     sample = Sample(response=number, metadata={"schema": {"type": "number", "multipleOf": 0.01}})
-    assert JSONSchemaEnvironment().grade(sample) == 0.0
+    assert JSONSchemaEnvironment().grade(sample) == reward
 
 
 def test_a_response_deeper_than_can_be_checked_earns_nothing_under_a_schema_that_refers_to_itself() -> None:

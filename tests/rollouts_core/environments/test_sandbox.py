@@ -385,6 +385,39 @@ def test_a_machine_that_cannot_shut_a_program_in_runs_nothing(monkeypatch: pytes
         run("print('free')")
 
 
+IGNORES_CHILDREN = """
+import asyncio, signal
+from rollouts_core.__main__ import main
+from rollouts_core.environments.sandbox import run_in_sandbox
+
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+try:
+    asyncio.run(run_in_sandbox("print(1)"))
+except Exception as error:
+    print(type(error).__name__, error)
+assert main(["sft", "nowhere/job.json"]) == 2
+print(asyncio.run(run_in_sandbox("print(1)")).outcome)
+"""
+
+
+def test_a_process_that_ignores_how_others_end_grades_no_program_and_a_job_does_not_ignore_it() -> None:
+    """Inherited from whatever started the process. The exit code is lost: every program would have failed."""
+    ended = subprocess.run(
+        [sys.executable, "-c", IGNORES_CHILDREN], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    refused, outcome = ended.stdout.splitlines()
+    assert refused.startswith("RewardError this process ignores SIGCHLD")
+    assert outcome == "ok", ended.stderr
+
+
+def test_a_limit_of_the_machine_that_is_lower_holds() -> None:
+    code = "import asyncio; from rollouts_core.environments.sandbox import run_in_sandbox as run; "
+    code += "print(asyncio.run(run('import resource; print(resource.getrlimit(resource.RLIMIT_NOFILE))')).stdout)"
+    limited = ["bash", "-c", 'ulimit -n 48; exec "$0" -c "$1"', sys.executable, code]
+    ended = subprocess.run(limited, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert ended.stdout.strip() == "(48, 48)", ended.stderr
+
+
 @pytest.mark.parametrize("which", ["the process that watches the program", "the program"])
 def test_a_program_that_the_machine_killed_is_not_graded(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, which: str

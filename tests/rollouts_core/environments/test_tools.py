@@ -31,6 +31,13 @@ def contents(reply: Reply) -> list[str]:
     return [message["content"] for message in reply.messages]
 
 
+def nest(depth: int) -> list[Any]:
+    nested: list[Any] = []
+    for _ in range(depth):
+        nested = [nested]
+    return nested
+
+
 def test_calls_are_read_in_order_wherever_they_stand() -> None:
     text = f"first {call('add', a=1)} then\n{call('sub', b=[2])}"
     assert parse_tool_calls(text) == [ToolCall("add", {"a": 1}), ToolCall("sub", {"b": [2]})]
@@ -60,6 +67,21 @@ def test_each_call_gets_an_answer_in_order() -> None:
     ],
 )
 def test_what_is_no_text_is_read_as_json(value: Any, text: str) -> None:
+    tool = Tool(name="calculator", description="", parameters={"type": "object"}, function=lambda: value)
+    assert contents(answer(call(), tool)) == [text]
+
+
+@pytest.mark.parametrize("value", [pytest.param(10**5000, id="long"), pytest.param(nest(100_000), id="deep")])
+def test_what_cannot_be_written_is_explained_to_the_policy(value: Any) -> None:
+    """The policy asked for it, as by `pow(10, 5000)`, so it must not end the run."""
+    tool = Tool(name="calculator", description="", parameters={"type": "object"}, function=lambda: value)
+    reply = answer(call(), tool)
+    assert reply.outcome is Outcome.TOOL_ERROR
+    assert contents(reply)[0].startswith("error: what it returned cannot be written: ")
+
+
+@pytest.mark.parametrize(("value", "text"), [("a\ud83d", "a?"), (["\ud83d"], '["?"]')])
+def test_half_of_an_emoji_is_no_text_to_tokenize(value: Any, text: str) -> None:
     tool = Tool(name="calculator", description="", parameters={"type": "object"}, function=lambda: value)
     assert contents(answer(call(), tool)) == [text]
 
@@ -116,6 +138,8 @@ def test_an_argument_that_neither_schema_nor_function_names_is_explained_to_the_
     reply = answer(call("add", a=1, b=2, unit="cm"), ADD)
     assert reply.outcome is Outcome.TOOL_ERROR
     assert contents(reply) == ["error: arguments: unknown argument 'unit'; known are a, b"]
+    takes_none = replace(ADD, parameters={"type": "object"}, function=lambda: 0)
+    assert contents(answer(call("add", a=1), takes_none)) == ["error: arguments: unknown argument 'a'"]
 
 
 @pytest.mark.parametrize(
@@ -133,18 +157,17 @@ def test_what_a_schema_wants_as_an_integer_is_given_as_one(schema: dict[str, Any
     assert contents(answer(call("show", a=value), tool)) == [repr(given)]
 
 
-@pytest.mark.parametrize(
-    ("schema", "value"),
-    [
-        ({"multipleOf": 0.01}, int("1" * 400)),
-        ({"items": {"$ref": "#/properties/a"}}, json.loads("[" * 400 + "]" * 400)),
-    ],
-)
-def test_arguments_that_cannot_be_checked_are_explained_to_the_policy(schema: dict[str, Any], value: Any) -> None:
-    tool = replace(ADD, parameters={"type": "object", "properties": {"a": schema}})
-    reply = answer(call("add", a=value), tool)
+def test_arguments_that_cannot_be_checked_are_explained_to_the_policy() -> None:
+    tool = replace(ADD, parameters={"type": "object", "properties": {"a": {"items": {"$ref": "#/properties/a"}}}})
+    reply = answer(call("add", a=json.loads("[" * 400 + "]" * 400)), tool)
     assert reply.outcome is Outcome.TOOL_ERROR
     assert contents(reply)[0].startswith("error: arguments: they cannot be checked: ")
+
+
+@pytest.mark.parametrize("amount", [19.99, int("1" * 400)])
+def test_an_amount_in_cents_is_a_multiple_of_a_cent(amount: float) -> None:
+    schema = {"properties": {"a": {"type": "number", "multipleOf": 0.01}}}
+    assert contents(answer(call("add", a=amount), replace(ADD, parameters=schema))) == [str(amount)]
 
 
 @pytest.mark.parametrize("function", [lambda a, b: a + b, lambda *, a, b, **others: a + b])
@@ -183,6 +206,18 @@ def test_a_tool_that_takes_too_long_is_left(sleep: Callable[[float], Any]) -> No
     slow = Tool(name="sleep", description="Sleep.", parameters={"type": "object"}, function=sleep)
     reply = answer(call("sleep", seconds=0) + call("sleep", seconds=60), slow, timeout_s=0.4)
     assert contents(reply) == ["awake", "error: sleep took longer than 0.4 s"]
+    assert reply.outcome is Outcome.TIMEOUT
+
+
+def test_hundreds_of_slow_calls_do_not_take_the_time_of_the_environment() -> None:
+    """An environment that does not answer in time is taken for an outage, for which groups are dropped."""
+    slow = Tool(name="sleep", description="Sleep.", parameters={"type": "object"}, function=sleep_and_wait)
+    began = time.monotonic()
+    reply = answer(call("sleep", seconds=0.1) * 300, slow, timeout_s=0.25)
+    assert time.monotonic() - began < 5.0
+    assert len(reply.messages) == 300
+    assert contents(reply)[0] == "awake"
+    assert contents(reply)[-1] == "error: sleep was not called: the calls before it took longer than 0.25 s"
     assert reply.outcome is Outcome.TIMEOUT
 
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 import pytest
 
 from rollouts_core.data.data_buffer import DataBuffer
-from rollouts_core.errors import ConfigError, EnvironmentUnavailableError, RewardError
+from rollouts_core.errors import ConfigError, EngineError, EnvironmentUnavailableError, RewardError
 from rollouts_core.rewards import RewardFn
 from rollouts_core.rollout.plain_rollouts import generate_rollout_batches
 from rollouts_core.types import RolloutBatch, Sample, Status
@@ -62,6 +62,27 @@ def test_a_sample_that_failed_ends_plain_batches() -> None:
     config = CONFIG.model_copy(update={"generate_fn": fail})
     with pytest.raises(EnvironmentUnavailableError, match="was given no usable completion"):
         next(generate_rollout_batches(DataBuffer(make_prompts(8)), config))
+
+
+def test_a_sample_that_was_broken_off_is_asked_for_again() -> None:
+    """Graded and trained on as it was, a part of a completion would be a wrong one."""
+
+    def answer_half(samples: Sequence[Sample]) -> list[Sample]:
+        status = Status.COMPLETED if samples[-1].response else Status.ABORTED
+        return [replace(answer_with(sample, f"{sample.response}half"), status=status) for sample in samples]
+
+    config = CONFIG.model_copy(update={"generate_fn": answer_half})
+    batch = next(generate_rollout_batches(DataBuffer(make_prompts(4)), config))
+    assert {(sample.response, sample.status) for sample in batch.samples} == {("halfhalf", Status.COMPLETED)}
+
+
+def test_a_function_that_breaks_everything_off_ends_plain_batches() -> None:
+    def break_off(samples: Sequence[Sample]) -> list[Sample]:
+        return [replace(sample, status=Status.ABORTED) for sample in samples]
+
+    config = CONFIG.model_copy(update={"generate_fn": break_off})
+    with pytest.raises(EngineError, match="broke a batch off 1000 times"):
+        next(generate_rollout_batches(DataBuffer(make_prompts(4)), config))
 
 
 @pytest.mark.parametrize(
