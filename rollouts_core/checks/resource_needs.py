@@ -172,17 +172,9 @@ def engine_weight_bytes(config: Config, size: ModelSize) -> int:
         name in argument for argument in engine.extra_args for name in SMALLER_ENGINE_ARGUMENTS
     ):
         return 0
-    return size.num_parameters * _engine_dtype_bytes(config, size) // num_gpus
-
-
-def _engine_dtype_bytes(config: Config, size: ModelSize) -> int:
-    """Bytes of one weight in the number format that an engine is started with (engines/launch.py)."""
-    dtype: str = config.rollout.engine.dtype
-    if dtype == "auto" and config.mode == "sft+rl":  # a checkpoint of SFT is served as it was saved
-        return stored_weight_bytes(config.training.sft.policy)
-    if dtype == "auto":
-        dtype = str(size.settings.get("dtype") or size.settings.get("torch_dtype"))
-    return FLOAT32_BYTES if dtype.endswith("float32") else BFLOAT16_BYTES
+    # On a GPU "auto" is never float32 (engines/launch.py).
+    num_bytes_each = FLOAT32_BYTES if engine.dtype == "float32" else BFLOAT16_BYTES
+    return size.num_parameters * num_bytes_each // num_gpus
 
 
 def engine_share(config: Config) -> float:

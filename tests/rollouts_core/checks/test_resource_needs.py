@@ -211,7 +211,11 @@ def test_an_engine_needs_room_for_its_weights_and_a_request() -> None:
         return config_of(mode, rollout={"engine": engine, "max_prompt_tokens": 1000}, deployment=placement)
 
     assert engine_weight_bytes(engines(), LARGE) == 2 * LARGE.num_parameters
-    assert engine_weight_bytes(engines("sft+rl"), LARGE) == 4 * LARGE.num_parameters  # a checkpoint of SFT is float32
+    assert engine_weight_bytes(engines("sft+rl"), LARGE) == 2 * LARGE.num_parameters  # though SFT saves float32
+    wide = config_of(
+        "rl", rollout={"engine": {"kind": "vllm", "dtype": "float32"}}, deployment={"engine_gpu_ranks": (1,)}
+    )
+    assert engine_weight_bytes(wide, LARGE) == 4 * LARGE.num_parameters
     assert engine_weight_bytes(engines(ranks=(1, 2)), LARGE) == LARGE.num_parameters
     assert engine_weight_bytes(config_of("rl"), LARGE) == 0
     quantized = replace(LARGE, settings={**LARGE.settings, "quantization_config": {}})
@@ -240,7 +244,7 @@ def test_an_engine_that_is_told_to_hold_less_is_refused_no_gpu(arguments: tuple[
 @pytest.mark.parametrize(
     ("settings", "num_bytes_each"),
     [
-        ({"dtype": "float32"}, 4),
+        ({"dtype": "float32"}, 2),
         ({"torch_dtype": "float16"}, 2),
         ({}, 2),
         ({"dtype": "bfloat16", "text_config": {"dtype": "float32"}}, 2),
@@ -257,7 +261,7 @@ def test_an_engine_holds_weights_in_the_format_that_it_is_started_with(
     (tmp_path / "config.json").write_text(json.dumps(settings))
     served = InputModel(name="base", model=ModelConfig(path=str(tmp_path)), digest="")
     job = ServeJob(model=served, port=0, context_length=100, engine=engine)
-    assert getattr(torch, weights_dtype(job, tmp_path)).itemsize == num_bytes_each
+    assert getattr(torch, weights_dtype(job, tmp_path, on_gpu=True)).itemsize == num_bytes_each
 
 
 def test_the_disk_holds_the_model_and_what_engines_read_too() -> None:
