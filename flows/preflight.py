@@ -40,7 +40,13 @@ from infra.session import LOOPBACK, Session
 from infra.stores.object_store import ObjectStore
 from infra.stores.publication import check_writable_store
 from rollouts_core.checks.needed_part import GIB, sum_bytes
-from rollouts_core.checks.resource_needs import checkpoint_disk_bytes, engine_warning, needed_disk, training_needs
+from rollouts_core.checks.resource_needs import (
+    checkpoint_disk_bytes,
+    engine_warning,
+    needed_disk,
+    shared_gpu_warning,
+    training_needs,
+)
 from rollouts_core.config import Config, DataConfig, EngineConfig
 from rollouts_core.errors import ConfigError
 from rollouts_core.findings import Caution
@@ -183,6 +189,8 @@ def describe_memory(node: RentedNode, config: Config, size: ModelSize, offers: S
     said = [str(stage) for stage in stages]
     if node.query.min_vram_gb:
         said.append(f"node: GPUs with at least {node.query.min_vram_gb:.1f} GB")
+    if not node.num_engine_nodes and (shared := shared_gpu_warning(config)):
+        said.append(Caution(shared))
     smallest = min((offer for offer in offers if offer.vram_gb), key=lambda offer: offer.vram_gb, default=None)
     if smallest is None:
         return said

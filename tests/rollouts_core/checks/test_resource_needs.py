@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -28,6 +29,7 @@ from rollouts_core.checks.resource_needs import (
     engine_weight_bytes,
     least_memory_bytes,
     needed_disk,
+    shared_gpu_warning,
     state_parts,
     stored_weight_bytes,
     training_needs,
@@ -229,6 +231,27 @@ def test_an_engine_needs_room_for_its_weights_and_a_request() -> None:
     shared = engines(ranks=(0,), colocated=True)
     assert "lower --mem-fraction-static" in engine_warning(shared, LARGE, 140 * GIB)
     assert engine_warning(shared, LARGE, 200 * GIB) == ""
+
+
+@pytest.mark.parametrize(
+    ("kind", "deployment", "arguments", "named"),
+    [
+        ("vllm", {}, (), "GPU 0 and keeps it.* --gpu-memory-utilization"),
+        ("sglang", {"trainer_gpu_ranks": (1, 2), "engine_gpu_ranks": (2, 3)}, (), "GPU 2 .* --mem-fraction-static"),
+        ("sglang", {}, ("--mem-fraction-static=0.4",), ""),
+        ("vllm", {"colocated": True}, (), ""),
+        ("vllm", {"engine_gpu_ranks": (1,)}, (), ""),
+        ("vllm", {"trainer_processes": 2}, (), ""),
+        ("embedded", {}, (), ""),
+    ],
+)
+def test_an_engine_that_keeps_the_gpu_on_which_the_trainer_trains_is_warned_of(
+    kind: str, deployment: dict[str, Any], arguments: tuple[str, ...], named: str
+) -> None:
+    rollout = {"engine": {"kind": kind, "extra_args": arguments}}
+    warning = shared_gpu_warning(config_of("rl", rollout=rollout, deployment=deployment))
+    assert re.search(named, warning) if named else warning == ""
+    assert shared_gpu_warning(config_of("sft", rollout=rollout, deployment=deployment)) == ""
 
 
 @pytest.mark.parametrize(
