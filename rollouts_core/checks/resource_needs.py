@@ -121,7 +121,7 @@ def training_needs(config: Config, size: ModelSize, *, num_machines: int = 1) ->
                 *(classifier_parts(config) if kind == "rl" else ()),
                 *activation_parts(size, stage.policy, rows, num_processes=num_processes),
             ],
-            remedies=_remedies(kind, stage),
+            remedies=find_remedies(kind, stage),
         )
         for kind, (stage, rows, with_reference) in stages.items()
         if kind in config.mode
@@ -135,7 +135,8 @@ def classifier_parts(config: Config) -> list[Part]:
     return [Part(f"classifier {folder.name}", read_folder(folder).num_file_bytes) for folder in folders]
 
 
-def _remedies(kind: str, stage: SFTTrainingConfig | RLTrainingConfig) -> list[str]:
+def find_remedies(kind: str, stage: SFTTrainingConfig | RLTrainingConfig) -> list[str]:
+    """The settings by which a training takes less memory of a GPU."""
     section = f"training.{kind}"
     if isinstance(stage, SFTTrainingConfig):
         remedies = [f"lower {section}.max_length"]
