@@ -259,7 +259,8 @@ def _mask_dtype(hf_model: PreTrainedModel, device_type: str) -> torch.dtype:
     """That of the weights, or that to which autocast has the kernel take its mask: each layer would keep a copy."""
     if hf_model.config._attn_implementation == "sdpa" and torch.is_autocast_enabled(device_type):
         return torch.get_autocast_dtype(device_type)
-    return hf_model.dtype
+    own: torch.dtype = hf_model.dtype
+    return own
 
 
 def _hidden_states_without_padding(hf_model: PreTrainedModel, batch: TrainBatch) -> Tensor:
