@@ -40,7 +40,13 @@ from infra.session import LOOPBACK, Session
 from infra.stores.object_store import ObjectStore
 from infra.stores.publication import check_writable_store
 from rollouts_core.checks.needed_part import GIB, sum_bytes
-from rollouts_core.checks.resource_needs import checkpoint_disk_bytes, engine_warning, needed_disk, training_needs
+from rollouts_core.checks.resource_needs import (
+    checkpoint_disk_bytes,
+    engine_warning,
+    needed_disk,
+    shared_gpu_warning,
+    training_needs,
+)
 from rollouts_core.config import Config, DataConfig, EngineConfig
 from rollouts_core.errors import ConfigError
 from rollouts_core.findings import Caution
@@ -72,6 +78,7 @@ def check_pipeline(pipeline: Pipeline, store: Path) -> list[str]:
     """
     check_trainer_nodes(pipeline.config, pipeline.node)
     check_engine_nodes(pipeline.config, pipeline.node)
+    check_weight_transfer(pipeline.config, pipeline.node)
     check_writable(store)
     check_files(pipeline.config.data)
     check_trackers(pipeline.run.report_to)
@@ -189,6 +196,8 @@ def describe_memory(node: RentedNode, config: Config, size: ModelSize, offers: S
     said = [str(stage) for stage in stages]
     if node.query.min_vram_gb:
         said.append(f"node: GPUs with at least {node.query.min_vram_gb:.1f} GB")
+    if not node.num_engine_nodes and (shared := shared_gpu_warning(config)):
+        said.append(Caution(shared))
     smallest = min((offer for offer in offers if offer.vram_gb), key=lambda offer: offer.vram_gb, default=None)
     if smallest is None:
         return said
@@ -287,6 +296,31 @@ def check_engine_nodes(config: Config, node: NodeSettings) -> None:
         raise ConfigError(
             f"{setting}: engines on other nodes ask for a key, and the router at rollout.engine.router_url has "
             "to know it: name the variable that holds it as rollout.engine.api_key_variable"
+        )
+
+
+def check_weight_transfer(config: Config, node: NodeSettings) -> None:
+    """Raise ConfigError when weights cannot go from the trainer's GPU to those of the engines beside it in that way.
+
+    They leave the GPU of the trainer's first process.
+    """
+    deployment, way = config.deployment, config.rollout.engine.weight_transfer
+    if config.mode == "sft" or config.data.rollouts or settings_of_engines(node):
+        return
+    sender = next(iter(deployment.trainer_gpu_ranks), 0)
+    of_engines = [deployment.of_engine(index).engine_gpu_ranks for index in range(deployment.num_engines)]
+    # An engine without GPUs of its own sees all, and computes on the first.
+    if way == "tensors" and (apart := [ranks for ranks in of_engines if ranks and sender not in ranks]):
+        raise ConfigError(
+            f'rollout.engine.weight_transfer "tensors" maps memory of GPU {sender}, from which the trainer sends, and '
+            f"an engine has GPUs {', '.join(map(str, apart[0]))} alone: give each engine that GPU, too, or choose "
+            '"auto", "gloo" or "nccl"'
+        )
+    if way == "nccl" and any(sender in (ranks or (0,)) for ranks in of_engines):
+        raise ConfigError(
+            f'rollout.engine.weight_transfer "nccl" connects processes of different GPUs, and GPU {sender}, from which '
+            "the trainer sends, is an engine's, too: give engines others (deployment.engine_gpu_ranks), or choose "
+            '"auto" or "gloo"'
         )
 
 

@@ -30,6 +30,7 @@ from rollouts_core.backends.launch import (
     run_worker,
 )
 from rollouts_core.backends.unit import MACHINE_LOST_CODE, Unit, follow, lead
+from rollouts_core.config.messages import first_line
 from rollouts_core.errors import InputError, MachineLostError
 from rollouts_core.hub_cache import use_fallback
 from rollouts_core.job import Job, RLJob, ServeJob, SFTJob, load_job
@@ -141,6 +142,11 @@ def main(argv: list[str] | None = None) -> int:
         if not is_disk_full(error):
             raise
         return _fail(directory, attempt_number(), f"the disk is full ({error}): free some space, then start again")
+    except RuntimeError as error:
+        if not is_gpu_full(error):
+            raise
+        logger.error("a GPU has too little memory", exc_info=error)
+        return _fail(directory, attempt_number(), describe_full_gpu(job, error))
     return 0
 
 
@@ -186,6 +192,21 @@ def is_disk_full(error: OSError | SafetensorError) -> bool:
     if isinstance(error, OSError):
         return error.errno in NO_ROOM
     return any(os.strerror(number) in str(error) for number in NO_ROOM)
+
+
+def is_gpu_full(error: RuntimeError) -> bool:
+    """True if a GPU had no memory left, by the error of torch, or that of JAX."""
+    return type(error).__name__ == "OutOfMemoryError" or str(error).startswith("RESOURCE_EXHAUSTED")
+
+
+def describe_full_gpu(job: Job, error: RuntimeError) -> str:
+    """What torch says of a GPU without memory left, and what makes the job take less."""
+    from rollouts_core.checks.resource_needs import find_remedies  # nothing else needs it here
+
+    told = ". ".join(first_line(error).split(". ")[:3]).rstrip(".")
+    remedies = find_remedies(job.kind, job.training) if isinstance(job, SFTJob | RLJob) else []
+    advice = [*remedies, "end what else uses that GPU", "take more or larger ones"]
+    return f"a GPU has too little memory ({told}): {', '.join(advice[:-1])}, or {advice[-1]}; then start again"
 
 
 def _fail(directory: RunDirectory, attempt: int, message: str, *, code: int = USER_ERROR_CODE) -> int:

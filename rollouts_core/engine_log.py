@@ -64,6 +64,14 @@ SIGNS = (
         "it found no GPU that it can use: check the driver and deployment.engine_gpu_ranks",
     ),
     (
+        r"Bfloat16 is only supported on GPUs",
+        'its GPU has no bfloat16: set rollout.engine.dtype = "float16"',
+    ),
+    (
+        r"failed to dispatch data type Float\b|only supports? fp16|Only Float16 or BFloat16 is supported",
+        'it has no kernels for float32 on a GPU: set rollout.engine.dtype = "bfloat16"',
+    ),
+    (
         r"greater than the derived|maximum context length.*greater|longer than the maximum model length",
         "the context is longer than the model allows: lower rollout.max_prompt_tokens or sampling.max_new_tokens",
     ),

@@ -25,6 +25,7 @@ from rollouts_core.checks.resource_needs import (
     checkpoint_disk_bytes,
     engine_warning,
     engine_weight_bytes,
+    shared_gpu_warning,
     training_needs,
 )
 from rollouts_core.config import Config, PolicyConfig
@@ -81,6 +82,8 @@ def bootstrap(
         ready, report = prepare_machine(session, node, settings, needs, config, progress, modules)
         warn_of_memory(report, needs, config, size, num_machines=num_machines, say=progress.say)
         warn_of_precision(report, needs, config, say=progress.say)
+        if trains and report.gpus and not node.engine_nodes and (warning := shared_gpu_warning(config)):
+            progress.say(warning)
         if leads_engines(config, node, trains=trains):
             check_installed(session, ready, config.rollout.engine)
         check_router(session, config, trains=trains)

@@ -13,9 +13,10 @@ floating-point sums.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -63,7 +64,7 @@ from rollouts_core.config import PLAIN_POLICY, ModelConfig, OptimConfig, PolicyC
 from rollouts_core.errors import NonFiniteError
 from rollouts_core.metrics import sum_metrics
 from rollouts_core.model.loading import check_vocabulary, load_tokenizer
-from rollouts_core.model.lora import adapters_off, base_weights, is_adapter_weight, merged_weights, reset_adapters
+from rollouts_core.model.lora import adapters_off, base_weights, is_adapter_weight, merge_each, reset_adapters
 from rollouts_core.model.policy import Policy
 from rollouts_core.seeds import derive_seed
 
@@ -256,12 +257,12 @@ class FSDPTrainingBackend:
         return future_of(lambda: self._together("release_cache"))
 
     def _gather_weights(self, _: None) -> dict[str, Tensor]:
-        whole = self._gather(merged_weights(self.model))
+        whole = self._gather(merge_each(self.model))
         return {name: tensor.to("cpu") for name, tensor in whole if self.ranks.is_leader}
 
-    def _gather(self, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    def _gather(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Each tensor in whole, one after another, on every rank: there is room for one of them everywhere."""
-        return ((name, _whole(tensor)) for name, tensor in tensors.items())
+        return ((name, _whole(tensor)) for name, tensor in tensors)
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> TrainFuture[None]:
         """Replace the weights by whole ones; the optimizer keeps its state, and adapters start again from 0.
@@ -306,11 +307,11 @@ class FSDPTrainingBackend:
         return saving
 
     def _gather_checkpoint(self, _: None) -> dict[str, Tensor]:
-        tensors = {
-            **{HF_KEY + name: tensor for name, tensor in merged_weights(self.model).items()},
-            **{WEIGHT_KEY + name: value.detach() for name, value in own_weights(self.policy).items()},
-            **optimizer_tensors(self.policy, self.optimizer),
-        }
+        tensors = itertools.chain(
+            ((HF_KEY + name, tensor) for name, tensor in merge_each(self.model)),
+            ((WEIGHT_KEY + name, value.detach()) for name, value in own_weights(self.policy).items()),
+            optimizer_tensors(self.policy, self.optimizer).items(),
+        )
         copied = {
             name: self._snapshot.keep(name, whole) for name, whole in self._gather(tensors) if self.ranks.is_leader
         }

@@ -54,7 +54,14 @@ from rollouts_core.batch import TrainBatch
 from rollouts_core.config import PLAIN_POLICY, ModelConfig, OptimConfig, PolicyConfig
 from rollouts_core.errors import NonFiniteError
 from rollouts_core.model.loading import check_vocabulary, default_device, load_tokenizer
-from rollouts_core.model.lora import adapters_off, is_adapter_weight, merged_weights, replace_weights
+from rollouts_core.model.lora import (
+    adapters_off,
+    base_weights,
+    is_adapter_weight,
+    merge_each,
+    merged_weights,
+    replace_weights,
+)
 from rollouts_core.model.policy import Policy, create_policy
 
 if TYPE_CHECKING:
@@ -163,7 +170,8 @@ class PyTorchTrainingBackend:
         return {"grad_norm": norm, "lr": lr}
 
     def get_weights(self) -> ImmediateTrainFuture[dict[str, Tensor]]:
-        """The weights by their Hugging Face names, tied ones once, adapters merged in; the others are views."""
+        """The weights by their Hugging Face names, tied ones once, adapters merged in, in host memory; the others are
+        views."""
         return ImmediateTrainFuture(merged_weights(self.model))
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> TrainFuture[None]:
@@ -175,7 +183,7 @@ class PyTorchTrainingBackend:
         return future_of(lambda: self._load_weights(weights))
 
     def _load_weights(self, weights: Mapping[str, Tensor]) -> None:
-        check_named_tensors(merged_weights(self.model), weights)
+        check_named_tensors(base_weights(self.model), weights)
         self._copied.wait()
         replace_weights(self.model, weights)
 
@@ -228,8 +236,10 @@ class PyTorchTrainingBackend:
         self, path: Path, trainer: Mapping[str, Any], tensors: Mapping[str, Tensor], state: TrainingState
     ) -> None:
         try:
-            hf_weights = {HF_KEY + name: tensor for name, tensor in merged_weights(self.model).items()}
-            copied = self._snapshot.take({**hf_weights, **tensors})
+            copied: dict[str, Tensor] = {}
+            for name, tensor in merge_each(self.model):  # a GPU may have no room for all that are merged
+                copied |= self._snapshot.take({HF_KEY + name: tensor})
+            copied |= self._snapshot.take(tensors)
         finally:
             self._copied.set()
         self._write_checkpoint(path, json.dumps(trainer), copied, state)
@@ -244,7 +254,7 @@ class PyTorchTrainingBackend:
         check_named_tensors(own, saved.own_weights)
         if not self.has_adapters:  # with them the frozen weights are those that training started from
             weights = read_hf_weights(path, self.model)
-            check_named_tensors(merged_weights(self.model), weights)
+            check_named_tensors(base_weights(self.model), weights)
             replace_weights(self.model, weights)
         with torch.no_grad():
             for name, parameter in own.items():

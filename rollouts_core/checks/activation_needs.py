@@ -15,7 +15,7 @@ In float32 each takes 4 bytes. With bfloat16, x and normalised x stay float32, a
 input: 26 H bytes, 4 x 4 and 5 x 2. The rest is bfloat16, but for the first of q and k: 10 Q + 10 K + 8 I.
 
 Where rows are packed, the kernel takes a mask of T x T, and keys and values are repeated for the query heads that share
-them; under autocast each layer keeps a copy of the mask. `eager` keeps the T x T weights of each head.
+them. `eager` keeps the T x T weights of each head.
 
 With activation checkpointing only the input of each layer is kept, and one layer's activations while it is computed
 again.
@@ -124,8 +124,6 @@ def layer_bytes_per_token(shape: ModelShape, policy: PolicyConfig, rows: Rows) -
     )
     if (rows.has_mask or is_eager) and keys < queries:
         kept += 2 * width * queries
-    if rows.has_mask and is_bfloat16 and not policy.lora.rank:
-        kept += 2 * rows.row_length
     if is_eager:
         kept += shape.num_heads * rows.row_length * (6 if is_bfloat16 else 4)
     return kept

@@ -41,6 +41,8 @@ MODEL_FILES = {
 """What a model's folder must hold besides its weights, and the names under which it may."""
 DROPOUT = re.compile(r"(?<!classifier_)(?<!summary_first_)(?<!summary_last_)(dropout|_pdrop)")
 """In names of a model's settings: what it drops; what a classifier in its place would is another matter."""
+PARALLEL_ARGUMENTS = ("parallel", "-tp", "-dp", "-pp")
+"""In arguments of SGLang and vLLM that divide a model in other ways than by the number of an engine's GPUs."""
 LFS_POINTER = b"version https://git-lfs"
 """How a file begins that a clone without Git LFS has in place of the weights."""
 
@@ -96,6 +98,32 @@ def check_updatable(config: Config) -> None:
     is_updated = config.mode != "sft" and not config.data.rollouts
     if is_updated and config.rollout.engine.kind == "vllm" and folder.is_dir() and is_tied(folder):
         check_can_be_untied(folder)
+
+
+def check_shared_heads(config: Config) -> None:
+    """Raise ConfigError where the GPUs of one engine cannot share the heads of the model's attention evenly."""
+    placement, engine = config.deployment, config.rollout.engine
+    samples_for_rl = config.mode != "sft" and not config.data.rollouts
+    is_asked = engine.kind != "embedded" and (samples_for_rl or config.evaluation_engine.kind != "embedded")
+    is_divided_otherwise = any(sign in argument for argument in engine.extra_args for sign in PARALLEL_ARGUMENTS)
+    num_gpus = len(placement.engine_gpu_ranks) // placement.num_engines
+    settings = find_settings(config.model) if is_asked and num_gpus > 1 and not is_divided_otherwise else None
+    text = None if settings is None else _find_text_settings(settings)
+    num_heads = getattr(text, "num_attention_heads", None)
+    if not isinstance(num_heads, int):
+        return
+    num_shared = getattr(text, "num_key_value_heads", None) or num_heads
+    fitting = [
+        num
+        for num in range(1, num_heads + 1)
+        if num_heads % num == 0 and (num_shared % num == 0 or num % num_shared == 0)
+    ]
+    if num_gpus not in fitting:
+        raise ConfigError(
+            f"deployment.engine_gpu_ranks: {num_gpus} GPUs of an engine cannot share the {num_heads} heads of the "
+            f"model at {config.model.path} ({num_shared} of keys and values) evenly: give each engine "
+            f"{max(num for num in fitting if num < num_gpus)}, or set deployment.num_engines"
+        )
 
 
 def _check_weights(folder: Path, config: Config) -> None:

@@ -32,7 +32,7 @@ ENGINE_SHARE = 0.9
 """About the share of a GPU's memory that SGLang and vLLM take where nothing is said."""
 SMALLER_ENGINE_ARGUMENTS = ("--dtype", "quantization", "torchao", "offload")
 """Parts of the names of arguments with which an engine may hold less than its weights."""
-ENGINE_SHARE_ARGUMENTS = ("--mem-fraction-static", "--gpu-memory-utilization")
+SHARE_ARGUMENT = {"sglang": "--mem-fraction-static", "vllm": "--gpu-memory-utilization"}
 
 
 def stored_weight_bytes(policy: PolicyConfig) -> int:
@@ -121,7 +121,7 @@ def training_needs(config: Config, size: ModelSize, *, num_machines: int = 1) ->
                 *(classifier_parts(config) if kind == "rl" else ()),
                 *activation_parts(size, stage.policy, rows, num_processes=num_processes),
             ],
-            remedies=_remedies(kind, stage),
+            remedies=find_remedies(kind, stage),
         )
         for kind, (stage, rows, with_reference) in stages.items()
         if kind in config.mode
@@ -135,7 +135,8 @@ def classifier_parts(config: Config) -> list[Part]:
     return [Part(f"classifier {folder.name}", read_folder(folder).num_file_bytes) for folder in folders]
 
 
-def _remedies(kind: str, stage: SFTTrainingConfig | RLTrainingConfig) -> list[str]:
+def find_remedies(kind: str, stage: SFTTrainingConfig | RLTrainingConfig) -> list[str]:
+    """The settings by which a training takes less memory of a GPU."""
     section = f"training.{kind}"
     if isinstance(stage, SFTTrainingConfig):
         remedies = [f"lower {section}.max_length"]
@@ -172,24 +173,16 @@ def engine_weight_bytes(config: Config, size: ModelSize) -> int:
         name in argument for argument in engine.extra_args for name in SMALLER_ENGINE_ARGUMENTS
     ):
         return 0
-    return size.num_parameters * _engine_dtype_bytes(config, size) // num_gpus
-
-
-def _engine_dtype_bytes(config: Config, size: ModelSize) -> int:
-    """Bytes of one weight in the number format that an engine is started with (engines/launch.py)."""
-    dtype: str = config.rollout.engine.dtype
-    if dtype == "auto" and config.mode == "sft+rl":  # a checkpoint of SFT is served as it was saved
-        return stored_weight_bytes(config.training.sft.policy)
-    if dtype == "auto":
-        dtype = str(size.settings.get("dtype") or size.settings.get("torch_dtype"))
-    return FLOAT32_BYTES if dtype.endswith("float32") else BFLOAT16_BYTES
+    # On a GPU "auto" is never float32 (engines/launch.py).
+    num_bytes_each = FLOAT32_BYTES if engine.dtype == "float32" else BFLOAT16_BYTES
+    return size.num_parameters * num_bytes_each // num_gpus
 
 
 def engine_share(config: Config) -> float:
     """The share of a GPU's memory that an engine takes."""
     arguments = [part for each in config.rollout.engine.extra_args for part in each.split("=", 1)]
     for name, value in itertools.pairwise(arguments):
-        if name in ENGINE_SHARE_ARGUMENTS:
+        if name in SHARE_ARGUMENT.values():
             try:
                 return float(value)
             except ValueError:  # the engine says so
@@ -220,13 +213,28 @@ def engine_warning(config: Config, size: ModelSize, gpu_bytes: float, *, num_mac
         )
     resident = _resident_bytes(config, size, num_machines=num_machines) if placement.colocated else 0
     if resident > (1 - share) * gpu_bytes:
-        names = {"sglang": ENGINE_SHARE_ARGUMENTS[0], "vllm": ENGINE_SHARE_ARGUMENTS[1]}
         return (
             f"weights and moments of the trainer ({resident / GIB:.1f} GiB) stay on the GPU beside an engine that "
-            f"takes {share:.0%} of its {gpu_bytes / GIB:.1f} GiB: lower {names[config.rollout.engine.kind]} in "
-            "rollout.engine.extra_args"
+            f"takes {share:.0%} of its {gpu_bytes / GIB:.1f} GiB: lower "
+            f"{SHARE_ARGUMENT[config.rollout.engine.kind]} in rollout.engine.extra_args"
         )
     return ""
+
+
+def shared_gpu_warning(config: Config) -> str:
+    """A sentence where an engine beside the trainer keeps most of a GPU on which that trains; else empty."""
+    placement, engine = config.deployment, config.rollout.engine
+    has_engines = config.mode != "sft" and not config.data.rollouts and engine.kind != "embedded"
+    if not has_engines or placement.colocated or placement.shares_cpu or engine_share(config) < ENGINE_SHARE:
+        return ""
+    shared = {*(placement.trainer_gpu_ranks or (0,))} & {*(placement.engine_gpu_ranks or (0,))}
+    if not shared:
+        return ""
+    return (
+        f"an engine takes {ENGINE_SHARE:.0%} of GPU {min(shared)} and keeps it while the trainer trains there, which "
+        "may run out of memory: set deployment.colocated, so that they have it in turns, give engines other GPUs "
+        f"(deployment.engine_gpu_ranks), or lower {SHARE_ARGUMENT[engine.kind]} in rollout.engine.extra_args"
+    )
 
 
 def _resident_bytes(config: Config, size: ModelSize, *, num_machines: int) -> int:

@@ -27,6 +27,7 @@ from rollouts_core.checks.model_checks import (
     check_model_vocabulary,
     check_packing,
     check_positions,
+    check_shared_heads,
     check_updatable,
     count_positions,
     num_embedded_tokens,
@@ -66,6 +67,7 @@ def validate_config(config: Config) -> list[str]:
     check_not_quantized(config.model)  # before what an engine has against such a model: another one would not help
     check_generable(config)
     check_updatable(config)
+    check_shared_heads(config)
     check_jax_model(config)
     cautions = check_language_model(config)
     check_packing(config)

@@ -42,8 +42,8 @@ class EngineConfig(Record):
     """Python interpreter of the environment that SGLang or vLLM is installed in, as an absolute path on the node; empty
     takes that of the jobs."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Number format of the engine's weights; auto takes that of the model's configuration. The embedded engine always
-    takes float32."""
+    """Number format of the engine's weights; auto takes that of the model's configuration, on a GPU bfloat16 in place
+    of float32, in which checkpoints are saved. The embedded engine always takes float32."""
     api_key_variable: str = Field("", json_schema_extra=PLACEMENT)
     """Environment variable that holds the key without which the engine answers nobody, exported where the run is
     started; empty asks for none. The key itself is in no file that outlives the engine."""

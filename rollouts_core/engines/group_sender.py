@@ -18,7 +18,7 @@ from rollouts_core.engines.group import GroupBackend, WeightGroup
 from rollouts_core.engines.http import CONNECT_TIMEOUT_S, EngineConnection
 from rollouts_core.engines.sent import flatten
 from rollouts_core.errors import EngineError, EngineUnavailableError
-from rollouts_core.system.concurrency import gather, in_short_thread
+from rollouts_core.system.concurrency import gather, in_daemon_thread, in_short_thread
 
 CLEAN_UP_TIMEOUT = httpx.Timeout(10.0, connect=CONNECT_TIMEOUT_S)
 
@@ -81,4 +81,5 @@ class GroupSender(ABC):
 async def broadcast_bucket(group: WeightGroup, bucket: Mapping[str, Tensor]) -> None:
     """Send the bytes of some tensors to the server's ranks, which have to be waiting for them."""
     flat = await in_short_thread(partial(flatten, bucket, group.device))
-    await in_short_thread(partial(group.broadcast, flat))
+    # The first one makes NCCL's connections, and returns when all ranks are there: never, where one refused or is gone.
+    await in_daemon_thread(partial(group.broadcast, flat))

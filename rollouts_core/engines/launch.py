@@ -154,19 +154,24 @@ def _scratch_folder() -> dict[str, str]:
     return {**sweep.scratch_variables(folder), "VLLM_RPC_BASE_PATH": folder, "TORCHINDUCTOR_CACHE_DIR": compiled}
 
 
-def weights_dtype(job: ServeJob, model_dir: Path) -> str:
-    """The number format of the engine's weights, spelled out: checksums are compared in it."""
+def weights_dtype(job: ServeJob, model_dir: Path, *, on_gpu: bool) -> str:
+    """The number format of the engine's weights, spelled out: checksums are compared in it.
+
+    A checkpoint of this trainer is float32. On a GPU SGLang has no kernels for that, and vLLM slow ones.
+    """
     if job.engine.dtype != "auto":
         return job.engine.dtype
     config = read_config(model_dir)
-    return str(config.get("dtype") or config.get("torch_dtype") or "bfloat16").removeprefix("torch.")
+    stored = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16").removeprefix("torch.")
+    return "bfloat16" if on_gpu and stored == "float32" else stored
 
 
 def _render_sglang(job: ServeJob, model_dir: str, on_gpu: bool) -> tuple[list[str], dict[str, str]]:
     num_running = job.deployment.max_running_requests
     arguments = [
         *("-m", "sglang.launch_server", "--model-path", model_dir, "--host", job.host, "--port", str(job.port)),
-        *("--dtype", weights_dtype(job, Path(model_dir)), "--context-length", str(job.context_length)),
+        *("--dtype", weights_dtype(job, Path(model_dir), on_gpu=on_gpu)),
+        *("--context-length", str(job.context_length)),
         *("--max-running-requests", str(num_running), "--tp-size", _num_gpus(job)),
         "--skip-tokenizer-init",  # token ids in, token ids out
         *(["--enable-memory-saver"] if job.deployment.colocated else []),
@@ -184,7 +189,7 @@ def _render_sglang(job: ServeJob, model_dir: str, on_gpu: bool) -> tuple[list[st
 def _render_vllm(job: ServeJob, model_dir: str, on_gpu: bool) -> tuple[list[str], dict[str, str]]:
     arguments = [
         *("-m", "vllm.entrypoints.openai.api_server", "--model", model_dir, "--host", job.host),
-        *("--port", str(job.port), "--dtype", weights_dtype(job, Path(model_dir))),
+        *("--port", str(job.port), "--dtype", weights_dtype(job, Path(model_dir), on_gpu=on_gpu)),
         *("--max-model-len", str(job.context_length), "--max-num-seqs", str(job.deployment.max_running_requests)),
         *("--tensor-parallel-size", _num_gpus(job), "--logprobs-mode", LOGPROBS_MODE),
         *(["--enable-sleep-mode"] if job.deployment.colocated else []),

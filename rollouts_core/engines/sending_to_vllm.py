@@ -65,5 +65,10 @@ class VLLMWeightSender(GroupSender):
         await self._connection.call("POST", "/collective_rpc", json=body, timeout=timeout)
 
 
+def count_ranks(parallel: Mapping[str, Any]) -> int:  # Any: JSON
+    """How many workers hold weights, by a server's `parallel_config`; its world is that of one replica."""
+    return int(parallel.get("world_size") or 1) * int(parallel.get("data_parallel_size") or 1)
+
+
 def _describe(name: str, tensor: Tensor) -> tuple[str, str, list[int]]:
     return name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)

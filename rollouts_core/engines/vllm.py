@@ -41,7 +41,7 @@ from rollouts_core.engines.http import (
     read_completion,
     read_logprob,
 )
-from rollouts_core.engines.sending_to_vllm import RECEIVER, VLLMWeightSender
+from rollouts_core.engines.sending_to_vllm import RECEIVER, VLLMWeightSender, count_ranks
 from rollouts_core.engines.sent import SentWeights
 from rollouts_core.errors import (
     EngineAnswerError,
@@ -175,7 +175,7 @@ class VLLMEngine(EngineClient):
             tensors[HEAD] = tensors[EMBEDDING]
         self._sender = self._sender or VLLMWeightSender(self._connection)
         async with self._update(version):
-            await self._sender.send(tensors, weights.transfer, num_ranks=int(parallel.get("world_size") or 1))
+            await self._sender.send(tensors, weights.transfer, num_ranks=count_ranks(parallel))
         return await self._held_tensors(version)
 
     async def aclose(self) -> None:

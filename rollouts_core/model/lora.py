@@ -82,16 +82,22 @@ def adapters_off(hf_model: nn.Module) -> Iterator[None]:
             layer.enable_adapters(True)
 
 
-@torch.no_grad()
 def merged_weights(hf_model: nn.Module) -> dict[str, Tensor]:
-    """The weights by their Hugging Face names, tied ones once, adapters merged in; the others are not copied."""
-    layers = _adapted_layers(hf_model)
-    weights = base_weights(hf_model)
-    for name, layer in layers.items():
-        base = layer.get_base_layer().weight
-        merged = base.float() + layer.get_delta_weight(ADAPTER).float()
-        weights[f"{name}.weight"] = merged.to(base.dtype)
-    return weights
+    """The weights by their Hugging Face names, tied ones once, adapters merged in; the others are not copied.
+
+    Merged ones are in host memory: a GPU may have no room for all of them beside the model.
+    """
+    adapted = {f"{name}.weight" for name in _adapted_layers(hf_model)}
+    return {name: tensor.cpu() if name in adapted else tensor for name, tensor in merge_each(hf_model)}
+
+
+@torch.no_grad()
+def merge_each(hf_model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The same one after another, each where the model is."""
+    layers = {f"{name}.weight": layer for name, layer in _adapted_layers(hf_model).items()}
+    for name, base in base_weights(hf_model).items():
+        delta = layers[name].get_delta_weight(ADAPTER) if name in layers else None
+        yield name, base if delta is None else (base.float() + delta.float()).to(base.dtype)
 
 
 @torch.no_grad()

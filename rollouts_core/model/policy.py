@@ -245,13 +245,22 @@ def build_attention_mask(hf_model: PreTrainedModel, batch: TrainBatch) -> Tensor
     config = hf_model.config.get_text_config()
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     window = getattr(config, "sliding_window", None)
+    dtype = _mask_dtype(hf_model, batch.inputs_BT.device.type)
     if "sliding_attention" in kinds:
         return {
-            kind: block_causal_mask(batch, hf_model.dtype, window=window if kind == "sliding_attention" else None)
+            kind: block_causal_mask(batch, dtype, window=window if kind == "sliding_attention" else None)
             for kind in kinds
         }
     sees_window = window and not getattr(config, "layer_types", None)
-    return block_causal_mask(batch, hf_model.dtype, window=window if sees_window else None)
+    return block_causal_mask(batch, dtype, window=window if sees_window else None)
+
+
+def _mask_dtype(hf_model: PreTrainedModel, device_type: str) -> torch.dtype:
+    """That of the weights, or that to which autocast has the kernel take its mask: each layer would keep a copy."""
+    if hf_model.config._attn_implementation == "sdpa" and torch.is_autocast_enabled(device_type):
+        return torch.get_autocast_dtype(device_type)
+    own: torch.dtype = hf_model.dtype
+    return own
 
 
 def _hidden_states_without_padding(hf_model: PreTrainedModel, batch: TrainBatch) -> Tensor:

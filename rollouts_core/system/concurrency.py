@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -79,6 +80,20 @@ async def in_short_thread(work: Callable[[], ResultT]) -> ResultT:
     results: list[ResultT] = []  # a future that was wrapped refers to itself, and would keep its result for a while
     await asyncio.shield(asyncio.wrap_future(start_short_thread(lambda: results.append(work()))))
     return results.pop()
+
+
+async def in_daemon_thread(work: Callable[[], ResultT]) -> ResultT:
+    """The same for work that nothing can break off where it never ends: the process ends without it."""
+    done: Future[ResultT] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(work())
+        except BaseException as error:  # noqa: BLE001 - a future carries whatever its work raised
+            done.set_exception(error)
+
+    threading.Thread(target=run, name="daemon", daemon=True).start()
+    return await asyncio.shield(asyncio.wrap_future(done))
 
 
 class ClosedOnExit(ABC):

@@ -6,13 +6,14 @@ on one of them twice.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from flows.form import parse_pipeline
-from flows.preflight import check_engine_nodes, check_trainer_nodes
+from flows.preflight import check_engine_nodes, check_trainer_nodes, check_weight_transfer
 from infra.node import FurtherNode, LocalNode, SSHNode, without_further_nodes
 from rollouts_core.errors import ConfigError
 from tests.small_pipeline import small_settings
@@ -87,6 +88,36 @@ def test_what_engines_on_other_machines_cannot_do_is_one_sentence(overrides: dic
         check_engine_nodes(pipeline.config, pipeline.node)
     assert str(caught.value).startswith("node.engine_nodes: ") and sentence in str(caught.value)
     check_engine_nodes(pipeline.config, without_further_nodes(pipeline.node))
+
+
+@pytest.mark.parametrize(
+    ("way", "deployment", "sentence"),
+    [
+        ("tensors", {"trainer_gpu_ranks": [0, 1], "engine_gpu_ranks": [0, 1]}, ""),
+        ("tensors", {}, ""),
+        ("tensors", {"trainer_gpu_ranks": [0], "engine_gpu_ranks": [1]}, "maps memory of GPU 0.* has GPUs 1 alone"),
+        (
+            "tensors",
+            {"trainer_gpu_ranks": [0, 1], "engine_gpu_ranks": [0, 1], "num_engines": 2, "colocated": True},
+            "maps memory of GPU 0.* has GPUs 1 alone",
+        ),
+        ("nccl", {"trainer_gpu_ranks": [0, 1], "engine_gpu_ranks": [1, 2]}, ""),
+        ("nccl", {"trainer_gpu_ranks": [1], "engine_gpu_ranks": [2, 1]}, "GPU 1, from which the trainer sends, is an"),
+        ("nccl", {}, "GPU 0, from which the trainer sends, is an"),
+        ("gloo", {}, ""),
+    ],
+)
+def test_weights_go_only_between_gpus_that_the_way_connects(
+    way: str, deployment: dict[str, Any], sentence: str
+) -> None:
+    """Else SGLang ends at each update: handles of a GPU that it does not see end its scheduler."""
+    pipeline = parse(
+        {"provider": "local"}, rollout__engine={"kind": "sglang", "weight_transfer": way}, deployment=deployment
+    )
+    with pytest.raises(ConfigError, match=sentence) if sentence else nullcontext():
+        check_weight_transfer(pipeline.config, pipeline.node)
+    apart = parse(node_of(ENGINES), rollout__engine={"kind": "sglang", "weight_transfer": "nccl"})
+    check_weight_transfer(apart.config, apart.node)
 
 
 def test_files_that_nodes_name_lie_beside_the_configuration(tmp_path: Path) -> None:

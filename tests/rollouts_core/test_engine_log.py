@@ -14,6 +14,9 @@ from rollouts_core.engine_log import explain_engine_log
         ("launch_server.py: error: unrecognized arguments: --no-such-thing", "one of its arguments"),
         ("ModuleNotFoundError: No module named 'sglang'", "package is missing"),
         ("RuntimeError: No CUDA GPUs are available", "found no GPU"),
+        ("RuntimeError: FlashAttention only support fp16, bf16, and fp8_e4m3 data type", "no kernels for float32"),
+        ("RuntimeError: rmsnorm(...)::<lambda()> failed to dispatch data type Float", "no kernels for float32"),
+        ("ValueError: Bfloat16 is only supported on GPUs with compute capability of at least 8.0.", '= "float16"'),
         (
             "User-specified max_model_len (9000) is greater than the derived max_model_len "
             "(max_position_embeddings=2048)",

@@ -28,7 +28,9 @@ class WeightReceiver:
         """Become a member of the group that the trainer opened; returns when all are there."""
         worker: Any = self  # Any: vLLM's types are not here
         worker.leave_weight_group()
-        groups, rank = _groups(), 1 + int(worker.rank)
+        # Each replica of data parallelism numbers its workers from 0.
+        parallel = worker.parallel_config
+        groups, rank = _groups(), 1 + parallel.data_parallel_index * parallel.world_size + int(worker.rank)
         store = groups.name_store(groups.join_store(address, port), name, DEVICES[backend])
         if backend == "nccl":
             group = groups.connect_nccl(store, rank=rank, size=size)

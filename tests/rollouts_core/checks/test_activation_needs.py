@@ -134,6 +134,24 @@ def test_a_pass_takes_about_what_is_said_and_not_more(
     assert 1.0 <= of_a_pass / peak_of_a_pass(model, policy, row_length=length, packed=packed) <= most
 
 
+def test_all_layers_keep_one_mask_of_packed_rows() -> None:
+    """A copy in each would take 2 bytes per layer and pair of positions: 15 GB with 28 layers and rows of 16,384."""
+    masks: list[torch.Tensor] = []
+
+    def keep(saved: torch.Tensor) -> torch.Tensor:
+        if saved.shape[-2:] == (length, length):
+            masks.append(saved)
+        return saved
+
+    length, policy = 48, PolicyConfig(**BFLOAT16)
+    batch = build_batch([[make_sample(list(range(length // 2 + 1)))] * 2], pad_id=0)
+    trained = Policy(build_model("qwen3", policy), autocast_dtype=torch.bfloat16)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda saved: saved):
+        trained(batch)
+    assert len({mask.untyped_storage().data_ptr() for mask in masks}) == 1
+    assert len(masks) >= SIZES["num_hidden_layers"]
+
+
 def test_the_numbers_of_other_files_are_those_here() -> None:
     assert activation_needs.LOGITS_PIECE_BYTES == logprobs.MAX_GPU_PIECE_BYTES
     assert activation_needs.MAX_SHARERS == rl_batch.MAX_SHARERS

@@ -48,6 +48,7 @@ from rollouts_core.checks.model_checks import (
     check_model_files,
     check_model_vocabulary,
     check_packing,
+    check_shared_heads,
     check_updatable,
     warn_of_dropout,
     warn_of_long_completions,
@@ -294,6 +295,34 @@ def test_a_model_whose_new_weights_vllm_would_not_serve_is_refused(
     )
     with expected:
         check_updatable(config)
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "changes", "refused"),
+    [
+        (2, {}, ""),
+        (14, {}, ""),
+        (4, {}, r"share the 14 heads .* \(2 of keys and values\) evenly: give each engine 2,"),
+        (7, {}, "7 GPUs of an engine cannot"),
+        (4, {"mode": "sft"}, "4 GPUs of an engine cannot"),
+        (4, {"mode": "sft", "evaluation": {"engine": "embedded"}}, ""),
+        (4, {"num_engines": 2}, ""),
+        (4, {"extra_args": ["--pipeline-parallel-size=2"]}, ""),
+    ],
+)
+def test_gpus_that_cannot_share_a_models_heads_are_refused(
+    tmp_path: Path, num_gpus: int, changes: dict[str, Any], refused: str
+) -> None:
+    """SGLang ends by an assertion without words, vLLM by an error, after SFT and minutes of loading."""
+    LlamaConfig(num_attention_heads=14, num_key_value_heads=2, hidden_size=28).save_pretrained(tmp_path)
+    settings = {
+        "rollout": {"engine": {"kind": "sglang", "extra_args": changes.get("extra_args", [])}},
+        "deployment": {"engine_gpu_ranks": range(num_gpus), "num_engines": changes.get("num_engines", 1)},
+        "evaluation": changes.get("evaluation", {}),
+    }
+    config = config_of(tmp_path, changes.get("mode", "rl"), **settings)
+    with pytest.raises(ConfigError, match=refused) if refused else nullcontext():
+        check_shared_heads(config)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -28,6 +29,7 @@ from rollouts_core.checks.resource_needs import (
     engine_weight_bytes,
     least_memory_bytes,
     needed_disk,
+    shared_gpu_warning,
     state_parts,
     stored_weight_bytes,
     training_needs,
@@ -211,7 +213,11 @@ def test_an_engine_needs_room_for_its_weights_and_a_request() -> None:
         return config_of(mode, rollout={"engine": engine, "max_prompt_tokens": 1000}, deployment=placement)
 
     assert engine_weight_bytes(engines(), LARGE) == 2 * LARGE.num_parameters
-    assert engine_weight_bytes(engines("sft+rl"), LARGE) == 4 * LARGE.num_parameters  # a checkpoint of SFT is float32
+    assert engine_weight_bytes(engines("sft+rl"), LARGE) == 2 * LARGE.num_parameters  # though SFT saves float32
+    wide = config_of(
+        "rl", rollout={"engine": {"kind": "vllm", "dtype": "float32"}}, deployment={"engine_gpu_ranks": (1,)}
+    )
+    assert engine_weight_bytes(wide, LARGE) == 4 * LARGE.num_parameters
     assert engine_weight_bytes(engines(ranks=(1, 2)), LARGE) == LARGE.num_parameters
     assert engine_weight_bytes(config_of("rl"), LARGE) == 0
     quantized = replace(LARGE, settings={**LARGE.settings, "quantization_config": {}})
@@ -228,6 +234,27 @@ def test_an_engine_needs_room_for_its_weights_and_a_request() -> None:
 
 
 @pytest.mark.parametrize(
+    ("kind", "deployment", "arguments", "named"),
+    [
+        ("vllm", {}, (), "GPU 0 and keeps it.* --gpu-memory-utilization"),
+        ("sglang", {"trainer_gpu_ranks": (1, 2), "engine_gpu_ranks": (2, 3)}, (), "GPU 2 .* --mem-fraction-static"),
+        ("sglang", {}, ("--mem-fraction-static=0.4",), ""),
+        ("vllm", {"colocated": True}, (), ""),
+        ("vllm", {"engine_gpu_ranks": (1,)}, (), ""),
+        ("vllm", {"trainer_processes": 2}, (), ""),
+        ("embedded", {}, (), ""),
+    ],
+)
+def test_an_engine_that_keeps_the_gpu_on_which_the_trainer_trains_is_warned_of(
+    kind: str, deployment: dict[str, Any], arguments: tuple[str, ...], named: str
+) -> None:
+    rollout = {"engine": {"kind": kind, "extra_args": arguments}}
+    warning = shared_gpu_warning(config_of("rl", rollout=rollout, deployment=deployment))
+    assert re.search(named, warning) if named else warning == ""
+    assert shared_gpu_warning(config_of("sft", rollout=rollout, deployment=deployment)) == ""
+
+
+@pytest.mark.parametrize(
     "arguments",
     [("--dtype", "bfloat16"), ("--quantization=fp8",), ("--torchao-config", "int8wo"), ("--offload-backend",)],
 )
@@ -240,7 +267,7 @@ def test_an_engine_that_is_told_to_hold_less_is_refused_no_gpu(arguments: tuple[
 @pytest.mark.parametrize(
     ("settings", "num_bytes_each"),
     [
-        ({"dtype": "float32"}, 4),
+        ({"dtype": "float32"}, 2),
         ({"torch_dtype": "float16"}, 2),
         ({}, 2),
         ({"dtype": "bfloat16", "text_config": {"dtype": "float32"}}, 2),
@@ -257,7 +284,7 @@ def test_an_engine_holds_weights_in_the_format_that_it_is_started_with(
     (tmp_path / "config.json").write_text(json.dumps(settings))
     served = InputModel(name="base", model=ModelConfig(path=str(tmp_path)), digest="")
     job = ServeJob(model=served, port=0, context_length=100, engine=engine)
-    assert getattr(torch, weights_dtype(job, tmp_path)).itemsize == num_bytes_each
+    assert getattr(torch, weights_dtype(job, tmp_path, on_gpu=True)).itemsize == num_bytes_each
 
 
 def test_the_disk_holds_the_model_and_what_engines_read_too() -> None:

@@ -10,16 +10,19 @@ import hashlib
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from threading import Thread
 
+import anyio
 import pytest
 import torch
 
 from rollouts_core.backends.process_group import TIMEOUT_S
 from rollouts_core.engines import group as group_module
 from rollouts_core.engines.group import WeightGroup, find_address_towards
+from rollouts_core.engines.group_sender import broadcast_bucket
 from rollouts_core.engines.sending import _count_ranks
 from rollouts_core.engines.sent import flatten, split_buckets
 from rollouts_core.errors import EngineUnavailableError, WeightSyncError
@@ -130,6 +133,26 @@ def test_a_group_is_left_amid_a_broadcast_to_a_server_that_stands_still() -> Non
         group.close()
         sending.join(60)
         assert not sending.is_alive() and errors
+
+
+def test_no_process_waits_at_its_end_for_ranks_that_never_come_to_the_first_broadcast(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    waiting_in: list[threading.Thread] = []
+
+    def connect_for_ever(group: object, flat: torch.Tensor) -> None:  # as NCCL does, whose threads nothing can end
+        waiting_in.append(threading.current_thread())
+        threading.Event().wait()
+
+    async def give_up() -> None:
+        with anyio.move_on_after(0.5):
+            await broadcast_bucket(group, {"w": torch.zeros(4)})
+
+    monkeypatch.setattr(group_module, "begin_broadcast", connect_for_ever)
+    group = WeightGroup(URL, "gloo", num_ranks=1)
+    monkeypatch.setattr(group, "_group", object())
+    anyio.run(give_up)
+    assert [thread.daemon for thread in waiting_in] == [True]
 
 
 def test_ranks_that_do_not_come_are_waited_for_until_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:

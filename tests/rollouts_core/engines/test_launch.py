@@ -93,6 +93,17 @@ def test_an_automatic_dtype_is_spelled_out_from_the_models_configuration(
 
 
 @pytest.mark.parametrize("kind", ["sglang", "vllm"])
+def test_on_a_gpu_a_checkpoint_in_float32_is_served_in_bfloat16_unless_float32_is_asked_for(
+    tmp_path: Path, kind: EngineKind
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"dtype": "float32"}))
+    auto, asked = job_of({"kind": kind}), job_of({"kind": kind, "dtype": "float32"})
+    assert option(render_launch(auto, tmp_path, on_gpu=True).argv, "--dtype") == "bfloat16"
+    assert option(render_launch(auto, tmp_path, on_gpu=False).argv, "--dtype") == "float32"
+    assert option(render_launch(asked, tmp_path, on_gpu=True).argv, "--dtype") == "float32"
+
+
+@pytest.mark.parametrize("kind", ["sglang", "vllm"])
 def test_no_list_of_processes_shows_the_key(tmp_path: Path, kind: EngineKind) -> None:
     key = 'it\'s \\ "secret"'
     secret = render_key(kind, key, tmp_path)

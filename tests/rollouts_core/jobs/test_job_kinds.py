@@ -132,6 +132,48 @@ def test_a_disk_or_a_quota_that_is_full_is_for_the_user_to_mend(
     assert is_disk_full(SafetensorError(f"I/O error: {os.strerror(number)} (os error {number})"))
 
 
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (
+            torch.OutOfMemoryError(
+                "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.10 GiB of which 1.20 "
+                "GiB is free. Including non-PyTorch memory, this process has 77.89 GiB memory in use."
+            ),
+            "(CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.10 GiB of which 1.20 "
+            "GiB is free): lower training.sft.max_length, set training.sft.policy.activation_checkpointing, ",
+        ),
+        (
+            RuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 9 bytes."),
+            "(RESOURCE_EXHAUSTED: Out",
+        ),
+    ],
+)
+def test_a_gpu_that_is_full_is_for_the_user_to_mend(
+    error: RuntimeError,
+    told: str,
+    base: InputModel,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Without a sentence it looks like a bug, and the settings that help are in the documents alone."""
+
+    def find_no_room(_: object) -> None:
+        raise error
+
+    training = SFTTrainingConfig(num_steps=1, batch_size=1)
+    job = SFTJob(
+        model=base, data=(InputDataset(path="rows.jsonl", digest=""),), training=training, deployment=ONE_THREAD
+    )
+    (tmp_path / "job.json").write_text(job.model_dump_json())
+    monkeypatch.setattr("rollouts_core.__main__._load_runner", lambda job: find_no_room)
+    assert main(["sft", str(tmp_path / "job.json")]) == 2
+    assert told in capsys.readouterr().err.splitlines()[-1]
+    [event] = read_json_lines(tmp_path / "events.jsonl")
+    assert event["event"] == "failed" and told in event["message"]
+
+
 def test_the_same_generation_twice_gives_the_same_completions(
     base: InputModel, quickstart_dir: Path, tmp_path: Path
 ) -> None:

@@ -4,13 +4,15 @@ Without it an exported adapter could compute something else than what was traine
 """
 
 import asyncio
+import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import (
     AttentionInterface,
     AutoModelForCausalLM,
@@ -35,11 +37,13 @@ from transformers import (
 )
 
 from rollouts_core.algorithms.loss import Metrics, TokenScores, create_cross_entropy_loss
+from rollouts_core.backends import pytorch
 from rollouts_core.backends.pytorch import PyTorchTrainingBackend, create_pytorch_backend
 from rollouts_core.batch import TrainBatch, build_batch, place_samples, split_by_sample
 from rollouts_core.config import PLAIN_POLICY, LoRAConfig, ModelConfig, OptimConfig, PolicyConfig
 from rollouts_core.errors import ConfigError
-from rollouts_core.model import policy
+from rollouts_core.model import lora, policy
+from rollouts_core.model.lora import merge_each
 from rollouts_core.model.policy import compute_hidden_states, compute_logprobs, create_policy, recompute_activations
 from tests.rollouts_core.make import (
     STATE_OF_ITS_OWN,
@@ -147,6 +151,29 @@ def test_exported_adapters_compute_what_the_policy_computes(base_model: ModelCon
         torch.testing.assert_close(
             compute_logprobs(backend.model, batch), compute_logprobs(merged, batch), atol=1e-5, rtol=1e-5
         )
+
+
+def test_merged_weights_leave_the_device_one_after_another(
+    base_model: ModelConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU that holds a model with adapters may have no room for all of its matrices once more."""
+    merged: list[weakref.ref[Tensor]] = []
+
+    def watched(hf_model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in merge_each(hf_model):
+            if name.endswith("_proj.weight"):
+                merged.append(weakref.ref(tensor))
+            assert sum(each() is not None for each in merged) <= 2, "the caller's last one, and this"
+            yield name, tensor
+            del tensor
+
+    backend = create_backend(base_model, policy=PolicyConfig(lora=LoRAConfig(rank=4)))
+    for module in (lora, pytorch):
+        monkeypatch.setattr(module, "merge_each", watched)
+    monkeypatch.setattr(Tensor, "cpu", lambda self: self.clone())  # as of a GPU
+    weights = asyncio.run(backend.get_weights().result())
+    asyncio.run(backend.save_checkpoint(tmp_path / "step_000000", {"step": 0}).result())
+    assert len(merged) == 2 * sum(name.endswith("_proj.weight") for name in weights) > 4
 
 
 @pytest.mark.parametrize("rank", [0, 4], ids=["frozen copy", "adapters off"])
