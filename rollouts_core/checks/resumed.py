@@ -62,10 +62,9 @@ def check_resumed_inputs(job: SFTJob | RLJob, *, knows_model: bool = True) -> No
         return
     checkpoint = find_checkpoint(Path(job.training.resume_from))
     settings = load_manifest(checkpoint).settings
-    current = {name: digest for name, digest in job.inputs.items() if knows_model or name != "model"}
-    named = {name: settings[name] for name in current if name in settings}  # earlier versions did not name all
-    current = {name: current[name] for name in named}
-    check_same_settings(named, current, allowed=job.training.allow_changed, checkpoint=checkpoint)
+    compared = job.inputs.keys() & settings.keys() - (set() if knows_model else {"model"})  # earlier versions lack some
+    saved, current = ({name: named[name] for name in compared} for named in (settings, job.inputs))
+    check_same_settings(saved, current, allowed=job.training.allow_changed, checkpoint=checkpoint)
 
 
 def _rollout_of_job(config: Config) -> RolloutConfig:
