@@ -122,13 +122,22 @@ def tokenize_reply(tokenizer: PreTrainedTokenizerBase, replies: Sequence[Message
 
 def _split_special(tokenizer: PreTrainedTokenizerBase, replies: Sequence[Message]) -> list[Message]:
     """The replies with SPLIT within every special token that their texts hold, and nowhere else."""
-    special = sorted((each.content for each in tokenizer.added_tokens_decoder.values() if each.special), key=len)
-    is_special = re.compile("|".join(re.escape(each) for each in reversed(special) if len(each) > 1) or r"(?!)")
+    is_special = _special_tokens(tokenizer, len(tokenizer))
 
     def split(text: str) -> str:
         return is_special.sub(lambda found: found[0][0] + SPLIT + found[0][1:], text.replace(SPLIT, ""))
 
     return [cast("Message", {k: split(v) if isinstance(v, str) else v for k, v in reply.items()}) for reply in replies]
+
+
+@lru_cache(maxsize=16)
+def _special_tokens(tokenizer: PreTrainedTokenizerBase, num_tokens: int) -> re.Pattern[str]:
+    """What finds its special tokens, of which one that is added later makes another number of tokens.
+
+    Listing them takes twice as long as tokenizing a reply: some tokenizers reserve hundreds.
+    """
+    special = sorted((each.content for each in tokenizer.added_tokens_decoder.values() if each.special), key=len)
+    return re.compile("|".join(re.escape(each) for each in reversed(special) if len(each) > 1) or r"(?!)")
 
 
 def stop_token_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
