@@ -19,6 +19,7 @@ import subprocess
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from io import FileIO
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
@@ -43,6 +44,8 @@ MAX_READ_BYTES = 64 << 20
 MAX_OUTPUT_BYTES = 64 << 20
 """So much a command on another machine may print that is run to its end; what prints more is streamed."""
 
+_REASON_LINES = 3
+"""So many of its last lines say why a program did not begin."""
 LOOPBACK = "127.0.0.1"
 
 _READ_BYTES = 256 << 10
@@ -112,6 +115,23 @@ class Session(Protocol):
     ) -> AbstractContextManager[Iterator[bytes]]:
         """`pipe` of what `run_program` runs."""
 
+    @property
+    def can_pour(self) -> bool:
+        """Whether `pour_program` can be had, which is worth the start of a process where hundreds of MiB come."""
+
+    def pour_program(
+        self, source: Path, arguments: Sequence[str], *, stdin: bytes, into: FileIO
+    ) -> AbstractContextManager[Iterator[dict[str, Any]]]:  # Any: JSON
+        """`pipe_program` whose output goes into a file by itself; yields the JSON objects that it says on stderr.
+
+        The first of them, which is not yielded, says that it runs. Only then is `stdin` sent, and does the output go to
+        the beginning of `into`: what shells print when they start is cut off. When the iterator has ended, everything
+        that came is in the file; whether it is all that was sent is for the caller to know.
+
+        Raises:
+            InfraError: it could not be started.
+        """
+
     def forward(self, port: int, host: str = LOOPBACK) -> AbstractContextManager[int]:
         """A port on this machine's loopback that leads where the node finds host and port, while the block runs."""
 
@@ -175,7 +195,7 @@ class LocalSession:
         check: bool = True,
         may_repeat: bool = False,
     ) -> CompletedCommand:
-        with _start_process(argv, stderr=subprocess.PIPE) as process:
+        with _start_process(argv) as process:
             try:
                 stdout, stderr = process.communicate(stdin, timeout=timeout_s)
             except subprocess.TimeoutExpired as error:
@@ -224,6 +244,21 @@ class LocalSession:
         self, source: Path, arguments: Sequence[str], *, stdin: bytes = b""
     ) -> AbstractContextManager[Iterator[bytes]]:
         return self.pipe([self._python, ISOLATED, str(source), *arguments], stdin=stdin)
+
+    @property
+    def can_pour(self) -> bool:
+        return True
+
+    @contextlib.contextmanager
+    def pour_program(
+        self, source: Path, arguments: Sequence[str], *, stdin: bytes, into: FileIO
+    ) -> Iterator[Iterator[dict[str, Any]]]:
+        argv = [self._python, ISOLATED, str(source), *arguments]
+        with _start_process(argv, stdout=into.fileno(), stderr=subprocess.PIPE) as process:
+            try:
+                yield poured_objects(process, stdin, into)
+            finally:
+                _kill_group(process)
 
     def _output_of(self, process: subprocess.Popen[bytes], argv: Sequence[str], stderr_fd: int) -> Iterator[bytes]:
         assert process.stdout is not None
@@ -311,12 +346,12 @@ def refusal_to_write(path: str, number: int | None, reason: str | None, *, num_b
     return PermanentInfraError(f"{path} cannot be written: {reason}")
 
 
-def _start_process(argv: Sequence[str], *, stderr: int) -> subprocess.Popen[bytes]:
+def _start_process(
+    argv: Sequence[str], *, stdout: int = subprocess.PIPE, stderr: int = subprocess.PIPE
+) -> subprocess.Popen[bytes]:
     assert not isinstance(argv, str), "a command is a list of arguments"
     try:
-        return subprocess.Popen(
-            argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, start_new_session=True
-        )
+        return subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=stdout, stderr=stderr, start_new_session=True)
     except OSError as error:
         raise PermanentInfraError(f"{argv[0]} cannot be run on this machine: {error.strerror}") from error
 
@@ -328,6 +363,30 @@ def _kill_group(process: subprocess.Popen[bytes]) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
+
+
+def poured_objects(process: subprocess.Popen[bytes], stdin: bytes, into: FileIO) -> Iterator[dict[str, Any]]:
+    """The JSON objects of `Session.pour_program`, from the process whose standard output is the file.
+
+    Raises:
+        TransientInfraError: it has ended before it said anything.
+    """
+    assert process.stdin is not None and process.stderr is not None
+    other: list[bytes] = []
+    for line in process.stderr:  # shells and interpreters may say something of their own
+        if parse_object(line) is not None:
+            break
+        other = [*other, line][-_REASON_LINES:]
+    else:
+        reason = b"".join(other).decode(errors="replace").strip() or "without a word"
+        raise TransientInfraError(f"a program that sends a file ended before it began: {reason}")
+    # The process writes where this file stands: to it, and to us, it is one opened file.
+    into.seek(0)
+    into.truncate()
+    with contextlib.suppress(BrokenPipeError):
+        process.stdin.write(stdin)
+        process.stdin.flush()
+    yield from filter(None, map(parse_object, process.stderr))
 
 
 def read_answer(completed: CompletedCommand) -> dict[str, Any]:  # Any: JSON

@@ -18,8 +18,10 @@ import shutil
 import subprocess
 import tempfile
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from io import FileIO
 from pathlib import Path
+from typing import IO
 
 from infra.errors import NodeUnreachableError, PermanentInfraError
 from infra.node import SSHAccess
@@ -55,7 +57,7 @@ class OpenSSH:
 
     def __init__(self, access: SSHAccess, believed: SSHConnection) -> None:
         self._access = access
-        self._channels: list[OpenSSHChannel] = []
+        self._processes: list[subprocess.Popen[bytes]] = []
         self._lock = threading.Lock()
         self._folder = tempfile.TemporaryDirectory(prefix="rollouts-ssh-")
         key = believed.host_key
@@ -94,16 +96,40 @@ class OpenSSH:
 
     def open_command(self, command: str) -> "OpenSSHChannel":
         """Start a command line in the node's shell; whether that works shows at its first output."""
-        channel = OpenSSHChannel([*self._command, "--", self._access.host, command], self._access.address)
+        stderr = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the channel
+        try:
+            process = self._start(command, stdout=subprocess.PIPE, stderr=stderr)
+        except BaseException:
+            stderr.close()
+            raise
+        return OpenSSHChannel(process, stderr, self._access.address)
+
+    @contextlib.contextmanager
+    def pouring(self, command: str, into: FileIO) -> Iterator[subprocess.Popen[bytes]]:
+        """A client that writes what a command line says straight into a file; leaving the block ends it."""
+        with self._start(command, stdout=into, stderr=subprocess.PIPE) as process:
+            try:
+                yield process
+            finally:
+                process.kill()
+
+    def _start(self, command: str, *, stdout: int | FileIO, stderr: int | IO[bytes]) -> subprocess.Popen[bytes]:
+        argv = [*self._command, "--", self._access.host, command]
+        try:
+            process = subprocess.Popen(
+                argv, stdin=subprocess.PIPE, stdout=stdout, stderr=stderr, bufsize=0, start_new_session=True
+            )
+        except OSError as error:
+            raise PermanentInfraError(f"{argv[0]} cannot be run on this machine: {error.strerror}") from error
         with self._lock:
-            self._channels = [other for other in self._channels if not other.has_ended] + [channel]
-        return channel
+            self._processes = [other for other in self._processes if other.poll() is None] + [process]
+        return process
 
     def close(self) -> None:
         """End the commands that are under way, and remove the files."""
         with self._lock:
-            for channel in self._channels:
-                channel.kill()
+            for process in self._processes:
+                process.kill()
         self._folder.cleanup()
 
 
@@ -158,17 +184,10 @@ def is_installed() -> bool:
 class OpenSSHChannel:
     """Bytes to and from one command of a node, through the client's pipes."""
 
-    def __init__(self, command: list[str], address: str) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], stderr: IO[bytes], address: str) -> None:
         self._address = address
-        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the channel
-        try:
-            pipe = subprocess.PIPE
-            self._process = subprocess.Popen(
-                command, stdin=pipe, stdout=pipe, stderr=self._stderr, bufsize=0, start_new_session=True
-            )
-        except OSError as error:
-            self._stderr.close()
-            raise PermanentInfraError(f"{command[0]} cannot be run on this machine: {error.strerror}") from error
+        self._stderr = stderr
+        self._process = process
         assert self._process.stdin is not None and self._process.stdout is not None
         self._input, self._output = self._process.stdin, self._process.stdout
         for stream in (self._input, self._output):

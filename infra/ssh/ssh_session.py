@@ -17,9 +17,11 @@ import functools
 import hashlib
 import itertools
 import logging
+import shlex
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from io import FileIO
 from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self, TypeVar, get_args
@@ -39,7 +41,7 @@ from infra.errors import (
 from infra.node import SSHAccess
 from infra.node_agent import ISOLATED, STDERR, STDOUT
 from infra.node_programs import read_program
-from infra.session import LOOPBACK, MAX_OUTPUT_BYTES, MAX_READ_BYTES, refusal_to_write, split_lines
+from infra.session import LOOPBACK, MAX_OUTPUT_BYTES, MAX_READ_BYTES, poured_objects, refusal_to_write, split_lines
 from infra.ssh import openssh
 from infra.ssh.agent_call import Agent, AgentCall, JsonObject
 from infra.ssh.connection import SSHConnection, connect
@@ -195,6 +197,21 @@ class SSHSession:
         request, argv = self._program_request(source, arguments, timeout_s=None, keep_open=True)
         with self._output_of(request, argv, stdin, "bulk") as chunks:
             yield chunks
+
+    @property
+    def can_pour(self) -> bool:
+        return self._openssh("bulk") is not None
+
+    @contextlib.contextmanager
+    def pour_program(
+        self, source: Path, arguments: Sequence[str], *, stdin: bytes, into: FileIO
+    ) -> Iterator[Iterator[JsonObject]]:
+        if (client := self._openssh("bulk")) is None:  # any more
+            raise TransientInfraError(f"no client on this machine writes what comes from {self._access.address}")
+        # No agent: the client writes everything that its command says into the file.
+        command = shlex.join([self._python, ISOLATED, self.place_program(source), *arguments])
+        with client.pouring(f"exec {command}", into) as process:
+            yield poured_objects(process, stdin, into)
 
     def write_file(self, path: str, content: bytes) -> None:
         self._repeated_if_cut(lambda: self._write(path, content))

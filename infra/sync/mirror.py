@@ -4,7 +4,8 @@ Not here: the node's side (sender.py), copies in the other direction (push.py).
 
     logs, metrics, events, …  what is new is appended; a reader here sees them grow
     everything else           into .incoming/, only the chunks that differ from what the last try, or an older version,
-                              has left; each chunk's digest compared, renamed
+                              has left; each chunk's digest compared, renamed. A large one of which nothing is here is
+                              written by the program that receives it, without passing through this process
     order                     a checkpoint's manifest after its other files, result.json after everything
                               a checkpoint that is here in another version is replaced when all of the new one has come
     checkpoints               only those with a manifest; those that the job has deleted are deleted here too, but none
@@ -21,6 +22,7 @@ import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from io import FileIO
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
 
@@ -40,9 +42,17 @@ MANIFEST, RESULT = "manifest.json", "result.json"
 STEP = re.compile(r"checkpoints/step_(\d+)")
 INCOMING = ".incoming"
 LOCK = ".mirror.lock"
+POURED_BYTES = 256 << 20
+"""A file that is this large and new is worth a login of its own."""
 MAX_HEAD_BYTES = 64 << 10
 MAX_NUMBER = 1 << 63
 """Sizes and times of change of files are below it everywhere."""
+
+_READ_BYTES = 256 << 10
+"""So little that it is still in the processor's cache when it has been hashed."""
+
+# Any: JSON objects have no better type at this edge.
+JsonObject = dict[str, Any]
 
 logger = logging.getLogger(__name__)
 
@@ -199,15 +209,18 @@ def _fetch(
     if not names:
         return []
     parts = {name: _Part(_part_of(target, name), begins_as=target / name, algorithm=algorithm) for name in names}
-    asked = [[name, part.size, part.digests] for name, part in parts.items()]
-    request = json.dumps({"chunk_bytes": CHUNK_BYTES, "digest": algorithm, "files": asked}).encode() + b"\n"
+    poured = {name for name, part in parts.items() if part.is_new and names[name][0] >= POURED_BYTES}
+    if poured and not session.can_pour:
+        poured.clear()
     damaged: list[str] = []
     changed: set[Path] = set()
     replaced = {name for name in names if _manifest_of(name) == name and (target / name).exists()}
-    with session.pipe_program(Path(sender.__file__), ["send", source], stdin=request) as chunks:
-        stream = _ByteStream(chunks)
+    with _stream_of(session, source, {name: part for name, part in parts.items() if name not in poured}) as stream:
         for name, part in parts.items():
-            head = stream.read_object()
+            if name in poured:
+                head: JsonObject | None = {"name": name, "size": names[name][0], "modified_ns": names[name][1]}
+            else:
+                head = stream.read_object()
             if head is None or not _is_head_of(name, head):
                 raise TransientInfraError(f"{head} came from the node instead of {name}")
             if name == RESULT or PurePosixPath(name).name == MANIFEST:
@@ -218,7 +231,11 @@ def _fetch(
             if head["size"] is not None:
                 if head["size"] > names[name][0]:  # what was listed has room
                     _check_room(target, {name: head["size"]})
-                if not _receive(stream, head, part, may_appear=may_appear):
+                if name in poured:
+                    is_right = _pour(session, source, head, part) and may_appear
+                else:
+                    is_right = _receive(stream, head, part, may_appear=may_appear)
+                if not is_right:
                     damaged.append(name)
                 elif not part.is_in_place:
                     held[name] = part.path
@@ -230,6 +247,23 @@ def _fetch(
             changed.add((target / name).parent)
     _flush(changed)
     return damaged
+
+
+@contextmanager
+def _stream_of(session: Session, source: str, parts: "Mapping[str, _Part]") -> Iterator["_ByteStream"]:
+    """What the node sends of some files, one after the other."""
+    if not parts:
+        yield _ByteStream(iter(()))
+        return
+    algorithm = next(iter(parts.values())).algorithm
+    asked = [[name, part.size, part.digests] for name, part in parts.items()]
+    request = {"chunk_bytes": CHUNK_BYTES, "digest": algorithm, "files": asked}
+    with session.pipe_program(Path(sender.__file__), ["send", source], stdin=_line(request)) as chunks:
+        yield _ByteStream(chunks)
+
+
+def _line(content: Mapping[str, object]) -> bytes:
+    return json.dumps(content).encode() + b"\n"
 
 
 def _manifest_of(name: str) -> str:
@@ -302,11 +336,65 @@ class _Part:
         self.algorithm = algorithm
         self.is_in_place = path == begins_as
         path.parent.mkdir(parents=True, exist_ok=True)
+        self.is_new = not path.exists() and not begins_as.exists()
+        """Nothing of it is here, of no version."""
         if not path.exists() and begins_as.is_file() and _size_of(begins_as) > CHUNK_BYTES:
             shutil.copyfile(begins_as, path)
         self.size = _size_of(path)
         self.digests = receiver.hash_chunks(path, CHUNK_BYTES, algorithm) if self.size else []
         """Of its chunks; the last one may be incomplete."""
+
+
+def _pour(session: Session, source: str, head: JsonObject, part: _Part) -> bool:
+    """Have a new file written by whoever receives it, and look at what it wrote: a copy less, of every byte.
+
+    False when it is not whole, or not what the node says that it is: what came of it is kept.
+    """
+    size = head["size"]
+    request = {"chunk_bytes": CHUNK_BYTES, "digest": part.algorithm, **head}
+    digests: list[object] = []
+    num_right = 0
+    is_changed = True
+    with part.path.open("w+b", buffering=0) as file:
+        try:
+            with session.pour_program(Path(sender.__file__), ["pour", source], stdin=_line(request), into=file) as said:
+                for each in said:
+                    is_changed = each.get("is_changed", True)
+                    digests += [each["digest"]] if "digest" in each else []
+                    num_right += _count_right(file, size, digests, num_right, part.algorithm)
+        except InfraError as error:
+            logger.info("%s does not come by itself: %s", head["name"], error)
+            return False
+        num_right += _count_right(file, size, digests, num_right, part.algorithm)
+        file.truncate(size)
+        os.fsync(file.fileno())
+    if is_changed or num_right * CHUNK_BYTES < size:
+        return False
+    os.utime(part.path, ns=(head["modified_ns"], head["modified_ns"]))
+    return True
+
+
+def _count_right(file: FileIO, size: int, digests: Sequence[object], first: int, algorithm: str) -> int:
+    """How many chunks from `first` on have their digest, of those that are written; a wrong one is the last looked at.
+
+    Their bytes are still in a cache when this is asked soon.
+    """
+    num_written = file.tell()
+    number = first
+    while number < len(digests) and (end := min(size, (number + 1) * CHUNK_BYTES)) <= num_written:
+        if _digest_of(file, number * CHUNK_BYTES, end, algorithm) != digests[number]:
+            break
+        number += 1
+    return number - first
+
+
+def _digest_of(file: FileIO, start: int, end: int, algorithm: str) -> str:
+    """The digest of a part of a file, which stands where it did."""
+    digest = DIGESTS[algorithm]()
+    while start < end and (piece := os.pread(file.fileno(), min(_READ_BYTES, end - start), start)):
+        digest.update(piece)
+        start += len(piece)
+    return str(digest.hexdigest())
 
 
 def _receive(stream: "_ByteStream", head: Mapping[str, Any], part: _Part, *, may_appear: bool) -> bool:  # Any: JSON

@@ -11,6 +11,10 @@ installed) and one file, because it is sent to nodes by content.
                         one that is gone; then its chunks; then a line {"is_changed"}: whether it was written to
                         meanwhile. A chunk of which the asker has something begins with a line {"is_same"}: whether ours
                         begins like that. Then come the bytes that the asker lacks and, if any, a line {"digest"}
+    pour DIRECTORY      (on stdin a line of JSON, {"chunk_bytes", "digest", "name", "size", "modified_ns"}: a file as it
+                        was listed) its bytes and nothing else, so that they can go into a file without a look at them.
+                        On stderr first a line {"is_ready"}, then a line {"digest"} for each chunk, and {"is_changed"};
+                        of a file that is another one by now only the last
 
 Left out: names that begin with a dot (locks, and what is being written) or with `damaged`, and `weights/`: nobody reads
 those elsewhere. Symbolic links are not followed.
@@ -51,6 +55,11 @@ def main(argv: list[str]) -> int:
         sender = Sender(directory, request["chunk_bytes"], request["digest"], sys.stdout.buffer)
         for name, size, digests in request["files"]:
             sender.send_file(name, size, digests)
+    elif verb == "pour":
+        _say(is_ready=True)
+        request = json.loads(sys.stdin.buffer.readline())
+        sender = Sender(directory, request["chunk_bytes"], request["digest"], sys.stdout.buffer)
+        sender.pour_file(request["name"], request["size"], request["modified_ns"])
     else:
         sys.stderr.write(f"{verb} is no verb of this program\n")
         return 2
@@ -107,6 +116,23 @@ class Sender:
             self._write_line({"is_changed": os.fstat(descriptor).st_mtime_ns != status.st_mtime_ns})
         self._output.flush()
 
+    def pour_file(self, name: str, size: int, modified_ns: int) -> None:
+        """Write the bytes of a file that is as it was listed, and say on stderr what its chunks are."""
+        try:
+            descriptor = os.open(self._directory / name, os.O_RDONLY | os.O_NOFOLLOW)
+        except OSError:
+            _say(is_changed=True)
+            return
+        with os.fdopen(descriptor, "rb", buffering=0) as file:
+            if _size_and_time(descriptor) == (size, modified_ns):
+                for start in range(0, size, self._chunk_bytes):
+                    file.seek(start)
+                    digest = DIGESTS[self._algorithm]()
+                    self._send_bytes(file, start, min(self._chunk_bytes, size - start), digest)
+                    self._output.flush()
+                    _say(digest=digest.hexdigest())
+            _say(is_changed=_size_and_time(descriptor) != (size, modified_ns))
+
     def _send_chunk(self, file: FileIO, start: int, num_bytes: int, num_there: int, digest_there: str) -> None:
         """Write what the asker lacks of a chunk, of which it has `num_there` bytes of this digest."""
         digest = DIGESTS[self._algorithm]()
@@ -150,6 +176,17 @@ class Sender:
     def _write_line(self, content: object) -> None:
         """One JSON object, which ends with its line."""
         self._output.write(json.dumps(content).encode() + b"\n")
+
+
+def _size_and_time(descriptor: int) -> tuple[int, int]:
+    status = os.fstat(descriptor)
+    return status.st_size, status.st_mtime_ns
+
+
+def _say(**content: object) -> None:
+    """One JSON object on stderr, which ends with its line."""
+    sys.stderr.write(json.dumps(content) + "\n")
+    sys.stderr.flush()
 
 
 def _read(file: FileIO, num_bytes: int) -> Iterator[bytes]:

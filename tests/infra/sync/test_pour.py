@@ -1,0 +1,259 @@
+"""Pins that a large file that receives itself is as whole and as right as one whose every byte we take.
+
+Without it what a shell prints, a cut connection or a flipped bit ends up in a checkpoint, because nobody looked.
+"""
+
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from io import FileIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from infra.chunks import CHUNK_BYTES
+from infra.errors import InfraError, PermanentInfraError, TransientInfraError
+from infra.session import LocalSession, Session
+from infra.ssh.ssh_session import SSHSession
+from infra.sync.mirror import pull_run
+from tests.infra.ssh_server import SSHServer, running_server
+from tests.mounts import mounted_tmpfs
+
+SIZE = 2 * CHUNK_BYTES + 12_345
+LITTLE = 64 << 10
+"""What comes beside the file is less."""
+GREETING = """ForceCommand sh -c 'echo "Welcome!"; echo "{\\"a\\"" >&2; eval "$SSH_ORIGINAL_COMMAND"'"""
+
+Said = Iterator[dict[str, Any]]
+Change = Callable[[Said, FileIO], Said]
+
+
+class _Noting:
+    """Counts what is poured and what is streamed; may change what is said of a file, or the file, meanwhile."""
+
+    num_poured = 0
+    num_streamed_bytes = 0
+    change: Change | None = None
+
+    @contextmanager
+    def pipe_program(self, source: Path, arguments: Sequence[str], *, stdin: bytes = b"") -> Iterator[Iterator[bytes]]:
+        with super().pipe_program(source, arguments, stdin=stdin) as chunks:  # type: ignore[misc]
+            yield map(self._counted, chunks)
+
+    def _counted(self, chunk: bytes) -> bytes:
+        self.num_streamed_bytes += len(chunk)
+        return chunk
+
+    @contextmanager
+    def pour_program(
+        self, source: Path, arguments: Sequence[str], *, stdin: bytes, into: FileIO
+    ) -> Iterator[Iterator[dict[str, Any]]]:
+        with super().pour_program(source, arguments, stdin=stdin, into=into) as said:  # type: ignore[misc]
+            self.num_poured += 1
+            yield self.change(said, into) if self.change else said
+
+
+class NotingLocalSession(_Noting, LocalSession):
+    pass
+
+
+class NotingSSHSession(_Noting, SSHSession):
+    pass
+
+
+NotingSession = NotingLocalSession | NotingSSHSession
+
+
+@pytest.fixture(autouse=True)
+def _any_size_is_large_and_any_node_near(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("infra.sync.mirror.POURED_BYTES", 1 << 20)
+    monkeypatch.setattr("infra.ssh.connection._NEAR_S", 5.0)
+
+
+@pytest.fixture
+def there(tmp_path: Path) -> Path:
+    path = tmp_path / "node" / "run"
+    checkpoint = path / "checkpoints" / "step_000001"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "model.safetensors").write_bytes(os.urandom(SIZE))
+    (checkpoint / "manifest.json").write_text("{}")
+    (path / "result.json").write_text("{}")
+    return path
+
+
+@pytest.fixture
+def here(tmp_path: Path) -> Path:
+    return tmp_path / "store" / "run"
+
+
+@pytest.fixture(params=["local", pytest.param("ssh", marks=pytest.mark.slow)])
+def noting(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[NotingSession]:
+    if request.param == "local":
+        yield NotingLocalSession(sys.executable)
+        return
+    server: SSHServer = request.getfixturevalue("ssh_server")
+    with session_on(server, tmp_path) as session:
+        yield session
+
+
+def session_on(server: SSHServer, tmp_path: Path) -> NotingSSHSession:
+    return NotingSSHSession(server.access, python=sys.executable, programs_dir=str(tmp_path / "programs"))
+
+
+def assert_equal(there: Path, here: Path) -> None:
+    files = sorted(path.relative_to(there) for path in there.rglob("*") if path.is_file())
+    assert [path for path in files if (here / path).read_bytes() != (there / path).read_bytes()] == []
+    assert not (here / ".incoming").exists()
+
+
+def test_a_large_file_that_is_new_is_poured_and_known_the_next_time(
+    noting: NotingSession, there: Path, here: Path
+) -> None:
+    assert pull_run(noting, str(there), here) == 3
+    assert_equal(there, here)
+    assert noting.num_poured == 1 and noting.num_streamed_bytes < LITTLE
+    assert pull_run(noting, str(there), here) == 0
+
+
+def test_only_a_chunk_that_arrived_damaged_comes_again(noting: NotingSession, there: Path, here: Path) -> None:
+    def flip_a_bit(said: Said, into: FileIO) -> Said:
+        everything = list(said)  # now it is written
+        byte = os.pread(into.fileno(), 1, CHUNK_BYTES + 5)[0]
+        os.pwrite(into.fileno(), bytes([byte ^ 1]), CHUNK_BYTES + 5)
+        yield from everything
+
+    noting.change = flip_a_bit
+    pull_run(noting, str(there), here)
+    assert_equal(there, here)
+    assert noting.num_poured == 1 and CHUNK_BYTES < noting.num_streamed_bytes < CHUNK_BYTES + LITTLE
+
+
+def test_a_file_that_is_written_to_meanwhile_never_appears_as_a_mixture(
+    noting: NotingSession, there: Path, here: Path
+) -> None:
+    model = there / "checkpoints" / "step_000001" / "model.safetensors"
+
+    def write_anew(said: Said, into: FileIO) -> Said:
+        model.write_bytes(os.urandom(SIZE))
+        yield from said
+
+    noting.change = write_anew
+    for _ in range(2):
+        try:
+            pull_run(noting, str(there), here)
+        except TransientInfraError:
+            assert not list(here.glob("checkpoints/*/manifest.json"))
+    assert_equal(there, here)
+
+
+def test_what_came_before_a_break_does_not_come_again(noting: NotingSession, there: Path, here: Path) -> None:
+    def break_off(said: Said, into: FileIO) -> Said:
+        for number, each in enumerate(said):
+            if number == 1:
+                raise TransientInfraError("the connection broke")
+            yield each
+
+    noting.change = break_off
+    pull_run(noting, str(there), here)
+    assert_equal(there, here)
+    assert noting.num_poured == 1 and noting.num_streamed_bytes < SIZE - CHUNK_BYTES + LITTLE
+
+
+def test_an_interrupt_is_passed_on_and_the_next_pull_goes_on(noting: NotingSession, there: Path, here: Path) -> None:
+    def interrupt(said: Said, into: FileIO) -> Said:
+        yield next(said)
+        raise KeyboardInterrupt
+
+    noting.change = interrupt
+    with pytest.raises(KeyboardInterrupt):
+        pull_run(noting, str(there), here)
+    assert not list(here.glob("checkpoints/*/*"))
+    pull_run(noting, str(there), here)
+    assert_equal(there, here)
+    assert noting.num_poured == 1, "what is begun is looked at by chunks"
+
+
+def test_a_disk_that_fills_up_meanwhile_is_named(noting: NotingSession, there: Path, tmp_path: Path) -> None:
+    with mounted_tmpfs(tmp_path / "disk", f"size={SIZE + CHUNK_BYTES}") as disk:
+
+        def fill(said: Said, into: FileIO) -> Said:
+            for each in said:
+                with (disk / "filler").open("ab") as filler:
+                    try:
+                        filler.write(bytes(2 * CHUNK_BYTES))
+                    except OSError:
+                        filler.truncate()
+                yield each
+
+        noting.change = fill
+        with pytest.raises(InfraError, match=r"cannot be written: No space|has no room|room"):
+            pull_run(noting, str(there), disk / "run")
+        (disk / "filler").unlink()
+        pull_run(noting, str(there), disk / "run")
+        assert_equal(there, disk / "run")
+
+
+@pytest.mark.slow
+def test_what_a_shell_prints_when_it_starts_is_not_in_the_file(tmp_path: Path, there: Path, here: Path) -> None:
+    with running_server(tmp_path / "sshd", more_config=GREETING) as server, session_on(server, tmp_path) as session:
+        pull_run(session, str(there), here)
+        assert session.num_poured == 1 and session.num_streamed_bytes < LITTLE
+    assert_equal(there, here)
+
+
+@pytest.mark.slow
+def test_over_a_connection_that_breaks_amid_a_file_only_what_is_missing_comes_again(
+    tmp_path: Path, there: Path, here: Path
+) -> None:
+    with running_server(tmp_path / "sshd") as server, session_on(server, tmp_path) as session:
+
+        def cut(said: Said, into: FileIO) -> Said:
+            yield next(said)
+            server.signal_sessions(signal.SIGKILL)
+            yield from said
+
+        session.change = cut
+        pull_run(session, str(there), here)
+        assert session.num_poured == 1
+    assert_equal(there, here)
+
+
+@pytest.mark.slow
+def test_a_client_that_fails_is_replaced_by_the_agent(
+    ssh_server: SSHServer, tmp_path: Path, there: Path, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    (folder / "ssh").write_text("#!/bin/sh\necho no such option >&2; exit 255\n")
+    (folder / "ssh").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    with session_on(ssh_server, tmp_path) as session:
+        pull_run(session, str(there), here)
+    assert_equal(there, here)
+
+
+@pytest.mark.slow
+def test_a_distant_node_pours_nothing(far_session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("infra.ssh.connection._NEAR_S", 0.005)
+    assert not far_session.can_pour
+
+
+def test_a_program_that_does_not_begin_is_named(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text("import sys; sys.exit('no such module')")
+    with (
+        (tmp_path / "file").open("w+b", buffering=0) as file,
+        LocalSession(sys.executable).pour_program(program, [], stdin=b"", into=file) as said,
+        pytest.raises(TransientInfraError, match="ended before it began: no such module"),
+    ):
+        next(said)
+
+
+def test_a_file_here_that_cannot_be_written_is_named(noting: NotingSession, there: Path, here: Path) -> None:
+    here.mkdir(parents=True)
+    (here / ".incoming").write_text("in the way")
+    with pytest.raises(PermanentInfraError, match="cannot be written"):
+        pull_run(noting, str(there), here)
