@@ -5,6 +5,7 @@ Not here: how chunks travel (session.py), where they go (push.py), what the othe
 
 import os
 from collections.abc import Iterable, Iterator, Mapping
+from io import FileIO
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -80,6 +81,18 @@ class SourceFile:
         """`digest` of every chunk."""
         return tuple(self.digest(number) for number in range(self.num_chunks))
 
+    def open(self) -> FileIO:
+        """The file, for somebody else to read; a link that took its place since it was listed is not followed.
+
+        Raises:
+            TransientInfraError: it cannot be read any more.
+        """
+        try:
+            descriptor = os.open(self.path, os.O_RDONLY | os.O_NOFOLLOW)
+        except OSError as error:
+            raise TransientInfraError(f"{self.path} cannot be read any more: {error.strerror}") from error
+        return os.fdopen(descriptor, "rb", buffering=0)
+
     def read(self, number: int) -> Iterator[bytes]:
         """The content of a chunk.
 
@@ -89,20 +102,29 @@ class SourceFile:
         digest = DIGESTS[self._algorithm]()
         num_missing_bytes = self.length_of(number)
         try:
-            # O_NOFOLLOW: a link that took the file's place since it was listed is not followed.
-            descriptor = os.open(self.path, os.O_RDONLY | os.O_NOFOLLOW)
-            with os.fdopen(descriptor, "rb", buffering=0) as file:
-                self._check_unchanged(os.fstat(descriptor))
+            with self.open() as file:
+                self._check_unchanged(os.fstat(file.fileno()))
                 file.seek(number * CHUNK_BYTES)
                 while num_missing_bytes and (piece := file.read(min(_READ_BYTES, num_missing_bytes))):
                     num_missing_bytes -= len(piece)
                     digest.update(piece)
                     yield piece
-                self._check_unchanged(os.fstat(descriptor))
+                self._check_unchanged(os.fstat(file.fileno()))
         except OSError as error:
             raise TransientInfraError(f"{self.path} cannot be read any more: {error.strerror}") from error
         if num_missing_bytes or self._digests.setdefault(number, digest.hexdigest()) != digest.hexdigest():
             raise self._changed()
+
+    def check(self) -> None:
+        """Return if it is still the file that was first read.
+
+        Raises:
+            TransientInfraError: it changed.
+        """
+        try:
+            self._check_unchanged(self.path.lstat())
+        except OSError as error:
+            raise TransientInfraError(f"{self.path} cannot be read any more: {error.strerror}") from error
 
     def _check_unchanged(self, status: os.stat_result) -> None:
         identity = (status.st_size, status.st_mtime_ns, status.st_ino)

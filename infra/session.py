@@ -117,7 +117,7 @@ class Session(Protocol):
 
     @property
     def can_pour(self) -> bool:
-        """Whether `pour_program` can be had, which is worth the start of a process where hundreds of MiB come."""
+        """Whether there are `pour_program` and `feed_program`, which are worth a login for hundreds of MiB."""
 
     def pour_program(
         self, source: Path, arguments: Sequence[str], *, stdin: bytes, into: FileIO
@@ -129,6 +129,16 @@ class Session(Protocol):
         that came is in the file; whether it is all that was sent is for the caller to know.
 
         Raises:
+            InfraError: it could not be started.
+        """
+
+    def feed_program(
+        self, source: Path, arguments: Sequence[str], *, stdin: FileIO
+    ) -> AbstractContextManager[Iterator[bytes]]:
+        """`pipe_program` whose input is a file by itself, from its beginning; yields the lines that it says.
+
+        Raises:
+            NodeUnreachableError: from the iterator, when the connection broke.
             InfraError: it could not be started.
         """
 
@@ -254,9 +264,19 @@ class LocalSession:
         self, source: Path, arguments: Sequence[str], *, stdin: bytes, into: FileIO
     ) -> Iterator[Iterator[dict[str, Any]]]:
         argv = [self._python, ISOLATED, str(source), *arguments]
-        with _start_process(argv, stdout=into.fileno(), stderr=subprocess.PIPE) as process:
+        with _start_process(argv, stdout=into.fileno()) as process:
             try:
                 yield poured_objects(process, stdin, into)
+            finally:
+                _kill_group(process)
+
+    @contextlib.contextmanager
+    def feed_program(self, source: Path, arguments: Sequence[str], *, stdin: FileIO) -> Iterator[Iterator[bytes]]:
+        argv = [self._python, ISOLATED, str(source), *arguments]
+        with _start_process(argv, stdin=stdin.fileno(), stderr=subprocess.DEVNULL) as process:
+            assert process.stdout is not None
+            try:
+                yield iter(process.stdout)
             finally:
                 _kill_group(process)
 
@@ -347,11 +367,15 @@ def refusal_to_write(path: str, number: int | None, reason: str | None, *, num_b
 
 
 def _start_process(
-    argv: Sequence[str], *, stdout: int = subprocess.PIPE, stderr: int = subprocess.PIPE
+    argv: Sequence[str],
+    *,
+    stdin: int = subprocess.PIPE,
+    stdout: int = subprocess.PIPE,
+    stderr: int = subprocess.PIPE,
 ) -> subprocess.Popen[bytes]:
     assert not isinstance(argv, str), "a command is a list of arguments"
     try:
-        return subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=stdout, stderr=stderr, start_new_session=True)
+        return subprocess.Popen(argv, stdin=stdin, stdout=stdout, stderr=stderr, start_new_session=True)
     except OSError as error:
         raise PermanentInfraError(f"{argv[0]} cannot be run on this machine: {error.strerror}") from error
 

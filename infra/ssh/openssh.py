@@ -52,6 +52,9 @@ _NEVER = (
 )
 
 
+_Stream = int | IO[bytes] | FileIO
+
+
 class OpenSSH:
     """Starts commands on one node, each over a connection of its own; its files are gone when it is closed."""
 
@@ -98,26 +101,28 @@ class OpenSSH:
         """Start a command line in the node's shell; whether that works shows at its first output."""
         stderr = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the channel
         try:
-            process = self._start(command, stdout=subprocess.PIPE, stderr=stderr)
+            process = self._start(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr)
         except BaseException:
             stderr.close()
             raise
         return OpenSSHChannel(process, stderr, self._access.address)
 
     @contextlib.contextmanager
-    def pouring(self, command: str, into: FileIO) -> Iterator[subprocess.Popen[bytes]]:
-        """A client that writes what a command line says straight into a file; leaving the block ends it."""
-        with self._start(command, stdout=into, stderr=subprocess.PIPE) as process:
+    def running(
+        self, command: str, *, stdin: _Stream = subprocess.PIPE, stdout: _Stream = subprocess.PIPE, stderr: _Stream
+    ) -> Iterator[subprocess.Popen[bytes]]:
+        """A client that runs a command line, and may read or write a file by itself; leaving the block ends it."""
+        with self._start(command, stdin=stdin, stdout=stdout, stderr=stderr) as process:
             try:
                 yield process
             finally:
                 process.kill()
 
-    def _start(self, command: str, *, stdout: int | FileIO, stderr: int | IO[bytes]) -> subprocess.Popen[bytes]:
+    def _start(self, command: str, *, stdin: _Stream, stdout: _Stream, stderr: _Stream) -> subprocess.Popen[bytes]:
         argv = [*self._command, "--", self._access.host, command]
         try:
             process = subprocess.Popen(
-                argv, stdin=subprocess.PIPE, stdout=stdout, stderr=stderr, bufsize=0, start_new_session=True
+                argv, stdin=stdin, stdout=stdout, stderr=stderr, bufsize=0, start_new_session=True
             )
         except OSError as error:
             raise PermanentInfraError(f"{argv[0]} cannot be run on this machine: {error.strerror}") from error

@@ -18,9 +18,11 @@ import hashlib
 import itertools
 import logging
 import shlex
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from io import FileIO
 from pathlib import Path
 from types import TracebackType
@@ -206,12 +208,39 @@ class SSHSession:
     def pour_program(
         self, source: Path, arguments: Sequence[str], *, stdin: bytes, into: FileIO
     ) -> Iterator[Iterator[JsonObject]]:
-        if (client := self._openssh("bulk")) is None:  # any more
-            raise TransientInfraError(f"no client on this machine writes what comes from {self._access.address}")
         # No agent: the client writes everything that its command says into the file.
-        command = shlex.join([self._python, ISOLATED, self.place_program(source), *arguments])
-        with client.pouring(f"exec {command}", into) as process:
+        with self._program_beside(
+            source, arguments, stdin=subprocess.PIPE, stdout=into, stderr=subprocess.PIPE
+        ) as process:
             yield poured_objects(process, stdin, into)
+
+    @contextlib.contextmanager
+    def feed_program(self, source: Path, arguments: Sequence[str], *, stdin: FileIO) -> Iterator[Iterator[bytes]]:
+        with self._program_beside(
+            source, arguments, stdin=stdin, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+        ) as process:
+            yield self._lines_of(process)
+
+    def _lines_of(self, process: subprocess.Popen[bytes]) -> Iterator[bytes]:
+        assert process.stdout is not None
+        yield from process.stdout
+        if process.wait() == openssh.NOBODY_ANSWERS:
+            raise NodeUnreachableError(self._access.address, "the connection broke")
+
+    def _program_beside(
+        self,
+        source: Path,
+        arguments: Sequence[str],
+        *,
+        stdin: int | FileIO,
+        stdout: int | FileIO,
+        stderr: int,
+    ) -> AbstractContextManager[subprocess.Popen[bytes]]:
+        """The client that runs a program of ours without an agent."""
+        if (client := self._openssh("bulk")) is None:  # any more
+            raise TransientInfraError(f"no client on this machine takes files to and from {self._access.address}")
+        command = shlex.join([self._python, ISOLATED, self.place_program(source), *arguments])
+        return client.running(f"exec {command}", stdin=stdin, stdout=stdout, stderr=stderr)
 
     def write_file(self, path: str, content: bytes) -> None:
         self._repeated_if_cut(lambda: self._write(path, content))

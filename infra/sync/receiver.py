@@ -13,6 +13,9 @@ code 1 when it refuses.
                                             see whether the disk has room: {"taken": {name: [chunk number]}}. Goes on
                                             until stdin ends: so long INCOMING is locked
     accept INCOMING DIGEST                  (files on stdin) write small files, many with one call: {"digests": ...}
+    soak INCOMING NAME SIZE CHUNK_BYTES DIGEST
+                                            (a file on stdin, and nothing else) write one large file: {"digests": [...]}
+                                            of its chunks
     commit DESTINATION INCOMING             (on stdin {"files": {name: [size, sha256]}, "executable": [name]}) compare
                                             what has arrived, let the owner execute those, then swap it in; a digest of
                                             null was compared when the file was written, and is not taken again. The
@@ -32,11 +35,13 @@ import hashlib
 import importlib
 import json
 import os
+import select
 import shutil
 import stat
 import sys
 import time
 from collections.abc import Callable, Iterator
+from io import FileIO
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
@@ -45,6 +50,8 @@ STALE_AFTER_S = 86400.0
 """What a copy that broke off has left, and nobody has gone on with, is removed after this time."""
 _SPARE_BYTES = 16 << 20
 _READ_BYTES = 4 << 20
+_SOAKED_BYTES = 256 << 10
+"""So little that it is still in the processor's cache when it is hashed."""
 DIGESTS: dict[str, Callable[..., Any]] = {"sha256": hashlib.sha256}
 """What this Python can digest chunks by, the best last."""
 with contextlib.suppress(ImportError):
@@ -74,6 +81,9 @@ def main(argv: list[str]) -> int:
             hold_directory(Path(parameters[0]), Path(parameters[1]), int(parameters[2]))
         elif verb == "accept":
             answer = {"digests": accept_files(Path(parameters[0]), sys.stdin.buffer, parameters[1])}
+        elif verb == "soak":
+            directory, name, size, chunk_bytes, algorithm = parameters
+            answer = {"digests": soak_file(Path(directory, name), int(size), int(chunk_bytes), algorithm)}
         elif verb == "commit":
             request = json.loads(sys.stdin.buffer.read())
             commit_directory(Path(parameters[0]), Path(parameters[1]), request["files"], request["executable"])
@@ -316,6 +326,66 @@ def accept_files(incoming: Path, stream: BinaryIO, algorithm: str) -> dict[str, 
             raise _as_copy_error(error, path) from error
         digests[name] = DIGESTS[algorithm](content).hexdigest()
     return digests
+
+
+def soak_file(path: Path, size: int, chunk_bytes: int, algorithm: str) -> list[str]:
+    """Write standard input to a new file, durably; returns the digests of its chunks, as they can be read there."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    digests = []
+    _widen_stdin()
+    try:
+        with path.open("x+b", buffering=0) as file:
+            for start in range(0, size, chunk_bytes):
+                digest = DIGESTS[algorithm]()
+                end = min(size, start + chunk_bytes)
+                while start < end:
+                    num_written = _write_from_stdin(file, path, start, min(_SOAKED_BYTES, end - start))
+                    if not num_written:
+                        raise CopyError(f"{path} ends early: copy again", kind="damaged")
+                    # It is read again while it is in the processor's cache: a copy less than to hash it on its way.
+                    digest.update(os.pread(file.fileno(), num_written, start))
+                    start += num_written
+                digests.append(digest.hexdigest())
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise _as_copy_error(error, path) from error
+    return digests
+
+
+def _widen_stdin() -> None:
+    """Let more lie in the pipe, so that pieces are larger (node_agent.py)."""
+    with contextlib.suppress(OSError):
+        fcntl.fcntl(0, getattr(fcntl, "F_SETPIPE_SZ", 1031), 1 << 20)
+
+
+def _write_from_stdin(file: FileIO, path: Path, start: int, num_bytes: int) -> int:
+    """Write what comes, as far as it is there, at a place in a file that still lies where it was opened.
+
+    What is still on its way from a broken connection may arrive when the file is another copy's already, which holds
+    this lock while it takes the file over.
+    """
+    select.select([0], [], [])  # not with the lock held
+    fcntl.flock(file, fcntl.LOCK_SH)
+    try:
+        if not _is_at(path, file):
+            raise CopyError(f"{path} has been taken over by another copy: copy again", kind="busy")
+        if hasattr(os, "splice"):
+            with contextlib.suppress(OSError):  # no pipe, or a file system that cannot
+                return os.splice(0, file.fileno(), num_bytes, offset_dst=start)
+        content = os.read(0, num_bytes)
+        num_written = 0
+        while num_written < len(content):
+            num_written += os.pwrite(file.fileno(), content[num_written:], start + num_written)
+        return num_written
+    finally:
+        fcntl.flock(file, fcntl.LOCK_UN)
+
+
+def _is_at(path: Path, file: FileIO) -> bool:
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), os.stat(path))  # noqa: PTH116 - a piece takes microseconds
+    except FileNotFoundError:
+        return False
 
 
 def commit_directory(destination: Path, incoming: Path, manifest: dict[str, list[Any]], executable: list[str]) -> None:
