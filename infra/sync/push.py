@@ -369,6 +369,8 @@ def _soak(session: Session, name: str, source: SourceFile, incoming: str, *, dig
     source.check()
     if not answers:
         raise TransientInfraError(f"{name} was not written: copy again")
+    if answers[-1].get("kind") == "unheld":
+        raise NodeUnreachableError(incoming, "the connection that holds it broke")
     written = _checked(answers[-1])["digests"]
     _check_digests({name: source}, dict(zip(((name, n) for n in range(len(ours))), written, strict=False)))
 

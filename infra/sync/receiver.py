@@ -15,7 +15,7 @@ code 1 when it refuses.
     accept INCOMING DIGEST                  (files on stdin) write small files, many with one call: {"digests": ...}
     soak INCOMING NAME SIZE CHUNK_BYTES DIGEST
                                             (a file on stdin, and nothing else) write one large file: {"digests": [...]}
-                                            of its chunks
+                                            of its chunks; as long as INCOMING is locked
     commit DESTINATION INCOMING             (on stdin {"files": {name: [size, sha256]}, "executable": [name]}) compare
                                             what has arrived, let the owner execute those, then swap it in; a digest of
                                             null was compared when the file was written, and is not taken again. The
@@ -59,10 +59,15 @@ with contextlib.suppress(ImportError):
     DIGESTS["blake3"] = importlib.import_module("blake3").blake3
 
 
+ErrorKind = Literal["refused", "disk_full", "damaged", "busy", "unheld"]
+
+
 class CopyError(Exception):
     """A verb cannot be carried out; `kind` sorts the reasons for the caller."""
 
-    def __init__(self, message: str, kind: Literal["refused", "disk_full", "damaged", "busy"] = "refused") -> None:
+    def __init__(
+        self, message: str, kind: Literal["refused", "disk_full", "damaged", "busy", "unheld"] = "refused"
+    ) -> None:
         super().__init__(message, kind)
         self.message = message
         self.kind = kind
@@ -83,7 +88,7 @@ def main(argv: list[str]) -> int:
             answer = {"digests": accept_files(Path(parameters[0]), sys.stdin.buffer, parameters[1])}
         elif verb == "soak":
             directory, name, size, chunk_bytes, algorithm = parameters
-            answer = {"digests": soak_file(Path(directory, name), int(size), int(chunk_bytes), algorithm)}
+            answer = {"digests": soak_file(Path(directory), name, int(size), int(chunk_bytes), algorithm)}
         elif verb == "commit":
             request = json.loads(sys.stdin.buffer.read())
             commit_directory(Path(parameters[0]), Path(parameters[1]), request["files"], request["executable"])
@@ -328,14 +333,19 @@ def accept_files(incoming: Path, stream: BinaryIO, algorithm: str) -> dict[str, 
     return digests
 
 
-def soak_file(path: Path, size: int, chunk_bytes: int, algorithm: str) -> list[str]:
-    """Write standard input to a new file, durably; returns the digests of its chunks, as they can be read there."""
+def soak_file(incoming: Path, name: str, size: int, chunk_bytes: int, algorithm: str) -> list[str]:
+    """Write standard input to a new file, durably; returns the digests of its chunks, as they can be read there.
+
+    Ends when nobody holds the lock on `incoming` any more: what sends the file may outlive who copies.
+    """
+    path = incoming / name
     path.parent.mkdir(parents=True, exist_ok=True)
     digests = []
     _widen_stdin()
     try:
         with path.open("x+b", buffering=0) as file:
             for start in range(0, size, chunk_bytes):
+                _check_held(incoming)
                 digest = DIGESTS[algorithm]()
                 end = min(size, start + chunk_bytes)
                 while start < end:
@@ -350,6 +360,17 @@ def soak_file(path: Path, size: int, chunk_bytes: int, algorithm: str) -> list[s
     except OSError as error:
         raise _as_copy_error(error, path) from error
     return digests
+
+
+def _check_held(incoming: Path) -> None:
+    """Return if the copy that this directory belongs to is under way."""
+    descriptor = os.open(incoming, os.O_RDONLY)
+    try:
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            raise CopyError(f"nobody waits any more for what comes to {incoming}: copy again", kind="unheld")
+    finally:
+        os.close(descriptor)
 
 
 def _widen_stdin() -> None:

@@ -14,7 +14,7 @@ installed) and one file, because it is sent to nodes by content.
     pour DIRECTORY      (on stdin a line of JSON, {"chunk_bytes", "digest", "name", "size", "modified_ns"}: a file as it
                         was listed) its bytes and nothing else, so that they can go into a file without a look at them.
                         On stderr first a line {"is_ready"}, then a line {"digest"} for each chunk, and {"is_changed"};
-                        of a file that is another one by now only the last
+                        of a file that is another one by now only the last. Ends when stdin does
 
 Left out: names that begin with a dot (locks, and what is being written) or with `damaged`, and `weights/`: nobody reads
 those elsewhere. Symbolic links are not followed.
@@ -25,6 +25,7 @@ import hashlib
 import importlib
 import json
 import os
+import select
 import stat
 import sys
 from collections.abc import Callable, Iterator
@@ -126,6 +127,8 @@ class Sender:
         with os.fdopen(descriptor, "rb", buffering=0) as file:
             if _size_and_time(descriptor) == (size, modified_ns):
                 for start in range(0, size, self._chunk_bytes):
+                    if _has_stdin_ended():
+                        return
                     file.seek(start)
                     digest = DIGESTS[self._algorithm]()
                     self._send_bytes(file, start, min(self._chunk_bytes, size - start), digest)
@@ -181,6 +184,11 @@ class Sender:
 def _size_and_time(descriptor: int) -> tuple[int, int]:
     status = os.fstat(descriptor)
     return status.st_size, status.st_mtime_ns
+
+
+def _has_stdin_ended() -> bool:
+    """Whether whoever asked is gone, which what takes our output may outlive."""
+    return bool(select.select([0], [], [], 0)[0])
 
 
 def _say(**content: object) -> None:

@@ -3,8 +3,10 @@
 Without it what a shell prints, a cut connection or a flipped bit ends up in a checkpoint, because nobody looked.
 """
 
+import json
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,6 +20,7 @@ from infra.chunks import CHUNK_BYTES
 from infra.errors import InfraError, PermanentInfraError, TransientInfraError
 from infra.session import LocalSession, Session
 from infra.ssh.ssh_session import SSHSession
+from infra.sync import sender
 from infra.sync.mirror import pull_run
 from tests.infra.ssh_server import SSHServer, running_server
 from tests.mounts import fill, mounted_tmpfs
@@ -246,6 +249,23 @@ def test_a_program_that_does_not_begin_is_named(tmp_path: Path) -> None:
         pytest.raises(TransientInfraError, match="ended before it began: no such module"),
     ):
         next(said)
+
+
+def test_a_node_whose_asker_is_gone_stops_sending(tmp_path: Path) -> None:
+    """The program that takes the file may outlive us, and would write into what the next pull has begun."""
+    with (tmp_path / "large").open("wb") as file:
+        file.truncate(100 * CHUNK_BYTES)
+    status = (tmp_path / "large").stat()
+    request = {"chunk_bytes": CHUNK_BYTES, "digest": "sha256", "name": "large", "size": status.st_size}
+    command = [sys.executable, sender.__file__, "pour", str(tmp_path)]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL) as process:
+        assert process.stdin is not None and process.stdout is not None
+        process.stdin.write(json.dumps({**request, "modified_ns": status.st_mtime_ns}).encode() + b"\n")
+        process.stdin.flush()
+        assert len(process.stdout.read(1 << 20)) == 1 << 20
+        process.stdin.close()
+        assert len(process.stdout.read()) < 3 * CHUNK_BYTES and process.wait() == 0
 
 
 def test_a_file_here_that_cannot_be_written_is_named(noting: NotingSession, there: Path, here: Path) -> None:

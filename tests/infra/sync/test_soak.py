@@ -3,6 +3,7 @@
 Without it a flipped bit, a file that is written to meanwhile or a late packet ends up in a model: nobody looked.
 """
 
+import fcntl
 import json
 import os
 import signal
@@ -12,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from io import FileIO
 from pathlib import Path
+from typing import Any, BinaryIO, cast
 
 import pytest
 
@@ -128,8 +130,7 @@ def test_of_a_file_that_is_there_in_part_only_chunks_are_sent(
 def test_a_file_that_arrives_damaged_does_not_appear(noting: NotingSession, source: Path, target: Path) -> None:
     def flip_a_bit(lines: Iterator[bytes]) -> Iterator[bytes]:
         answer = json.loads(b"".join(lines))
-        answer["digests"][1] = "0" + answer["digests"][1][1:]
-        answer["digests"][2] = "f" + answer["digests"][2][1:]
+        answer["digests"][1] = answer["digests"][0]
         yield json.dumps(answer).encode()
 
     noting.change = flip_a_bit
@@ -215,28 +216,53 @@ def test_a_client_that_fails_is_replaced_by_our_own_connection(
     assert_copied(source, target)
 
 
-def test_what_comes_late_is_not_written_into_a_file_that_another_copy_has_taken_over(tmp_path: Path) -> None:
-    incoming = tmp_path / ".model.incoming-1-0"
-    size = 1 << 20
-    arguments = ["soak", str(incoming), "file", str(2 * size), str(CHUNK_BYTES), SHA256]
+@pytest.fixture
+def incoming(tmp_path: Path) -> Iterator[Path]:
+    """A folder that somebody holds."""
+    path = tmp_path / ".model.incoming-1-0"
+    path.mkdir()
+    descriptor = os.open(path, os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    yield path
+    os.close(descriptor)
+
+
+@contextmanager
+def soaking(incoming: Path, size: int) -> Iterator[tuple[BinaryIO, Callable[[], dict[str, Any]]]]:
+    """The node's side alone: its input, and what it answers when that has ended."""
+    arguments = ["soak", str(incoming), "file", str(size), str(CHUNK_BYTES), SHA256]
     with subprocess.Popen(
         [sys.executable, receiver.__file__, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as process:
         assert process.stdin is not None and process.stdout is not None
-        process.stdin.write(b"a" * size)
-        process.stdin.flush()
+        yield cast(BinaryIO, process.stdin), lambda: json.loads(process.communicate()[0])
+
+
+def test_what_comes_late_is_not_written_into_a_file_that_another_copy_has_taken_over(
+    incoming: Path, tmp_path: Path
+) -> None:
+    size = 1 << 20
+    with soaking(incoming, 2 * size) as (stdin, ended):
+        stdin.write(b"a" * size)
+        stdin.flush()
         wait_until(lambda: (incoming / "file").exists() and (incoming / "file").stat().st_size == size)
         (incoming / "file").rename(tmp_path / "taken")
-        process.stdin.write(b"b" * size)
-        process.stdin.close()
-        answer = json.loads(process.stdout.read())
+        stdin.write(b"b" * size)
+        answer = ended()
     assert answer["kind"] == "busy" and "taken over by another copy" in answer["error"]
     assert (tmp_path / "taken").read_bytes() == b"a" * size
 
 
-def test_input_that_ends_early_is_damaged(tmp_path: Path) -> None:
-    arguments = ["soak", str(tmp_path), "file", "100", str(CHUNK_BYTES), SHA256]
-    ended = subprocess.run(
-        [sys.executable, receiver.__file__, *arguments], input=b"a" * 99, stdout=subprocess.PIPE, check=False
-    )
-    assert ended.returncode == 1 and "ends early" in json.loads(ended.stdout)["error"]
+def test_what_nobody_waits_for_any_more_is_not_taken(tmp_path: Path) -> None:
+    abandoned = tmp_path / ".model.incoming-2-0"
+    abandoned.mkdir()
+    with soaking(abandoned, 100) as (_, ended):
+        answer = ended()
+    assert answer["kind"] == "unheld" and "nobody waits any more" in answer["error"]
+
+
+def test_input_that_ends_early_is_damaged(incoming: Path) -> None:
+    with soaking(incoming, 100) as (stdin, ended):
+        stdin.write(b"a" * 99)
+        answer = ended()
+    assert answer["kind"] == "damaged" and "ends early" in answer["error"]
