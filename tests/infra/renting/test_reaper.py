@@ -255,6 +255,17 @@ def test_a_refusal_that_was_none_is_found_out(world: World) -> None:
         assert row is not None and row.state is RentalState.GONE
 
 
+def test_a_machine_that_is_there_all_the_same_and_does_not_end_is_tried_again(world: World) -> None:
+    with Ledger(world.path) as ledger:
+        with ledger.living_run(REQUEST.run_id):
+            gone = release_machine(world.rent(), ledger, world.cloud, pace=PACE)
+        world.fake.add(gone.name, BODY)
+        world.fake.faults.never_ends = True
+        reap(ledger, {"runpod": world.cloud}, pace=replace(PACE, gone_within_s=0.1))
+        world.fake.faults.never_ends = False
+        assert len(reap_now(world, spare=True).ended) == 1 and world.fake.alive() == []
+
+
 def test_what_never_appeared_is_forgotten_after_an_hour(world: World) -> None:
     world.fake.faults.drop_before_create = 1
     with Ledger(world.path) as ledger:
