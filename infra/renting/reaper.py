@@ -177,7 +177,7 @@ def _judge_instance(
         )
         return
     if rental is None:
-        found = _row_of(instance, credentials)
+        found = _row_of(instance, credentials, asked_at=float(match["epoch"]))
         try:
             rental = note_found(ledger, found)
         except LedgerUnwritableError as error:
@@ -266,9 +266,14 @@ def _why_wanted(rental: Rental, ledger: Ledger, *, spare: bool) -> str:
     return f"whose next start may take it until {in_utc(rental.taken_until)}"
 
 
-def _row_of(instance: Instance, credentials: str) -> Rental:
-    """A row for a machine that carries our name and that the ledger does not know: already expired."""
+def _row_of(instance: Instance, credentials: str, *, asked_at: float) -> Rental:
+    """A row for a machine that carries our name and that the ledger does not know: already expired.
+
+    Args:
+        asked_at: when it was asked for, as its name says; it cost money from then on.
+    """
     now = time.time()
+    began = min(asked_at, now)
     return Rental(
         name=instance.name,
         run_id="",
@@ -280,8 +285,8 @@ def _row_of(instance: Instance, credentials: str) -> Rental:
         gpu="unknown",
         region="",
         usd_per_hour=instance.usd_per_hour or 0.0,
-        intended_at=now,
-        rented_at=now,
+        intended_at=began,
+        rented_at=began,
         expires_at=now,
         note="it was not in the ledger",
     )
