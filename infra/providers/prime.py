@@ -251,7 +251,7 @@ def _read_offer(found: _Configuration, wanted_disk_gb: int) -> Offer | None:
         region="/".join(places),
         is_secure=found.is_secure,
         is_spot=bool(found.isSpot),
-        disk_gb=disk_gb or found.disk.maxCount or found.disk.defaultCount,
+        disk_gb=disk_gb or found.disk.usual or None,  # it gets the usual size where none that would do can be named
     )
 
 

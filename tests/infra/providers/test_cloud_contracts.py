@@ -175,6 +175,18 @@ def test_a_machine_of_prime_intellect_is_offered_with_what_its_cpus_memory_and_d
     assert offer.usd_per_hour == pytest.approx(2.4 + 8 * 0.005 + 200 * 0.0005)
 
 
+@pytest.mark.parametrize(("wanted_gb", "sizes"), [(100, [110]), (110, [110]), (140, [])])
+def test_a_disk_of_prime_intellect_that_lies_between_two_of_its_sizes_is_not_offered_as_the_largest(
+    wanted_gb: int, sizes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without it the machine is rented with the smallest disk, because none of the wanted size can be named."""
+    disk = {"minCount": 10, "defaultCount": 10, "maxCount": 150, "step": 100, "pricePerUnit": 0.0005}
+    monkeypatch.setattr(fake_prime, "CONFIGURATIONS", [fake_prime.H100 | {"disk": disk}])
+    query = QUERY.model_copy(update={"disk_gb": wanted_gb})
+    with FakePrime().served() as url, Prime(KEY, url) as cloud:
+        assert [offer.disk_gb for offer in cloud.search(query) if query.admits(offer)] == sizes
+
+
 STATUSES = {
     "runpod": [("/components/schemas/PodStatus/enum", runpod.STATUS)],
     "lambda": [("/components/schemas/InstanceStatus/enum", lambda_cloud.STATUS)],
