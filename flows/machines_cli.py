@@ -22,6 +22,7 @@ import typer
 from pydantic import ValidationError
 
 from flows.credentials_cli import CredentialsName, with_credentials
+from flows.expired_machines import looked_for
 from flows.terminal import DEFAULT_STORE
 from infra.cloud import Cloud, look_up
 from infra.errors import InfraError, PermanentInfraError, TransientInfraError
@@ -359,7 +360,7 @@ def reap_now(
     """
     # A store that is no more left machines and no ledger: any other can end them, also an empty one.
     with Ledger(store / LEDGER_FILE) if other_store else open_ledger(store) as ledger:
-        named = sorted({rental.credentials for rental in open_rentals(ledger)} - {""})
+        named = sorted({rental.credentials for rental in looked_for(ledger)} - {""})
         providers = clouds_with_keys(CLOUD_NAMES)[0] if named else require_keys(CLOUD_NAMES)
         with open_usable_clouds(providers) as (clouds, problems):
             report = reap(ledger, clouds, spare=spare, other_ledger=other_store)
