@@ -185,8 +185,8 @@ def render_offers(offers: Sequence[Offer]) -> str:
     head = ("USD/GPU/h", "USD/h", "GPUS", "GB EACH", "PROVIDER", "REGION", "WHERE")
     rows = [
         (
-            f"{offer.usd_per_gpu_hour:.2f}",
-            f"{offer.usd_per_hour:.2f}",
+            "?" if offer.is_unpriced else f"{offer.usd_per_gpu_hour:.2f}",
+            "?" if offer.is_unpriced else f"{offer.usd_per_hour:.2f}",
             offer.gpus,
             f"{offer.vram_gb:.0f}" if offer.vram_gb else "?",
             offer.provider,

@@ -12,13 +12,16 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner, Result
 
 from flows.cli import app
+from flows.machines_cli import render_offers
 from infra.ledger import LEDGER_FILE, Ledger
 from infra.node import InstanceNode, RentedNode
+from infra.offers import Offer
 from infra.providers import provision_node
 from infra.providers.clouds import ENDPOINTS, open_clouds
 from infra.renting.provision import rent_machines
@@ -74,6 +77,16 @@ def test_offers_of_all_providers_are_one_table_cheapest_first(
     assert {"lambda", "runpod"} <= set(result.stdout.split()) and "A6000" not in result.stdout
     without_key = "Prime Intellect (PRIME_API_KEY), Shadeform (SHADEFORM_API_KEY), Vast.ai (VAST_API_KEY)"
     assert lines[-1] == f"not asked, for want of a key: {without_key}, SkyPilot (ROLLOUTS_SKY)"
+
+
+def test_an_offer_without_a_price_is_not_shown_as_free() -> None:
+    facts: dict[str, Any] = {"id": "x", "gpu_type": "H100", "gpu_count": 1, "vram_gb": 80.0, "region": "mine"}
+    offers = [
+        Offer(provider="sky", usd_per_hour=0.0, is_unpriced=True, **facts),
+        Offer(provider="sky", usd_per_hour=2.5, **facts),
+    ]
+    _, unpriced, priced = render_offers(offers).splitlines()
+    assert unpriced.split()[:2] == ["?", "?"] and priced.split()[:2] == ["2.50", "2.50"]
 
 
 def test_filters_reach_the_search(runpod: FakeRunPod, monkeypatch: pytest.MonkeyPatch) -> None:
