@@ -50,7 +50,15 @@ from infra.providers.clouds import (
 from infra.providers.instance import find_instance
 from infra.providers.rented import known_hosts_of
 from infra.renting.reaper import ReapReport, reap, release_named
-from infra.renting.rentals import NAME_PREFIX, Rental, all_rentals, describe_keeping, find_rental, open_rentals
+from infra.renting.rentals import (
+    NAME_PREFIX,
+    Rental,
+    all_rentals,
+    describe_keeping,
+    find_rental,
+    in_utc,
+    open_rentals,
+)
 from rollouts_core.config.messages import reason_of
 from rollouts_core.errors import ConfigError, InputError
 
@@ -439,5 +447,5 @@ def render_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def at(seconds: float) -> str:
-    """A time of the ledger, in UTC."""
-    return time.strftime("%Y-%m-%d %H:%M", time.gmtime(seconds))
+    """A time of the ledger, in UTC, which it says: other commands show the time here."""
+    return in_utc(seconds)
