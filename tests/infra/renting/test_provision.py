@@ -439,6 +439,15 @@ def test_a_machine_that_is_gone_is_given_back_whatever_its_provider_answers_to_t
     assert world.fake.alive() == []
 
 
+def test_a_second_machine_that_one_request_made_is_given_back_with_the_first(world: World) -> None:
+    """Without it the other one costs money until somebody looks at all that is rented."""
+    rental = world.rent()
+    twin = world.fake.add(rental.name, world.fake.alive()[0].request)
+    world.fake.add(f"{rental.name}0", twin.request)
+    world.release(rental)
+    assert [machine.name for machine in world.fake.alive()] == [f"{rental.name}0"]
+
+
 def test_nobody_wants_jobs_of_a_machine_any_more_that_was_given_back(world: World) -> None:
     rental = world.rent()
     with Ledger(world.path) as ledger:
