@@ -186,7 +186,7 @@ def _judge_instance(
     if rental.state.is_over:  # it was refused, or gone, and is there all the same
         current = cloud.get(instance.id)
         if current is not None and current.status is not InstanceStatus.GONE:  # else it ended since it was listed
-            # Its run may be long over, and would be taken for alive: one that does not end now is nobody's all the same.
+            # Its run may be long over, and count as alive: where it does not end now, it is nobody's all the same.
             changes = {"instance_id": instance.id, "rented_at": began, "ended_at": None, "expires_at": time.time()}
             _end(rental, ledger, cloud, report, pace=pace, note="it is there all the same", **changes)
     elif rental.state is RentalState.INTENDED and not _why_wanted(rental, ledger, spare=False):

@@ -176,7 +176,7 @@ def _end_and_verify(rental: Rental, cloud: Cloud, pace: Pace) -> None:
         listed = cloud.list_named(rental.name)
     except InfraError as error:
         raise StillRentedError(
-            f"{rental.name} is gone, and a second machine of its name may be rented: {error}. `rollouts reap` looks again"
+            f"{rental.name} is gone, and a second machine of that name may be rented: {error}. `rollouts reap` looks"
         ) from error
     for each in listed:
         if each.name == rental.name and each.id != rental.instance_id and each.status is not InstanceStatus.GONE:

@@ -193,9 +193,7 @@ def test_what_a_failed_run_keeps_is_shown_stays_when_reaped_and_is_released_by_n
     assert f"ends           {when}\n" in shown and f"note           kept until {when} after its run failed" in shown
     assert "ssh -p" in shown
     reaped = call("reap", "--store", str(store))
-    assert (
-        reaped.exit_code == 0 and f"keeps it until {when}" in reaped.stdout and "0 ended, 1 kept" in reaped.stdout
-    )
+    assert reaped.exit_code == 0 and f"keeps it until {when}" in reaped.stdout and "0 ended, 1 kept" in reaped.stdout
     assert len(runpod.alive()) == 1
     assert call("nodes", "release", rental.name, "--store", str(store)).exit_code == 0 and runpod.alive() == []
     assert "kept until" not in call("nodes", "--all", "--store", str(store)).stdout
