@@ -90,6 +90,7 @@ class _Configuration(BaseModel):
     gpuType: str
     socket: str
     provider: str
+    region: str | None = None
     country: str | None = None
     dataCenter: str | None = None
     gpuCount: int
@@ -232,7 +233,7 @@ def _read_offer(found: _Configuration, wanted_disk_gb: int) -> Offer | None:
     if price is None or price <= 0 or not is_to_be_had or not has_gpu or not is_by_the_hour:
         return None
     of_parts = sum(part.usd_per_hour(part.usual) for part in (found.vcpu, found.memory))
-    places = [place for place in (found.country, found.dataCenter) if place]
+    places = [place for place in (found.region, found.country, found.dataCenter) if place]
     choice = (
         found.provider,
         found.socket,

@@ -187,6 +187,17 @@ def test_a_disk_of_prime_intellect_that_lies_between_two_of_its_sizes_is_not_off
         assert [offer.disk_gb for offer in cloud.search(query) if query.admits(offer)] == sizes
 
 
+@pytest.mark.parametrize(("wanted", "is_there"), [("eu", True), ("FI", True), ("HEL", True), ("us", False)])
+def test_a_place_of_prime_intellect_is_named_by_its_region_country_or_data_center(
+    wanted: str, is_there: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = {"region": "eu_north", "country": "FI", "dataCenter": "HEL-1"}
+    monkeypatch.setattr(fake_prime, "CONFIGURATIONS", [fake_prime.H100 | place])
+    query = QUERY.model_copy(update={"regions": (wanted,)})
+    with FakePrime().served() as url, Prime(KEY, url) as cloud:
+        assert [query.admits(offer) for offer in cloud.search(query)] == [is_there]
+
+
 STATUSES = {
     "runpod": [("/components/schemas/PodStatus/enum", runpod.STATUS)],
     "lambda": [("/components/schemas/InstanceStatus/enum", lambda_cloud.STATUS)],
