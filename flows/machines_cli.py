@@ -34,6 +34,7 @@ from infra.offers import (
     THROUGH_SKY,
     CloudName,
     GPUQuery,
+    InstanceStatus,
     Offer,
     Offered,
     describe_closest,
@@ -252,7 +253,7 @@ def list_nodes(store: Path, *, everything: bool) -> None:
         typer.echo(render_rentals(rentals, now) if rentals else "nothing is rented, says the ledger")
         total_usd = sum(rental.usd(now) for rental in all_rentals(ledger))
         typer.echo(f"spent by this store so far: {total_usd:.2f} USD")
-        known = {rental.name for rental in all_rentals(ledger)}
+        known = {rental.name: rental for rental in all_rentals(ledger)}
         with open_usable_clouds(clouds_with_keys(CLOUD_NAMES)[0]) as (clouds, problems):
             for problem in problems:
                 typer.echo(problem, err=True)
@@ -263,9 +264,14 @@ def list_nodes(store: Path, *, everything: bool) -> None:
                     typer.echo(str(error), err=True)
                     continue
                 for instance in instances:
-                    if instance.name not in known:
-                        name = "".join(filter(str.isprintable, instance.name))
-                        typer.echo(f"not of this store: {name} at {instance.provider}, {instance.status.value}")
+                    rental = known.get(instance.name)
+                    if instance.status is InstanceStatus.GONE or (rental is not None and not rental.state.is_over):
+                        continue
+                    found = f"{shown_line(instance.name)} at {instance.provider}, {instance.status.value}"
+                    if rental is None:
+                        typer.echo(f"not of this store: {found}")
+                    else:  # it was given up, and appeared after that
+                        typer.echo(f"there all the same: {found}: `rollouts reap` ends it")
 
 
 def show(name: MachineName, store: Store = DEFAULT_STORE) -> None:

@@ -142,6 +142,21 @@ def test_what_is_rented_is_listed_shown_and_released(runpod: FakeRunPod, tmp_pat
 
 
 @pytest.mark.slow
+def test_a_machine_that_is_there_although_the_ledger_is_done_with_it_is_listed(
+    runpod: FakeRunPod, tmp_path: Path
+) -> None:
+    """Without it `nodes` says that nothing is rented while one that appeared late costs money."""
+    store = tmp_path / "store"
+    rental = rent(store)
+    assert "there all the same" not in call("nodes", "--store", str(store)).stdout
+    assert call("nodes", "release", rental.name, "--store", str(store)).exit_code == 0
+    assert "there all the same" not in call("nodes", "--store", str(store)).stdout
+    runpod.add(rental.name, next(iter(runpod.machines.values())).request)
+    listed = call("nodes", "--store", str(store)).stdout
+    assert f"there all the same: {rental.name} at runpod, running: `rollouts reap` ends it\n" in listed
+
+
+@pytest.mark.slow
 def test_what_the_ledger_knows_is_shown_also_where_the_provider_refuses_the_key(
     runpod: FakeRunPod, tmp_path: Path
 ) -> None:
