@@ -11,6 +11,7 @@ Providers count the requests of an account, whoever sends them: so all connectio
 Keys are sent in a header and written nowhere; what a provider says is shown without them, shortened.
 """
 
+import base64
 import email.utils
 import hashlib
 import logging
@@ -399,6 +400,11 @@ class Account:
 def key_blob(public_key: str) -> str:
     """The part of a line in OpenSSH's format that is the key itself: type, blob, comment."""
     return public_key.split()[1]
+
+
+def key_name(public_key: str) -> str:
+    """What the account calls the key: another name for each, since a provider may not take one twice."""
+    return "rollouts-" + hashlib.sha256(base64.b64decode(key_blob(public_key))).hexdigest()[:12]
 
 
 def _seconds(retry_after: str) -> float:

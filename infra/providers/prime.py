@@ -18,10 +18,9 @@ from pydantic import BaseModel, Field
 from infra.errors import ProviderUnavailableError
 from infra.offers import CloudName, GPUQuery, Instance, InstanceStatus, MachineSpec, Offer
 from infra.providers.addresses import quoted, usable_host, usable_port, usable_user
-from infra.providers.http import Account, Endpoint, InstanceId, Json, key_blob
+from infra.providers.http import Account, Endpoint, InstanceId, Json, key_blob, key_name
 
 DEFAULT_IMAGE = "ubuntu_22_cuda_12"
-_KEY_NAME = "rollouts"
 _NO_GPU = "CPU_NODE"
 """What machines without a GPU have in its place."""
 _PAGE, _MAX_PAGES = 100, 100
@@ -220,7 +219,7 @@ class Prime(Account):
             offset += len(page.data)
             if not page.data or 0 < page.total_count <= offset:
                 break
-        return self._api.create("/api/v1/ssh_keys/", {"name": _KEY_NAME, "publicKey": public_key}, _Key).id
+        return self._api.create("/api/v1/ssh_keys/", {"name": key_name(public_key), "publicKey": public_key}, _Key).id
 
 
 def _read_offer(found: _Configuration, wanted_disk_gb: int) -> Offer | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import httpx
 import pytest
@@ -129,6 +129,14 @@ def test_the_second_machine_has_the_same_key(pair: Pair) -> None:
     for name in ("rollouts-1", "rollouts-2"):
         pair.cloud.create(offer, make_spec(name))
     assert len(getattr(pair.fake, "keys", [None])) == 1
+
+
+def test_an_account_that_takes_no_name_twice_takes_a_second_key(pair: Pair) -> None:
+    offer = next(offer for offer in pair.cloud.search(QUERY) if QUERY.admits(offer))
+    pair.cloud.create(offer, make_spec("rollouts-1"))
+    another = "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIAABAgMEBQYHCAkKCwwNDg8QERITFBUWFxgZGhscHR4f other"
+    pair.cloud.create(offer, replace(make_spec("rollouts-2"), public_key=another))
+    assert len(pair.fake.machines) == 2 and len(getattr(pair.fake, "keys", [None, None])) == 2
 
 
 def test_all_pages_of_a_list_are_read(pair: Pair) -> None:
