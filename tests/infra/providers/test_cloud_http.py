@@ -76,6 +76,7 @@ def says(status: int, text: str = "", **headers: str) -> Callable[[httpx.Request
         (says(403), ProviderRefusedError),
         (says(429), ProviderUnavailableError),
         (fails(httpx.ConnectError), ProviderUnavailableError),
+        (says(408), UnclearAnswerError),
         (says(500), UnclearAnswerError),
         (says(502, "<html>"), UnclearAnswerError),
         (says(307, Location="http://elsewhere"), UnclearAnswerError),
@@ -98,7 +99,9 @@ def test_a_creation_is_sent_once_and_its_answer_sorted(
             api.create("/keys", {}, _Thing)
 
 
-@pytest.mark.parametrize("answer", [says(500), says(200, "no JSON"), says(200, "{}"), fails(httpx.ReadTimeout)])
+@pytest.mark.parametrize(
+    "answer", [says(408), says(500), says(200, "no JSON"), says(200, "{}"), fails(httpx.ReadTimeout)]
+)
 def test_a_reading_that_fails_is_an_error_and_never_nothing(answer: Callable[[httpx.Request], httpx.Response]) -> None:
     api, _ = make_api(answer)
     with pytest.raises(ProviderUnavailableError):
