@@ -260,7 +260,8 @@ def describe_closest(query: GPUQuery, offers: Sequence[Offer], named: Callable[[
     if missed[closest] == price:
         return f"the cheapest is {what} for {usd:.2f} USD per GPU and hour: raise {named(price[0])} to that"
     fields = " and ".join(named(field) for field in missed[closest])
-    return f"the closest is {what} for {usd:.2f} USD per GPU and hour, which does not answer to {fields}"
+    price_said = "at a price that nobody says" if closest.is_unpriced else f"for {usd:.2f} USD per GPU and hour"
+    return f"the closest is {what} {price_said}, which does not answer to {fields}"
 
 
 def explain_through_sky(name: str) -> str:

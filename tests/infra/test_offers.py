@@ -155,6 +155,11 @@ A100 = replace(OFFER, gpu_type="NVIDIA A100", region="US-TX-3", usd_per_hour=2.0
             "the closest is 2x NVIDIA A100 at runpod in US-TX-3 for 1.00 USD per GPU and hour, which does not answer "
             "to <gpu_types> and <regions>",
         ),
+        (
+            [replace(OFFER, region="US-TX-3", usd_per_hour=0.0, is_unpriced=True)],
+            "the closest is 2x NVIDIA H100 80GB HBM3 at runpod in US-TX-3 at a price that nobody says, which does not "
+            "answer to <regions>",
+        ),
     ],
 )
 def test_the_closest_offer_is_the_cheapest_where_the_price_alone_is_amiss(offers: list[Offer], sentence: str) -> None:
