@@ -289,7 +289,9 @@ def is_gpu_type(name: str, wanted: str, vram_gb: float | None = None) -> bool:
 def _is_memory(word: str, vram_gb: float | None) -> bool:
     """Whether a word is a size of memory, and a GPU with so much has it."""
     match = _MEMORY.fullmatch(word)
-    return bool(match) and (vram_gb is None or math.isclose(float(match[1]), vram_gb, rel_tol=_MEMORY_TOLERANCE))
+    if match is None:
+        return False
+    return vram_gb is None or math.isclose(float(match[1]), vram_gb, rel_tol=_MEMORY_TOLERANCE)
 
 
 def is_within(region: str, wanted: str) -> bool:
