@@ -50,7 +50,7 @@ def look_at_machines(store: Path, *, spare: bool = True, everywhere: bool = Fals
     if not (store / LEDGER_FILE).exists():
         return ReapReport()
     with Ledger(store / LEDGER_FILE) as ledger:
-        named = {rental.credentials for rental in _looked_for(ledger)} - {credentials_in_use()}
+        named = {rental.credentials for rental in looked_for(ledger)} - {credentials_in_use()}
     report = _look_at_own(store, spare=spare, everywhere=everywhere)
     for name in sorted(named):
         report.add(_look_with(name, store, spare=spare))
@@ -71,7 +71,7 @@ def end_expired(store: Path) -> list[str]:
     return report.ended
 
 
-def _looked_for(ledger: Ledger) -> list[Rental]:
+def looked_for(ledger: Ledger) -> list[Rental]:
     """The machines that cost money, or may, also because they appear late."""
     return [*open_rentals(ledger), *given_up(ledger, time.time() - LATE_S)]
 
@@ -80,7 +80,7 @@ def _look_at_own(store: Path, *, spare: bool, everywhere: bool) -> ReapReport:
     """Look at the machines in the accounts whose keys this process has."""
     own = credentials_in_use()
     with Ledger(store / LEDGER_FILE) as ledger:
-        providers = {rental.provider for rental in _looked_for(ledger) if rental.credentials == own}
+        providers = {rental.provider for rental in looked_for(ledger) if rental.credentials == own}
         providers |= set(clouds_with_keys(CLOUD_NAMES)[0]) if everywhere else set()
         if not providers:
             return ReapReport()

@@ -22,6 +22,7 @@ import typer
 from pydantic import ValidationError
 
 from flows.credentials_cli import CredentialsName, with_credentials
+from flows.expired_machines import looked_for
 from flows.terminal import DEFAULT_STORE
 from infra.cloud import Cloud, look_up
 from infra.errors import InfraError, PermanentInfraError, TransientInfraError
@@ -33,6 +34,7 @@ from infra.offers import (
     THROUGH_SKY,
     CloudName,
     GPUQuery,
+    InstanceStatus,
     Offer,
     Offered,
     describe_closest,
@@ -49,7 +51,15 @@ from infra.providers.clouds import (
 from infra.providers.instance import find_instance
 from infra.providers.rented import known_hosts_of
 from infra.renting.reaper import ReapReport, reap, release_named
-from infra.renting.rentals import NAME_PREFIX, Rental, all_rentals, describe_keeping, find_rental, open_rentals
+from infra.renting.rentals import (
+    NAME_PREFIX,
+    Rental,
+    all_rentals,
+    describe_keeping,
+    find_rental,
+    in_utc,
+    open_rentals,
+)
 from rollouts_core.config.messages import reason_of
 from rollouts_core.errors import ConfigError, InputError
 
@@ -184,8 +194,8 @@ def render_offers(offers: Sequence[Offer]) -> str:
     head = ("USD/GPU/h", "USD/h", "GPUS", "GB EACH", "PROVIDER", "REGION", "WHERE")
     rows = [
         (
-            f"{offer.usd_per_gpu_hour:.2f}",
-            f"{offer.usd_per_hour:.2f}",
+            "?" if offer.is_unpriced else f"{offer.usd_per_gpu_hour:.2f}",
+            "?" if offer.is_unpriced else f"{offer.usd_per_hour:.2f}",
             offer.gpus,
             f"{offer.vram_gb:.0f}" if offer.vram_gb else "?",
             offer.provider,
@@ -243,7 +253,7 @@ def list_nodes(store: Path, *, everything: bool) -> None:
         typer.echo(render_rentals(rentals, now) if rentals else "nothing is rented, says the ledger")
         total_usd = sum(rental.usd(now) for rental in all_rentals(ledger))
         typer.echo(f"spent by this store so far: {total_usd:.2f} USD")
-        known = {rental.name for rental in all_rentals(ledger)}
+        known = {rental.name: rental for rental in all_rentals(ledger)}
         with open_usable_clouds(clouds_with_keys(CLOUD_NAMES)[0]) as (clouds, problems):
             for problem in problems:
                 typer.echo(problem, err=True)
@@ -254,9 +264,14 @@ def list_nodes(store: Path, *, everything: bool) -> None:
                     typer.echo(str(error), err=True)
                     continue
                 for instance in instances:
-                    if instance.name not in known:
-                        name = "".join(filter(str.isprintable, instance.name))
-                        typer.echo(f"not of this store: {name} at {instance.provider}, {instance.status.value}")
+                    rental = known.get(instance.name)
+                    if instance.status is InstanceStatus.GONE or (rental is not None and not rental.state.is_over):
+                        continue
+                    found = f"{shown_line(instance.name)} at {instance.provider}, {instance.status.value}"
+                    if rental is None:
+                        typer.echo(f"not of this store: {found}")
+                    else:  # it was given up, and appeared after that
+                        typer.echo(f"there all the same: {found}: `rollouts reap` ends it")
 
 
 def show(name: MachineName, store: Store = DEFAULT_STORE) -> None:
@@ -359,7 +374,7 @@ def reap_now(
     """
     # A store that is no more left machines and no ledger: any other can end them, also an empty one.
     with Ledger(store / LEDGER_FILE) if other_store else open_ledger(store) as ledger:
-        named = sorted({rental.credentials for rental in open_rentals(ledger)} - {""})
+        named = sorted({rental.credentials for rental in looked_for(ledger)} - {""})
         providers = clouds_with_keys(CLOUD_NAMES)[0] if named else require_keys(CLOUD_NAMES)
         with open_usable_clouds(providers) as (clouds, problems):
             report = reap(ledger, clouds, spare=spare, other_ledger=other_store)
@@ -438,5 +453,5 @@ def render_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def at(seconds: float) -> str:
-    """A time of the ledger, in UTC."""
-    return time.strftime("%Y-%m-%d %H:%M", time.gmtime(seconds))
+    """A time of the ledger, in UTC, which it says: other commands show the time here."""
+    return in_utc(seconds)

@@ -27,6 +27,11 @@ MAX_USD_PER_HOUR = 1e6
 CUDA_PATTERN = r"^(\d+\.\d+)?$"
 _OF_OTHERS = {"amd", "radeon", "instinct", "mi", "rx", "gaudi", "tpu"}
 """Words in names of GPUs that are not NVIDIA's: MI300X, RX 7900 XTX."""
+MAKERS_WORDS = {"nvidia", "geforce", "tesla"}
+"""Words in names of NVIDIA's GPUs that providers write or leave out."""
+_MEMORY = re.compile(r"(\d+)gb")
+_MEMORY_TOLERANCE = 0.1
+"""Of 48 GB a GPU has 46,068 MiB."""
 _SIZE = re.compile(r"(?<=\d) (?=gb(?![a-z0-9]))")
 _LETTERS_AND_NUMBER = re.compile(r"(?<=[a-z]{2})(?=\d)|(?<=\d)(?!gb(?![a-z0-9]))(?=[a-z]{2})")
 _MODEL = re.compile(r"(?<![a-z0-9])[a-z]?\d+")
@@ -86,7 +91,7 @@ class GPUQuery(BaseModel):
         """The fields that the offer does not answer to, by their names."""
         types = self.gpu_types
         answers = {
-            "gpu_types": any(is_gpu_type(offer.gpu_type, wanted) for wanted in types)
+            "gpu_types": any(is_gpu_type(offer.gpu_type, wanted, offer.vram_gb) for wanted in types)
             if types
             else is_of_nvidia(offer.gpu_type),
             "gpu_count": offer.gpu_count == self.gpu_count,
@@ -255,7 +260,8 @@ def describe_closest(query: GPUQuery, offers: Sequence[Offer], named: Callable[[
     if missed[closest] == price:
         return f"the cheapest is {what} for {usd:.2f} USD per GPU and hour: raise {named(price[0])} to that"
     fields = " and ".join(named(field) for field in missed[closest])
-    return f"the closest is {what} for {usd:.2f} USD per GPU and hour, which does not answer to {fields}"
+    price_said = "at a price that nobody says" if closest.is_unpriced else f"for {usd:.2f} USD per GPU and hour"
+    return f"the closest is {what} {price_said}, which does not answer to {fields}"
 
 
 def explain_through_sky(name: str) -> str:
@@ -263,12 +269,29 @@ def explain_through_sky(name: str) -> str:
     return f"{name} is reached through SkyPilot: name the provider sky instead, and its program in ROLLOUTS_SKY"
 
 
-def is_gpu_type(name: str, wanted: str) -> bool:
+def is_gpu_type(name: str, wanted: str, vram_gb: float | None = None) -> bool:
     """True when every word of `wanted` is in `name`: RTX4090 is a "NVIDIA RTX 4090", and L4 is no "NVIDIA L40".
 
-    Names write words and numbers together or apart: RTX 6000 Ada is an "RTX6000Ada_48GB".
+    Names write words and numbers together or apart: RTX 6000 Ada is an "RTX6000Ada_48GB". They need not have NVIDIA's
+    own words, nor the memory: NVIDIA A100 80GB is an "A100 SXM" with so much of it.
+
+    Args:
+        vram_gb: memory of the GPU, for names that do not say it; None has any do.
     """
-    return _words(wanted) <= _words(name)
+    words, asked = _words(name), _words(wanted)
+    if not (words & asked) - MAKERS_WORDS:
+        return asked <= words
+    lacking = asked - words - MAKERS_WORDS
+    says_memory = any(map(_MEMORY.fullmatch, words))
+    return all(not says_memory and _is_memory(word, vram_gb) for word in lacking)
+
+
+def _is_memory(word: str, vram_gb: float | None) -> bool:
+    """Whether a word is a size of memory, and a GPU with so much has it."""
+    match = _MEMORY.fullmatch(word)
+    if match is None:
+        return False
+    return vram_gb is None or math.isclose(float(match[1]), vram_gb, rel_tol=_MEMORY_TOLERANCE)
 
 
 def is_within(region: str, wanted: str) -> bool:

@@ -3,7 +3,7 @@
 Not here: what is asked (runpod.py and its like).
 
     reading, ending    asked again while the provider is busy or away, up to `patience_s`, then ProviderUnavailableError
-    creating           sent once: 429 created nothing and is asked again; no answer or 5xx is an UnclearAnswerError
+    creating           sent once: 429 created nothing and is asked again; no answer, 408 or 5xx is an UnclearAnswerError
     both               401, 402, 403 are a ProviderRefusedError at once, unless a provider means something else by them
 
 Providers count the requests of an account, whoever sends them: so all connections of a process to one take turns.
@@ -11,6 +11,7 @@ Providers count the requests of an account, whoever sends them: so all connectio
 Keys are sent in a header and written nowhere; what a provider says is shown without them, shortened.
 """
 
+import base64
 import email.utils
 import hashlib
 import logging
@@ -38,6 +39,8 @@ MAX_SHOWN_CHARACTERS = 300
 FIRST_PAUSE_S = 1.0
 MAX_PAUSE_S = 30.0
 _REFUSED = {401: "the key is not valid", 402: "there is no money on the account", 403: "the key may not do that"}
+_LATE = 408
+"""Said by what stands in front of an API, too, which may have the request by then."""
 _REPEATED = 16
 
 RecordT = TypeVar("RecordT", bound=BaseModel)
@@ -253,7 +256,7 @@ class ProviderAPI:
         if answer.status == 403:
             hint = f"it may not be for this account, or the key in {self._endpoint.key_variable} may not rent"
             raise OfferGoneError(self._say(what, f"{said} ({hint})"))
-        if 400 <= answer.status < 500:
+        if 400 <= answer.status < 500 and answer.status != _LATE:
             raise OfferGoneError(self._say(what, said))
         if answer.status not in (200, 201):
             raise unclear(self._say(what, said))
@@ -290,7 +293,7 @@ class ProviderAPI:
             self._check_refused(answer, what)
             if answer.status in (200, 201, 202, 204, 404):
                 return answer
-            if answer.status != 429 and answer.status < 500:
+            if answer.status not in (429, _LATE) and answer.status < 500:
                 raise ProviderRefusedError(self._say(what, f"{answer.status}: {self._shown(answer.content)}"))
             self._pause_after(answer, attempt, deadline, what)
 
@@ -399,6 +402,11 @@ class Account:
 def key_blob(public_key: str) -> str:
     """The part of a line in OpenSSH's format that is the key itself: type, blob, comment."""
     return public_key.split()[1]
+
+
+def key_name(public_key: str) -> str:
+    """What the account calls the key: another name for each, since a provider may not take one twice."""
+    return "rollouts-" + hashlib.sha256(base64.b64decode(key_blob(public_key))).hexdigest()[:12]
 
 
 def _seconds(retry_after: str) -> float:

@@ -8,8 +8,6 @@ Not here: HTTP (http.py), when a machine is launched and ended (infra/renting/pr
 There are no spot machines and no data centers of others; what is said to be free may be refused a second later.
 """
 
-import base64
-import hashlib
 import json
 import re
 from typing import ClassVar
@@ -19,7 +17,7 @@ from pydantic import BaseModel, Field
 from infra.errors import OfferGoneError
 from infra.offers import CloudName, GPUQuery, HostKeyPair, Instance, InstanceStatus, MachineSpec, Offer
 from infra.providers.addresses import quoted, usable_host
-from infra.providers.http import Account, Endpoint, InstanceId, Json, key_blob
+from infra.providers.http import Account, Endpoint, InstanceId, Json, key_blob, key_name
 
 USER = "ubuntu"
 STATUS = {
@@ -151,7 +149,7 @@ class Lambda(Account):
         for known in self._keys():
             if blob in known.public_key.split():
                 return known.name
-        name = "rollouts-" + hashlib.sha256(base64.b64decode(blob)).hexdigest()[:12]
+        name = key_name(public_key)
         try:
             self._api.create("/api/v1/ssh-keys", {"name": name, "public_key": public_key}, _OneKey)
         except OfferGoneError:

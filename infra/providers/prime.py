@@ -18,10 +18,9 @@ from pydantic import BaseModel, Field
 from infra.errors import ProviderUnavailableError
 from infra.offers import CloudName, GPUQuery, Instance, InstanceStatus, MachineSpec, Offer
 from infra.providers.addresses import quoted, usable_host, usable_port, usable_user
-from infra.providers.http import Account, Endpoint, InstanceId, Json, key_blob
+from infra.providers.http import Account, Endpoint, InstanceId, Json, key_blob, key_name
 
 DEFAULT_IMAGE = "ubuntu_22_cuda_12"
-_KEY_NAME = "rollouts"
 _NO_GPU = "CPU_NODE"
 """What machines without a GPU have in its place."""
 _PAGE, _MAX_PAGES = 100, 100
@@ -90,6 +89,7 @@ class _Configuration(BaseModel):
     gpuType: str
     socket: str
     provider: str
+    region: str | None = None
     country: str | None = None
     dataCenter: str | None = None
     gpuCount: int
@@ -219,7 +219,7 @@ class Prime(Account):
             offset += len(page.data)
             if not page.data or 0 < page.total_count <= offset:
                 break
-        return self._api.create("/api/v1/ssh_keys/", {"name": _KEY_NAME, "publicKey": public_key}, _Key).id
+        return self._api.create("/api/v1/ssh_keys/", {"name": key_name(public_key), "publicKey": public_key}, _Key).id
 
 
 def _read_offer(found: _Configuration, wanted_disk_gb: int) -> Offer | None:
@@ -232,7 +232,7 @@ def _read_offer(found: _Configuration, wanted_disk_gb: int) -> Offer | None:
     if price is None or price <= 0 or not is_to_be_had or not has_gpu or not is_by_the_hour:
         return None
     of_parts = sum(part.usd_per_hour(part.usual) for part in (found.vcpu, found.memory))
-    places = [place for place in (found.country, found.dataCenter) if place]
+    places = [place for place in (found.region, found.country, found.dataCenter) if place]
     choice = (
         found.provider,
         found.socket,
@@ -251,7 +251,7 @@ def _read_offer(found: _Configuration, wanted_disk_gb: int) -> Offer | None:
         region="/".join(places),
         is_secure=found.is_secure,
         is_spot=bool(found.isSpot),
-        disk_gb=disk_gb or found.disk.maxCount or found.disk.defaultCount,
+        disk_gb=disk_gb or found.disk.usual or None,  # it gets the usual size where none that would do can be named
     )
 
 

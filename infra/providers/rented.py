@@ -221,13 +221,25 @@ def release_rentals(store: Path, run_id: str, *, since: float = 0.0, pace: Pace 
 
     Args:
         since: what it has had for longer stays.
+
+    Raises:
+        PermanentInfraError: no key of any of it is here; one that is missing hinders nothing at other providers.
     """
+    reached: list[Rental] = []
+    failures: list[PermanentInfraError] = []
+    clouds: dict[CloudName, Cloud] = {}
     with Ledger(store / LEDGER_FILE) as ledger, ExitStack() as stack:
-        rentals = [
-            rental for rental in rentals_of(ledger, run_id) if not rental.state.is_over and rental.intended_at >= since
-        ]
-        clouds = {rental.provider: stack.enter_context(account_of(rental)) for rental in rentals}
-        return release_all(rentals, ledger, clouds, pace=pace)
+        for rental in rentals_of(ledger, run_id):
+            if rental.state.is_over or rental.intended_at < since:
+                continue
+            try:
+                clouds[rental.provider] = stack.enter_context(account_of(rental))
+                reached.append(rental)
+            except PermanentInfraError as error:
+                failures.append(type(error)(f"{rental.name} may be rented at {rental.provider}, and is left: {error}"))
+        if failures and not reached:
+            raise failures[0]
+        return [*release_all(reached, ledger, clouds, pace=pace), *map(str, failures)]
 
 
 @contextmanager

@@ -88,6 +88,7 @@ class RunPod(Account):
         title="RunPod",
         url="https://api.runpod.io",
         key_variable="RUNPOD_API_KEY",
+        patience_s=90.0,  # its shortest window of requests is a minute, and a refusal may come at its beginning
         offer_refusal=".",  # its document: "Your account cannot access the requested pool. Skip this candidate"
     )
 

@@ -12,9 +12,8 @@ from pydantic import BaseModel
 
 from infra.offers import CloudName, GPUQuery, Instance, InstanceStatus, MachineSpec, Offer
 from infra.providers.addresses import quoted, usable_host, usable_port, usable_user
-from infra.providers.http import Account, Endpoint, InstanceId, Json, key_blob
+from infra.providers.http import Account, Endpoint, InstanceId, Json, key_blob, key_name
 
-_KEY_NAME = "rollouts"
 STATUS = {
     "creating": InstanceStatus.STARTING,
     "pending_provider": InstanceStatus.STARTING,
@@ -133,7 +132,7 @@ class Shadeform(Account):
         for known in self._api.read("/sshkeys", _Keys).ssh_keys:
             if blob in known.public_key.split():
                 return known.id
-        return self._api.create("/sshkeys/add", {"name": _KEY_NAME, "public_key": public_key}, _Created).id
+        return self._api.create("/sshkeys/add", {"name": key_name(public_key), "public_key": public_key}, _Created).id
 
 
 def _read_offer(kind: _Kind, region: str) -> Offer:

@@ -41,7 +41,7 @@ from infra.errors import (
     UnclearAnswerError,
 )
 from infra.foreign_text import shown_line, shown_lines
-from infra.offers import CloudName, GPUQuery, Instance, InstanceStatus, MachineSpec, Offer
+from infra.offers import MAKERS_WORDS, CloudName, GPUQuery, Instance, InstanceStatus, MachineSpec, Offer
 from infra.providers.addresses import usable_host, usable_port, usable_user
 from infra.providers.http import Endpoint
 from infra.session import LOOPBACK
@@ -137,7 +137,7 @@ class Sky:
             try:
                 kinds = [
                     kind
-                    for first_word in sorted({wanted.split()[0] for wanted in query.gpu_types})
+                    for first_word in sorted({_first_word(wanted) for wanted in query.gpu_types})
                     for kind in self._kinds(first_word, query.gpu_count, cloud)
                 ]
             except ProviderUnavailableError as error:  # a Kubernetes cluster that is away hides no other cloud
@@ -247,6 +247,12 @@ class Sky:
                 f"{self.endpoint.key_variable} names {self._program}, which cannot be run ({error.strerror}): give the "
                 "path of SkyPilot's program, for example ~/.sky-env/bin/sky"
             ) from error
+
+
+def _first_word(gpu_type: str) -> str:
+    """The first word of a name that SkyPilot's catalogs have, too; they leave out NVIDIA's own."""
+    words = gpu_type.split()
+    return next((word for word in words if word.lower() not in MAKERS_WORDS), words[0])
 
 
 def _read_offer(kind: _Kind, *, is_spot: bool) -> Offer | None:

@@ -17,7 +17,7 @@ nothing beside the others replaces it, all are given back.
 import logging
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -229,6 +229,10 @@ class _RefusedError(_NotHadError):
     """Its provider refuses the key or the account, so that another one's may, and none of its own."""
 
 
+class _UnknownError(_NotHadError):
+    """Its provider may have made a machine, and cannot be asked, so that another one's may, and none of its own."""
+
+
 def _rent_new(unit: list[Rental], renting: Renting) -> None:
     """Complete the unit, beside the machines that it has or with all of them elsewhere."""
     request = renting.request
@@ -241,16 +245,21 @@ def _rent_new(unit: list[Rental], renting: Renting) -> None:
     # Otherwise in their order.
     offers.sort(key=lambda offer: (bool(unit) and not _is_beside(offer, unit[0]), _is_short(offer, request)))
     refusals: dict[CloudName, str] = {}
-    for offer in _few(offers, refusals):
+    closed: set[CloudName] = set()
+    for offer in _few(offers, closed):
         if unit and not _is_beside(offer, unit[0]):
             renting.say(f"gives {', '.join(rental.name for rental in unit)} back: no machine is to be had beside")
             release_machines(unit, renting.ledger, renting.clouds, pace=renting.pace)
             unit.clear()
         try:
             unit += _rent_at(offer, unit, renting)
-        except _RefusedError as error:
-            refusals[offer.provider] = str(error)
-            if any(other.provider not in refusals for other in offers):
+        except (_RefusedError, _UnknownError) as error:
+            closed.add(offer.provider)
+            if isinstance(error, _RefusedError):
+                refusals[offer.provider] = str(error)
+            else:
+                tried.append(str(error))
+            if any(other.provider not in closed for other in offers):
                 renting.say(f"goes on without {offer.provider}: {error}")
         except _NotHadError as error:
             tried.append(str(error))
@@ -270,11 +279,11 @@ def _rent_new(unit: list[Rental], renting: Renting) -> None:
     )
 
 
-def _few(offers: Sequence[Offer], refusals: Mapping[CloudName, str]) -> Iterator[Offer]:
-    """The first offers, without those of providers that turn out to refuse us."""
+def _few(offers: Sequence[Offer], closed: Set[CloudName]) -> Iterator[Offer]:
+    """The first offers, without those of providers of which meanwhile nothing more is to be had."""
     num_tried = 0
     for offer in offers:
-        if offer.provider not in refusals and num_tried < MAX_OFFERS:
+        if offer.provider not in closed and num_tried < MAX_OFFERS:
             num_tried += 1
             yield offer
 
@@ -420,7 +429,11 @@ def _create_once(rental: Rental, offer: Offer, renting: Renting, *, host_key: Ho
     try:
         instance_id = cloud.create(offer, spec)
     except UnclearAnswerError as error:
-        found = find_machine(rental, cloud, renting.pace)
+        try:
+            found = find_machine(rental, cloud, renting.pace)
+        except InfraError as silence:
+            _go_on_without(rental, renting, reason=str(error))
+            raise _UnknownError(f"{error}; {silence}") from error
         if found is None:
             _go_on_without(rental, renting, reason=str(error))
             raise _NotHadError(f"{error}; it did not appear") from error

@@ -177,7 +177,7 @@ def _judge_instance(
         )
         return
     if rental is None:
-        found = _row_of(instance, credentials)
+        found = _row_of(instance, credentials, asked_at=float(match["epoch"]))
         try:
             rental = note_found(ledger, found)
         except LedgerUnwritableError as error:
@@ -186,7 +186,8 @@ def _judge_instance(
     if rental.state.is_over:  # it was refused, or gone, and is there all the same
         current = cloud.get(instance.id)
         if current is not None and current.status is not InstanceStatus.GONE:  # else it ended since it was listed
-            changes = {"instance_id": instance.id, "rented_at": began, "ended_at": None}
+            # Its run may be long over, and count as alive: where it does not end now, it is nobody's all the same.
+            changes = {"instance_id": instance.id, "rented_at": began, "ended_at": None, "expires_at": time.time()}
             _end(rental, ledger, cloud, report, pace=pace, note="it is there all the same", **changes)
     elif rental.state is RentalState.INTENDED and not _why_wanted(rental, ledger, spare=False):
         changes = {"instance_id": instance.id, "rented_at": began}
@@ -265,9 +266,14 @@ def _why_wanted(rental: Rental, ledger: Ledger, *, spare: bool) -> str:
     return f"whose next start may take it until {in_utc(rental.taken_until)}"
 
 
-def _row_of(instance: Instance, credentials: str) -> Rental:
-    """A row for a machine that carries our name and that the ledger does not know: already expired."""
+def _row_of(instance: Instance, credentials: str, *, asked_at: float) -> Rental:
+    """A row for a machine that carries our name and that the ledger does not know: already expired.
+
+    Args:
+        asked_at: when it was asked for, as its name says; it cost money from then on.
+    """
     now = time.time()
+    began = min(asked_at, now)
     return Rental(
         name=instance.name,
         run_id="",
@@ -279,8 +285,8 @@ def _row_of(instance: Instance, credentials: str) -> Rental:
         gpu="unknown",
         region="",
         usd_per_hour=instance.usd_per_hour or 0.0,
-        intended_at=now,
-        rented_at=now,
+        intended_at=began,
+        rented_at=began,
         expires_at=now,
         note="it was not in the ledger",
     )

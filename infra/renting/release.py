@@ -170,6 +170,21 @@ def _note_releasing(rental: Rental, ledger: Ledger, *, note: str, is_unfit: bool
 
 
 def _end_and_verify(rental: Rental, cloud: Cloud, pace: Pace) -> None:
+    """End the machine, and any other of its name: what stands in front of an API may send a request twice."""
+    _end_one(rental, cloud, pace)
+    try:
+        listed = cloud.list_named(rental.name)
+    except InfraError as error:
+        raise StillRentedError(
+            f"{rental.name} is gone, and a second machine of that name may be rented: {error}. `rollouts reap` looks"
+        ) from error
+    for each in listed:
+        if each.name == rental.name and each.id != rental.instance_id and each.status is not InstanceStatus.GONE:
+            logger.warning("%s is also the name of %s at %s, which is ended, too", each.name, each.id, each.provider)
+            _end_one(replace(rental, instance_id=each.id), cloud, pace)
+
+
+def _end_one(rental: Rental, cloud: Cloud, pace: Pace) -> None:
     assert rental.instance_id, f"nobody knows which machine {rental.name} is"
     started, patience_s = time.monotonic(), pace.gone_within_s
     num_absent = 0

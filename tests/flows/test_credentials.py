@@ -16,7 +16,7 @@ import pytest
 
 from infra.ledger import LEDGER_FILE, Ledger
 from infra.providers.runpod import RunPod
-from infra.renting.rentals import Rental, change_rental
+from infra.renting.rentals import NEVER_SEEN, Rental, RentalState, change_rental
 from tests.flows.conftest import Rollouts
 from tests.flows.test_reap import reap
 from tests.flows.test_up import served, up  # noqa: F401
@@ -108,6 +108,13 @@ def test_machines_are_ended_with_the_credentials_that_rented_them(
             rental = rent(world)
             code, output = served.run(*command, *([rental.name] if "release" in command else []))
             assert code == 0 and fake.alive() == [], output
+
+        given_up = {"state": RentalState.REFUSED, "note": NEVER_SEEN, "ended_at": time.time(), "instance_id": ""}
+        rental = rent(world)
+        with Ledger(world.path) as ledger:
+            change_rental(ledger, rental, **given_up)  # it appears more than an hour after it was asked for
+        code, output = served.run("reap")
+        assert code == 0 and fake.alive() == [], output
 
         rental = rent(world)
         code, output = served.run("credentials", "team", "--remove")

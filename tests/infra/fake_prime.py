@@ -101,7 +101,10 @@ class FakePrime(FakeCloud):
 
     async def add_key(self, request: Request) -> Response:
         about = {"id": f"key{len(self.keys)}", "userId": "me", "isPrimary": False, "isUserKey": True}
-        self.keys.append(about | json.loads(await request.body()))
+        key = about | json.loads(await request.body())
+        if key["name"] in [known["name"] for known in self.keys]:
+            return self.error(422, "There is a key of this name.")
+        self.keys.append(key)
         return reply(self.keys[-1])
 
     def page(self, request: Request, rows: list[dict[str, Any]]) -> Response:

@@ -70,7 +70,10 @@ class FakeShadeform(FakeCloud):
         return reply({"ssh_keys": self.keys})
 
     async def add_key(self, request: Request) -> Response:
-        self.keys.append({"id": str(uuid.UUID(int=1000 + len(self.keys))), **json.loads(await request.body())})
+        key = {"id": str(uuid.UUID(int=1000 + len(self.keys))), **json.loads(await request.body())}
+        if key["name"] in [known["name"] for known in self.keys]:
+            return self.error(400, "There is a key of this name.")
+        self.keys.append(key)
         return reply({"id": self.keys[-1]["id"]})
 
     async def create(self, request: Request) -> Response:

@@ -53,6 +53,32 @@ def test_a_gpu_is_recognised_by_its_words(name: str, wanted: str, is_it: bool) -
 
 
 @pytest.mark.parametrize(
+    ("name", "vram_gb", "wanted", "is_it"),
+    [
+        ("A100 SXM", 80.0, "A100 80GB", True),  # RunPod
+        ("A100 SXM4", 81.9, "A100 80GB", True),  # Vast.ai, which counts in MiB
+        ("L40S", 46.1, "L40S 48GB", True),
+        ("A100_80G", 80.0, "A100 80 GB", True),
+        ("H100 SXM", 80.0, "NVIDIA H100", True),
+        ("RTX 4090", 24.0, "NVIDIA GeForce RTX 4090", True),
+        ("V100_16GB", 16.0, "Tesla V100 16GB", True),
+        ("A100 SXM4", 41.0, "A100 80GB", False),
+        ("A100", 0.0, "A100 80GB", False),
+        ("A100_40GB", 80.0, "A100 80GB", False),
+        ("H100 SXM", 80.0, "A100 80GB", False),
+        ("H100 SXM", 80.0, "80GB", False),
+        ("H100 SXM", 80.0, "NVIDIA", False),
+        ("NVIDIA H100", 80.0, "NVIDIA GeForce", False),
+    ],
+)
+def test_a_name_need_not_have_the_maker_nor_the_memory_of_a_gpu(
+    name: str, vram_gb: float, wanted: str, is_it: bool
+) -> None:
+    offer = replace(OFFER, gpu_type=name, vram_gb=vram_gb)
+    assert QUERY.model_copy(update={"gpu_types": (wanted,)}).admits(offer) is is_it
+
+
+@pytest.mark.parametrize(
     ("offered", "found", "is_it"),
     [
         ("H100 SXM", "NVIDIA H100 80GB HBM3", True),
@@ -128,6 +154,11 @@ A100 = replace(OFFER, gpu_type="NVIDIA A100", region="US-TX-3", usd_per_hour=2.0
             [replace(OFFER, region="US-TX-3", is_secure=False), A100, replace(A100, usd_per_hour=1.0, gpu_count=1)],
             "the closest is 2x NVIDIA A100 at runpod in US-TX-3 for 1.00 USD per GPU and hour, which does not answer "
             "to <gpu_types> and <regions>",
+        ),
+        (
+            [replace(OFFER, region="US-TX-3", usd_per_hour=0.0, is_unpriced=True)],
+            "the closest is 2x NVIDIA H100 80GB HBM3 at runpod in US-TX-3 at a price that nobody says, which does not "
+            "answer to <regions>",
         ),
     ],
 )

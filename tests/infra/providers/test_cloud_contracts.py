@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import httpx
 import pytest
@@ -131,6 +131,14 @@ def test_the_second_machine_has_the_same_key(pair: Pair) -> None:
     assert len(getattr(pair.fake, "keys", [None])) == 1
 
 
+def test_an_account_that_takes_no_name_twice_takes_a_second_key(pair: Pair) -> None:
+    offer = next(offer for offer in pair.cloud.search(QUERY) if QUERY.admits(offer))
+    pair.cloud.create(offer, make_spec("rollouts-1"))
+    another = "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIAABAgMEBQYHCAkKCwwNDg8QERITFBUWFxgZGhscHR4f other"
+    pair.cloud.create(offer, replace(make_spec("rollouts-2"), public_key=another))
+    assert len(pair.fake.machines) == 2 and len(getattr(pair.fake, "keys", [None, None])) == 2
+
+
 def test_all_pages_of_a_list_are_read(pair: Pair) -> None:
     offer = next(offer for offer in pair.cloud.search(QUERY) if QUERY.admits(offer))
     names = [f"rollouts-{number}" for number in range(5)]
@@ -173,6 +181,29 @@ def test_a_machine_of_prime_intellect_is_offered_with_what_its_cpus_memory_and_d
     with FakePrime().served() as url, Prime(KEY, url) as cloud:
         [offer] = cloud.search(QUERY)
     assert offer.usd_per_hour == pytest.approx(2.4 + 8 * 0.005 + 200 * 0.0005)
+
+
+@pytest.mark.parametrize(("wanted_gb", "sizes"), [(100, [110]), (110, [110]), (140, [])])
+def test_a_disk_of_prime_intellect_that_lies_between_two_of_its_sizes_is_not_offered_as_the_largest(
+    wanted_gb: int, sizes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without it the machine is rented with the smallest disk, because none of the wanted size can be named."""
+    disk = {"minCount": 10, "defaultCount": 10, "maxCount": 150, "step": 100, "pricePerUnit": 0.0005}
+    monkeypatch.setattr(fake_prime, "CONFIGURATIONS", [fake_prime.H100 | {"disk": disk}])
+    query = QUERY.model_copy(update={"disk_gb": wanted_gb})
+    with FakePrime().served() as url, Prime(KEY, url) as cloud:
+        assert [offer.disk_gb for offer in cloud.search(query) if query.admits(offer)] == sizes
+
+
+@pytest.mark.parametrize(("wanted", "is_there"), [("eu", True), ("FI", True), ("HEL", True), ("us", False)])
+def test_a_place_of_prime_intellect_is_named_by_its_region_country_or_data_center(
+    wanted: str, is_there: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = {"region": "eu_north", "country": "FI", "dataCenter": "HEL-1"}
+    monkeypatch.setattr(fake_prime, "CONFIGURATIONS", [fake_prime.H100 | place])
+    query = QUERY.model_copy(update={"regions": (wanted,)})
+    with FakePrime().served() as url, Prime(KEY, url) as cloud:
+        assert [query.admits(offer) for offer in cloud.search(query)] == [is_there]
 
 
 STATUSES = {

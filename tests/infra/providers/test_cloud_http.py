@@ -26,6 +26,7 @@ from infra.offers import GPUQuery, MachineSpec
 from infra.providers.clouds import CREDENTIALS_VARIABLE, ENDPOINTS, open_account, require_keys
 from infra.providers.http import MAX_ANSWER_BYTES, Endpoint, ProviderAPI, _Turns
 from infra.providers.lambda_cloud import Lambda
+from infra.providers.runpod import RunPod
 from infra.providers.vast import Vast
 from tests.infra.fake_cloud import KEY as FAKE_KEY
 from tests.infra.fake_cloud import FakeCloud
@@ -75,6 +76,7 @@ def says(status: int, text: str = "", **headers: str) -> Callable[[httpx.Request
         (says(403), ProviderRefusedError),
         (says(429), ProviderUnavailableError),
         (fails(httpx.ConnectError), ProviderUnavailableError),
+        (says(408), UnclearAnswerError),
         (says(500), UnclearAnswerError),
         (says(502, "<html>"), UnclearAnswerError),
         (says(307, Location="http://elsewhere"), UnclearAnswerError),
@@ -97,7 +99,9 @@ def test_a_creation_is_sent_once_and_its_answer_sorted(
             api.create("/keys", {}, _Thing)
 
 
-@pytest.mark.parametrize("answer", [says(500), says(200, "no JSON"), says(200, "{}"), fails(httpx.ReadTimeout)])
+@pytest.mark.parametrize(
+    "answer", [says(408), says(500), says(200, "no JSON"), says(200, "{}"), fails(httpx.ReadTimeout)]
+)
 def test_a_reading_that_fails_is_an_error_and_never_nothing(answer: Callable[[httpx.Request], httpx.Response]) -> None:
     api, _ = make_api(answer)
     with pytest.raises(ProviderUnavailableError):
@@ -210,6 +214,18 @@ def test_machines_are_asked_for_as_slowly_as_the_provider_wants(
                 spec = MachineSpec(name=f"rollouts-{number}", public_key="ssh-ed25519 AAAA me", disk_gb=50)
                 cloud.create(cloud.search(GPUQuery())[0], spec)
     assert len(fake.machines) == 3 and 2 * between_s <= clock.now - began < 2 * between_s + 5
+
+
+def test_a_refusal_of_runpod_is_waited_for_as_long_as_its_shortest_window_lasts(clock: Clock) -> None:
+    """Its document: windows of a minute, an hour and a day, each with how long it lasts as Retry-After."""
+    answers = iter([httpx.Response(429, headers={"Retry-After": "60"})])
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        clock.now += 0.2
+        return next(answers, httpx.Response(200, json={"pods": []}))
+
+    with RunPod(KEY, transport=httpx.MockTransport(answer)) as cloud:
+        assert cloud.list_named("rollouts-") == [] and clock.pauses == [60.0]
 
 
 def test_a_wait_beyond_our_patience_is_not_begun() -> None:

@@ -571,6 +571,12 @@ def test_cheaper_machines_with_other_gpus_hide_none_with_the_wanted_one(name: st
     assert len(fake.searches) == 1
 
 
+def test_a_name_with_the_maker_and_the_memory_is_asked_for_by_what_vast_calls_it() -> None:
+    wanted: dict[str, object] = {"gpu_name": "H100 SXM", "gpu_ram": 81_559, "dph_total": 2.2}
+    offers, fake = _search_vast([*CHEAP, wanted], GPUQuery(gpu_types=("NVIDIA H100 80GB",)))
+    assert [offer.gpu_type for offer in offers] == ["H100 SXM"] and len(fake.searches) == 1
+
+
 @pytest.mark.parametrize("gpu_type", ["H100", "Imaginary 9000"], ids=["renamed", "unknown"])
 def test_a_gpu_whose_name_at_its_provider_is_not_known_is_found_all_the_same(gpu_type: str) -> None:
     name = f"NVIDIA {gpu_type} Ultra"

@@ -18,12 +18,12 @@ from typing import Any
 import pytest
 
 from flows.form import parse_pipeline
-from infra.errors import HostKeyError, MachineGoneError, NoMachineError, PermanentInfraError
+from infra.errors import HostKeyError, MachineGoneError, MissingKeyError, NoMachineError, PermanentInfraError
 from infra.ledger import LEDGER_FILE, Ledger
 from infra.node import Node, RentedNode
 from infra.providers import open_session, provision_node, release_node
-from infra.providers.rented import ended_when_expired, find_rentable, keep_rented
-from infra.renting.rentals import RentalState, all_rentals, change_rental
+from infra.providers.rented import ended_when_expired, find_rentable, keep_rented, release_rentals
+from infra.renting.rentals import RentalState, add_rental, all_rentals, change_rental
 from rollouts_core.errors import ConfigError
 from tests.infra.fake_runpod import FakeRunPod, runpod_with
 from tests.infra.ssh_server import SSHServer, make_key, running_server
@@ -92,6 +92,24 @@ def rent(server: SSHServer, tmp_path: Path, run_id: str = "run", **more: Any) ->
         }
     )
     return provision_node(settings, tmp_path / "store", run_id=run_id)
+
+
+@pytest.mark.slow
+def test_a_key_that_is_missing_keeps_nothing_rented_at_other_providers(
+    fake: FakeRunPod, ssh_server: SSHServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that is over asked at Lambda, too, in vain; who cancels it has the key of RunPod alone."""
+    monkeypatch.delenv("LAMBDA_API_KEY", raising=False)
+    rent(ssh_server, tmp_path)
+    with Ledger(tmp_path / "store" / LEDGER_FILE) as ledger:
+        [rental] = all_rentals(ledger)
+        lost = replace(rental, name=f"{rental.name}0", provider="lambda", state=RentalState.INTENDED, instance_id="")
+        add_rental(ledger, lost)
+    gave_back, left = release_rentals(tmp_path / "store", "run")
+    assert gave_back == f"gave back {rental.name} at runpod" and fake.alive() == []
+    assert f"{lost.name} may be rented at lambda, and is left: " in left and "LAMBDA_API_KEY" in left
+    with pytest.raises(MissingKeyError, match="LAMBDA_API_KEY"):
+        release_rentals(tmp_path / "store", "run")
 
 
 @pytest.mark.slow

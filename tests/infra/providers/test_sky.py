@@ -138,6 +138,7 @@ def test_offers_are_those_of_clouds_that_can_be_used_with_prices_and_memory(clou
     spot = cloud.search(QUERY.model_copy(update={"spot": True}))
     assert sorted(offer.usd_per_hour for offer in spot) == [2.1, 2.5] and all(offer.is_spot for offer in spot)
     assert [offer.id for offer in cloud.search(GPUQuery(gpu_types=("L4",)))] == ["gcp::L4"]
+    assert [offer.id for offer in cloud.search(GPUQuery(gpu_types=("NVIDIA L4 24GB",)))] == ["gcp::L4"]
     assert cloud.search(GPUQuery(gpu_types=("MYSTERY",))) == [], "nobody knows how much memory it has"
     assert cloud.search(GPUQuery(gpu_types=("H100",), gpu_count=8)) == []
 

@@ -159,6 +159,22 @@ def test_a_provider_that_refuses_the_account_is_done_without_where_another_one_h
     assert "there is no money on the account" in sentence
 
 
+def test_a_provider_that_breaks_down_while_it_makes_a_machine_is_done_without_until_it_can_be_asked(
+    world: World,
+) -> None:
+    world.fake.faults.break_creates = world.fake.faults.fail_lists = 1
+    with two_providers(world) as (other, clouds), Ledger(world.path) as ledger, ledger.living_run(REQUEST.run_id):
+        rental = rent_machines(Renting(REQUEST, ledger, clouds, check=usable, pace=PACE))[0]
+        assert [machine.id for machine in other.alive()] == [rental.instance_id]
+        assert world.fake.num_creates() == 1, "what it makes would be as unknown"
+        [late] = world.fake.alive()
+        assert reap(ledger, clouds, pace=PACE).ended == [f"{late.name} at runpod, 1x H100 SXM"]
+        world.fake.faults.break_creates = world.fake.faults.fail_lists = 1
+        request = replace(REQUEST, run_id="alone")
+        with pytest.raises(NoMachineError, match=r"with 500.*it broke.*GET /v2/pods with 403"):
+            rent_machines(Renting(request, ledger, {"runpod": world.cloud}, check=usable, pace=PACE))
+
+
 def test_where_no_provider_leads_to_a_machine_the_reason_of_each_is_said(world: World) -> None:
     with two_providers(world) as (other, clouds), Ledger(world.path) as ledger:
         renting = Renting(REQUEST, ledger, clouds, check=usable, pace=PACE)
@@ -421,6 +437,15 @@ def test_a_machine_that_is_gone_is_given_back_whatever_its_provider_answers_to_t
         world.fake.faults.never_ends = False
         assert release_machine(rental, ledger, cloud, pace=pace).state is RentalState.GONE
     assert world.fake.alive() == []
+
+
+def test_a_second_machine_that_one_request_made_is_given_back_with_the_first(world: World) -> None:
+    """Without it the other one costs money until somebody looks at all that is rented."""
+    rental = world.rent()
+    twin = world.fake.add(rental.name, world.fake.alive()[0].request)
+    world.fake.add(f"{rental.name}0", twin.request)
+    world.release(rental)
+    assert [machine.name for machine in world.fake.alive()] == [f"{rental.name}0"]
 
 
 def test_nobody_wants_jobs_of_a_machine_any_more_that_was_given_back(world: World) -> None:

@@ -193,6 +193,14 @@ def test_a_machine_of_ours_that_the_ledger_does_not_know_is_ended(world: World) 
     assert len(reap_now(world).ended) == 1 and world.fake.alive() == []
 
 
+def test_a_machine_that_the_ledger_does_not_know_has_cost_money_since_it_was_asked_for(world: World) -> None:
+    with Ledger(world.path) as ledger:
+        world.fake.add(f"rollouts-{ledger.identity}-run-a1-t{int(time.time()) - 10 * 3600}", BODY)
+        reap_now(world)
+        [row] = all_rentals(ledger)
+        assert row.usd(time.time()) == pytest.approx(10 * row.usd_per_hour, rel=0.01) and row.usd_per_hour > 0
+
+
 def test_one_that_does_not_end_is_in_the_way_of_nobody_who_asks_which_runs_live(world: World) -> None:
     world.fake.faults.never_ends = True
     with Ledger(world.path) as ledger, ledger.living_run("other"):
@@ -253,6 +261,17 @@ def test_a_refusal_that_was_none_is_found_out(world: World) -> None:
         assert len(reap_now(world).ended) == 1 and world.fake.alive() == []
         row = find_rental(ledger, gone.name)
         assert row is not None and row.state is RentalState.GONE
+
+
+def test_a_machine_that_is_there_all_the_same_and_does_not_end_is_tried_again(world: World) -> None:
+    with Ledger(world.path) as ledger:
+        with ledger.living_run(REQUEST.run_id):
+            gone = release_machine(world.rent(), ledger, world.cloud, pace=PACE)
+        world.fake.add(gone.name, BODY)
+        world.fake.faults.never_ends = True
+        reap(ledger, {"runpod": world.cloud}, pace=replace(PACE, gone_within_s=0.1))
+        world.fake.faults.never_ends = False
+        assert len(reap_now(world, spare=True).ended) == 1 and world.fake.alive() == []
 
 
 def test_what_never_appeared_is_forgotten_after_an_hour(world: World) -> None:
