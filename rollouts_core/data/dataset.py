@@ -13,6 +13,7 @@ from __future__ import annotations
 import itertools
 import json
 import logging
+import math
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -386,7 +387,7 @@ def _as_json(value: Any, key: str) -> Any:  # Any: what a table's column holds; 
     Raises:
         DataError: the field holds something that no text stands for.
     """
-    if value is None or isinstance(value, str | int | float):
+    if value is None or isinstance(value, str | int) or (isinstance(value, float) and math.isfinite(value)):
         return value
     if isinstance(value, dict):
         return {name: _as_json(each, key) for name, each in value.items()}
@@ -394,7 +395,7 @@ def _as_json(value: Any, key: str) -> Any:  # Any: what a table's column holds; 
         return [_as_json(each, key) for each in value]
     if isinstance(value, date | time | timedelta | Decimal):
         return str(value)
+    found = value if isinstance(value, float) else type(value).__name__
     raise DataError(
-        f"the field `{key}` holds {type(value).__name__}, and samples are written as JSON: leave the column out, or "
-        "make it text"
+        f"the field `{key}` holds {found}, and samples are written as JSON: leave the column out, or make it text"
     )

@@ -16,6 +16,7 @@ from __future__ import annotations
 import glob
 import hashlib
 import json
+import math
 import re
 import zlib
 from array import array
@@ -423,12 +424,16 @@ _STRICT_JSON = json.JSONDecoder(object_pairs_hook=_unique_keys, parse_constant=_
 
 
 def _without_nulls(value: Any) -> Any:  # Any: a column's value
-    """A table gives every struct all keys of its column: those that a row did not have come back as null."""
+    """A table gives every struct all keys of its column: those that a row did not have come back as null.
+
+    A number that is missing may come back as NaN, which no JSON can say.
+    """
     if isinstance(value, dict):
-        return {key: _without_nulls(each) for key, each in value.items() if each is not None}
+        cleaned = {key: _without_nulls(each) for key, each in value.items()}
+        return {key: each for key, each in cleaned.items() if each is not None}
     if isinstance(value, list):
         return [_without_nulls(each) for each in value]
-    return value
+    return None if isinstance(value, float) and math.isnan(value) else value
 
 
 def _digest_file(path: Path) -> str:

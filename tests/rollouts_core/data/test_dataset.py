@@ -4,6 +4,7 @@ Without it a row of another shape would be skipped, trained on with an empty mas
 """
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from datetime import date, datetime, timedelta
 from decimal import Decimal
@@ -447,6 +448,9 @@ def test_a_prompt_with_what_no_sample_can_be_written_with_is_named_by_row_and_fi
     datasets.Dataset.from_list(rows).to_parquet(tmp_path / "prompts.parquet")
     with pytest.raises(DataError, match=r"prompts\.parquet, row 2: the field `picture` holds bytes"):
         load_prompts_from_jsonl(tmp_path / "prompts.parquet")
+    datasets.Dataset.from_list([{"prompt": "7", "rate": -math.inf}]).to_parquet(tmp_path / "more.parquet")
+    with pytest.raises(DataError, match=r"more\.parquet, row 1: the field `rate` holds -inf"):
+        load_prompts_from_jsonl(tmp_path / "more.parquet")
 
 
 def test_what_a_rollout_writes_into_metadata_is_what_no_prompt_may_have() -> None:
