@@ -314,11 +314,18 @@ def _open_table(
         if not isinstance(error, OSError | ValueError | datasets.exceptions.DatasetsError):
             raise
         cause = first_line(error.__cause__ or error)
+        if cause.startswith("Unknown split"):
+            raise DataError(
+                f"{path} has no split {split} ({cause}): give a file of another one, or where `split` can be set that"
+            ) from error
         raise DataError(
             f"{path} is no dataset ({cause}): give a JSONL or Parquet file, or a folder of `save_to_disk`"
         ) from error
     if isinstance(found, dict) and split not in found:
-        raise DataError(f"{path} has the splits {', '.join(sorted(found))}, not {split}: give one of them as `split`")
+        raise DataError(
+            f"{path} has the splits {', '.join(sorted(found))}, not {split}: give the folder of one of them, "
+            f"{path / min(found)}, or where `split` can be set one of them as that"
+        )
     return found[split] if isinstance(found, dict) else found
 
 

@@ -139,7 +139,15 @@ def test_a_file_of_another_kind_is_one_sentence(tmp_path: Path) -> None:
 def test_a_folder_of_several_splits_is_one_sentence(tmp_path: Path) -> None:
     rows = datasets.Dataset.from_list([{"prompt": "x"}])
     datasets.DatasetDict({"validation": rows, "test": rows}).save_to_disk(str(tmp_path / "folder"))
-    with pytest.raises(DataError, match="has the splits test, validation, not train"):
+    with pytest.raises(DataError, match=r"has the splits test, validation, not train: give .*/folder/test, or"):
+        list(load_rows(tmp_path / "folder"))
+    assert list(load_rows(tmp_path / "folder" / "test")) == [(1, {"prompt": "x"})]
+
+
+def test_a_folder_of_files_without_the_split_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    write_rows(tmp_path / "folder" / "test.jsonl", [{"prompt": "x"}])
+    with pytest.raises(DataError, match=r"has no split train .*test.*: give a file of another one"):
         list(load_rows(tmp_path / "folder"))
 
 
