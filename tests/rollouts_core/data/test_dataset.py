@@ -6,6 +6,7 @@ Without it a row of another shape would be skipped, trained on with an empty mas
 import json
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from datetime import date, datetime, timedelta
 from decimal import Decimal
 from pathlib import Path
@@ -253,6 +254,18 @@ def test_a_conversation_in_both_lists_is_named_whatever_its_id() -> None:
     leaked = Prompt(id="other", messages=prompts[1].messages)
     with pytest.raises(DataError, match="prompt 'other' of heldout is also prompt 'p1' of selection"):
         check_disjoint(prompts, [leaked], names=("selection", "heldout"))
+
+
+@pytest.mark.parametrize("field", ["answer", "word"])
+def test_prompts_that_begin_alike_are_other_prompts_where_something_else_is_asked(tmp_path: Path, field: str) -> None:
+    """All games of Wordle have the same prompt: which word is to be guessed is for the environment alone."""
+    words = ["crane", "slate", "pilot"]
+    rows = [{"prompt": "Guess the word.", field: word, "id": word} for word in words]
+    prompts = load_prompts_from_jsonl(write_rows(tmp_path / "games.jsonl", rows))
+    check_disjoint(prompts[:2], prompts[2:], names=("selection", "heldout"))
+    again = replace(prompts[0], id="again")
+    with pytest.raises(DataError, match="prompt 'again' of heldout is also prompt 'crane' of selection"):
+        check_disjoint(prompts[:2], [again], names=("selection", "heldout"))
 
 
 def test_a_tool_conversation_is_a_sample(tmp_path: Path, byte_tokenizer: PreTrainedTokenizerBase) -> None:
