@@ -112,14 +112,14 @@ def write_ends_of_turn(directory: Path, tokenizer: PreTrainedTokenizerBase) -> N
     """Have whoever serves the model stop where its chat template ends a turn, beside where it stops anyway.
 
     A base model often ends sequences by a token that no template writes. Served with its settings, what was trained on
-    conversations would go on behind its answers.
+    conversations would go on behind its answers. Where there is a generation_config.json, it alone is asked.
     """
     files = [directory / name for name in ("generation_config.json", "config.json")]
     settings = [json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {} for file in files]
     given: Any = next((each["eos_token_id"] for each in settings if each.get("eos_token_id") is not None), [])  # JSON
     known = given if isinstance(given, list) else [given]
     ends = list(dict.fromkeys([*known, *stop_token_ids(tokenizer)]))
-    if ends != known:
+    if ends != known or (settings[0] and settings[0].get("eos_token_id") is None):
         files[0].write_text(json.dumps({**settings[0], "eos_token_id": ends}, indent=2) + "\n", encoding="utf-8")
 
 

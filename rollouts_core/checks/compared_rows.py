@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from rollouts_core.comparison import LEAST_P_VALUE, least_p_value, least_wins
 from rollouts_core.config import Config, RolloutConfig
 from rollouts_core.data.conversations import Row
-from rollouts_core.data.held_out import MAX_NAMED, HeldOutRows, key_of_demonstration, key_of_prompt
+from rollouts_core.data.held_out import MAX_NAMED, HeldOutRows, key_of_demonstration, key_of_prompt, key_of_task
 from rollouts_core.data.rows import load_rows
 from rollouts_core.environments import ENVIRONMENTS
 from rollouts_core.errors import ConfigError, DataError
@@ -93,7 +93,7 @@ def check_held_out(
     """
     asked = [each for each in held_out if each.metric == "accuracy"]
     for each, prompt in itertools.product(asked, prompts):
-        each.look_for([key_of_prompt(prompt)], source, prompt.row)
+        each.look_for([key_of_prompt(prompt), key_of_task(prompt)], source, prompt.row)
     return [sentence for each in held_out for sentence in each.check()]
 
 

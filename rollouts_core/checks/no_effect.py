@@ -5,6 +5,7 @@ Not here: settings that cannot go together (config/), what is wrong with models 
 
 from __future__ import annotations
 
+import json
 from operator import attrgetter
 
 from rollouts_core.config import (
@@ -130,8 +131,9 @@ def _of_loss(rl: RLTrainingConfig) -> list[str]:
 
 
 def _of_absent_parts(rl: RLTrainingConfig) -> list[str]:
-    """Numbers of a part of the algorithm that the other settings leave out."""
-    loss, has_values, has_penalty = rl.loss, rl.with_values, bool(rl.reward_shaping.overlong_buffer_tokens)
+    """Settings of a part of the algorithm that the other settings leave out."""
+    loss, shaping, has_values = rl.loss, rl.reward_shaping, rl.with_values
+    has_penalty, has_kl_reward, has_kl_loss = shaping.overlong_buffer_tokens > 0, shaping.kl_coef > 0, loss.kl_coef > 0
     is_clipped, is_capped = loss.objective != "reinforce", loss.objective in ("ppo", "gspo")
     is_constant, is_averaged = rl.advantage.estimator == "constant", loss.aggregation == "constant_length"
     parts = [
@@ -140,6 +142,13 @@ def _of_absent_parts(rl: RLTrainingConfig) -> list[str]:
         ("advantage", "gae_lambda", has_values, 'without advantage.estimator = "gae"'),
         ("reward_shaping", "max_response_tokens", has_penalty, "without overlong_buffer_tokens"),
         ("reward_shaping", "overlong_penalty", has_penalty, "without overlong_buffer_tokens"),
+        ("reward_shaping", "overlong_capped", has_penalty, "without overlong_buffer_tokens"),
+        ("reward_shaping", "kl_estimator", has_kl_reward, "without reward_shaping.kl_coef"),
+        ("reward_shaping", "kl_credit", has_kl_reward, "without reward_shaping.kl_coef"),
+        ("loss", "kl_estimator", has_kl_loss, "without loss.kl_coef"),
+        ("loss", "kl_weight", has_kl_loss, "without loss.kl_coef"),
+        ("loss", "kl_input_clamp", has_kl_loss, "without loss.kl_coef"),
+        ("loss", "kl_output_clamp", has_kl_loss, "without loss.kl_coef"),
         ("loss", "value_coef", has_values, 'without advantage.estimator = "gae"'),
         ("loss", "value_clip", has_values, 'without advantage.estimator = "gae"'),
         ("loss", "clip_low", is_clipped, f'with the objective "{loss.objective}"'),
@@ -148,6 +157,7 @@ def _of_absent_parts(rl: RLTrainingConfig) -> list[str]:
         ("loss", "constant_length", is_averaged, f'with the aggregation "{loss.aggregation}"'),
         ("loss.mismatch", "weight_low", loss.mismatch.weight != "none", "without loss.mismatch.weight"),
         ("loss.mismatch", "weight_high", loss.mismatch.weight != "none", "without loss.mismatch.weight"),
+        ("loss.mismatch", "outside", loss.mismatch.weight != "none", "without loss.mismatch.weight"),
         ("loss.mismatch", "mask_low", loss.mismatch.mask != "none", "without loss.mismatch.mask"),
         ("loss.mismatch", "mask_high", loss.mismatch.mask != "none", "without loss.mismatch.mask"),
     ]
@@ -155,7 +165,8 @@ def _of_absent_parts(rl: RLTrainingConfig) -> list[str]:
     for section, name, is_there, reason in parts:
         given, usual = (getattr(attrgetter(section)(each), name) for each in (rl, RLTrainingConfig()))
         if not is_there and given != usual:
-            found.append(f"training.rl.{section}.{name} {given:g} does nothing {reason}")
+            shown = f"{given:g}" if isinstance(given, float) else json.dumps(given)
+            found.append(f"training.rl.{section}.{name} {shown} does nothing {reason}")
     return found
 
 

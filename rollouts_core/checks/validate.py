@@ -112,6 +112,8 @@ def validate_config(config: Config) -> list[str]:
         limit = config.evaluation.max_p_value
         check_num_rows(num_rows, limit, source="data.heldout", setting="evaluation.max_p_value")
     findings += [_count_prompts(rows, prompts[name]) for name, rows in loaded.items()]
+    for name, rows in loaded.items():
+        findings += _warn_of_untold_tools(rows, prompts[name])
     findings += check_prompt_epochs(config, len(loaded["prompts"])) if "prompts" in loaded else []
     findings += warn_of_endless_turns(tokenizer)
     findings += warn_of_unseen_tools(tokenizer, describe_tools(resolve_environment(config.rollout)))
@@ -141,7 +143,8 @@ def validate_evaluation(config: Config, models: Sequence[ModelConfig]) -> list[s
         prompts = _load_checked_prompts(heldout, scored, tokenizer)
         check_answers(prompts, scored, source=heldout)
         findings += check_functions(scored, one_of_each_shape(prompts), tokenizer)
-        findings += [_count_prompts(prompts, heldout), *warn_of_endless_turns(tokenizer)]
+        findings += [_count_prompts(prompts, heldout), *_warn_of_untold_tools(prompts, heldout)]
+        findings += warn_of_endless_turns(tokenizer)
         findings += warn_of_unseen_tools(tokenizer, describe_tools(resolve_environment(scored.rollout)))
     return list(dict.fromkeys([*findings, *warn_of_repeated_rows(config)]))
 
@@ -217,6 +220,20 @@ def _count_prompts(prompts: Sequence[Prompt], source: str) -> str:
     """How many there are, and how many without an answer, for a person."""
     num_unanswered = sum(prompt.answer == "" for prompt in prompts)
     return f"{source}: {len(prompts)} prompts" + f", {num_unanswered} without an `answer`" * bool(num_unanswered)
+
+
+def _warn_of_untold_tools(prompts: Sequence[Prompt], source: str) -> list[Caution]:
+    """A warning where prompts have `tools`, as demonstrations may."""
+    rows = [prompt.row for prompt in prompts if prompt.metadata.get("tools")]
+    if not rows:
+        return []
+    return [
+        Caution(
+            f"{source}: {len(rows)} of {len(prompts)} prompts (row {rows[0]} first) have `tools`, of which the policy "
+            "is not told: it is told of those of rollout.environment alone; give them there, or write them into the "
+            "messages"
+        )
+    ]
 
 
 def _load_checked_prompts(path: str, config: Config, tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:

@@ -33,7 +33,7 @@ class SFTTrainingConfig(Record):
     train_on: Literal["last_assistant", "all_assistant", "everything"] = "all_assistant"
     """Which tokens enter the loss."""
     seed: int = Field(0, ge=0)
-    """Order of the demonstrations."""
+    """Order of the demonstrations, new adapters, and dropout."""
     eval_every: int = Field(100, ge=1, json_schema_extra=SELECTION)
     """Steps between two evaluations of the loss on `data.sft_eval`."""
     on_nonfinite: Literal["stop", "skip"] = "stop"

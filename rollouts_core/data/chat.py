@@ -47,6 +47,8 @@ CHUNK_TEXTS = 512
 NO_TEMPLATE = "the tokenizer has no chat template: add one to the model's folder"
 TURN_MARK = "an assistant said this"
 """Stands for the policy's turn where only what a template writes behind it is wanted."""
+END_OF_THOUGHTS = "</think>"
+"""Behind what a turn's text begins with where thoughts lie in it: many templates look for it, and some cut there."""
 SPLIT = "\ue000"
 """Of Unicode's private use: where a text is cut before it is tokenized, so that what it holds is no special token."""
 TODAY = datetime(2024, 7, 26)
@@ -197,17 +199,19 @@ def warn_of_unseen_tools(
 
 
 def find_unwritten(tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """What a turn of the assistant may hold beside its text and the chat template does not write: calls, thoughts.
+    """What a turn of the assistant may hold beside its answer and the chat template does not write: calls, thoughts.
 
-    A template that refuses to be asked counts as one that writes it.
+    Thoughts may lie apart or, up to `END_OF_THOUGHTS`, in the text. A template that refuses to be asked counts as one
+    that writes it.
     """
     call = {"id": "call00000", "type": "function", "function": {"name": "f", "arguments": {"said": TURN_MARK}}}
     tool = {"type": "function", "function": {"name": "f", "description": "?", "parameters": {"type": "object"}}}
     asked: Message = {"role": "user", "content": "?"}
     calls: Message = {"role": "assistant", "content": "", "tool_calls": [call]}
     thinks: Message = {"role": "assistant", "content": "", "reasoning_content": TURN_MARK}
+    thinks_aloud: Message = {"role": "assistant", "content": f"<think>\n{TURN_MARK}\n{END_OF_THOUGHTS}\n\nyes"}
     unwritten: list[str] = []
-    for key, turn in (("tool_calls", calls), ("reasoning_content", thinks)):
+    for key, turn in (("tool_calls", calls), ("reasoning_content", thinks), (END_OF_THOUGHTS, thinks_aloud)):
         with suppress(DataError):
             text = _render(tokenizer, [asked, turn], [tool], add_generation_prompt=False)
             unwritten += [key] if TURN_MARK not in text else []
@@ -323,16 +327,17 @@ def _find_turns(prefixes: list[list[int]], train_on: TrainOn) -> TokenizedConver
     tokens = prefixes[-1]
     if train_on == "everything":
         return TokenizedConversation(tokens, [])
-    if any(tokens[: len(prefix)] != prefix for prefix in prefixes):
-        return _not_prefix_stable(train_on)
     num_turns = len(prefixes) // 2
     befores, afters = prefixes[:num_turns], prefixes[num_turns : 2 * num_turns]
+    unstable = {i for i, prefix in enumerate(prefixes) if tokens[: len(prefix)] != prefix}
+    if unstable:
+        return _not_prefix_stable(has_stable_last=unstable.isdisjoint((num_turns - 1, 2 * num_turns - 1)))
     turns = [Turn("assistant", len(before), len(after)) for before, after in zip(befores, afters, strict=True)]
     return TokenizedConversation(tokens, turns)
 
 
-def _not_prefix_stable(train_on: TrainOn) -> DataError:
-    last = "train_on = last_assistant, " if train_on == "all_assistant" else ""
+def _not_prefix_stable(*, has_stable_last: bool) -> DataError:
+    last = "train_on = last_assistant, " if has_stable_last else ""
     return DataError(
         "the chat template is not prefix-stable: adding a turn changes the tokens before it, so assistant turns "
         f"cannot be told apart; use {last}train_on = everything, or a template with generation markers"

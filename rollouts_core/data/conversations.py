@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from rollouts_core.config.messages import closest_name
-from rollouts_core.data.chat import Conversation, TrainOn, trained_turns
+from rollouts_core.data.chat import END_OF_THOUGHTS, Conversation, TrainOn, trained_turns
 from rollouts_core.errors import DataError
 from rollouts_core.types import Message
 
@@ -100,7 +100,7 @@ def has_empty_turn(row: Row, train_on: TrainOn) -> bool:
 
 
 def find_said_beside_content(row: Row, train_on: TrainOn) -> set[str]:
-    """Which of `SAID_BESIDE_CONTENT` the turns hold that are trained on.
+    """Which of `SAID_BESIDE_CONTENT` and, in their text, `END_OF_THOUGHTS` the turns hold that are trained on.
 
     Raises:
         DataError: see `read_demonstration` and `trained_turns`.
@@ -109,7 +109,9 @@ def find_said_beside_content(row: Row, train_on: TrainOn) -> set[str]:
     if isinstance(read, str):
         return set()
     turns = [read.messages[number] for number in trained_turns(read, train_on)]
-    return {key for key in SAID_BESIDE_CONTENT if any(turn.get(key) for turn in turns)}
+    thinks_aloud = any(END_OF_THOUGHTS in turn["content"] for turn in turns)
+    found = {key for key in SAID_BESIDE_CONTENT if any(turn.get(key) for turn in turns)}
+    return found | ({END_OF_THOUGHTS} if thinks_aloud else set())
 
 
 def describe_keys(row: Row) -> str:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import itertools
 import json
 import logging
+import math
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -242,18 +243,45 @@ def load_prompts_from_jsonl(path: str | Path, *, max_rows: int | None = None) ->
 
 
 def check_disjoint(first: Sequence[Prompt], second: Sequence[Prompt], *, names: tuple[str, str]) -> None:
-    """Raise DataError when a prompt's conversation is in both lists."""
-    seen = {_conversation(prompt): prompt.id for prompt in first}
+    """Raise DataError when a prompt's conversation is in both lists, or of those of `find_openings` the whole row."""
+    openings = find_openings(first) | find_openings(second)
+
+    def key_of(prompt: Prompt) -> str:
+        conversation = _conversation(prompt)
+        return conversation + describe_task(prompt) if conversation in openings else conversation
+
+    seen = {key_of(prompt): prompt.id for prompt in first}
     for prompt in second:
-        if (other := seen.get(_conversation(prompt))) is not None:
+        if (other := seen.get(key_of(prompt))) is not None:
             raise DataError(
                 f"prompt {prompt.id!r} of {names[1]} is also prompt {other!r} of {names[0]}: "
                 "what chooses a checkpoint must not also grade it; remove it from one of them"
             )
 
 
-def _conversation(prompt: Prompt) -> tuple[tuple[str, str], ...]:
-    return tuple((message["role"], message["content"]) for message in prompt.messages)
+def find_openings(prompts: Sequence[Prompt]) -> set[str]:
+    """The conversations that tell no prompt from another, as JSON: several begin so and have other answers.
+
+    A game begins with the same words whatever is to be guessed. Where no prompt has an answer other fields count.
+    """
+    tasks: dict[str, set[str]] = {}
+    for prompt in prompts:
+        tasks.setdefault(_conversation(prompt), set()).add(prompt.answer or describe_task(prompt))
+    return {conversation for conversation, of_it in tasks.items() if len(of_it) > 1}
+
+
+def is_opening(prompt: Prompt, openings: set[str]) -> bool:
+    """Whether a prompt's conversation is one of `find_openings`."""
+    return _conversation(prompt) in openings
+
+
+def describe_task(prompt: Prompt) -> str:
+    """What a prompt's row says besides its conversation and its id."""
+    return json.dumps([prompt.answer, dict(prompt.metadata)], sort_keys=True, default=str)
+
+
+def _conversation(prompt: Prompt) -> str:
+    return json.dumps([(message["role"], message["content"], message.get("tool_calls")) for message in prompt.messages])
 
 
 def _chunks(numbers: Sequence[int], start: int = 0) -> Iterator[Sequence[int]]:
@@ -386,7 +414,7 @@ def _as_json(value: Any, key: str) -> Any:  # Any: what a table's column holds; 
     Raises:
         DataError: the field holds something that no text stands for.
     """
-    if value is None or isinstance(value, str | int | float):
+    if value is None or isinstance(value, str | int) or (isinstance(value, float) and math.isfinite(value)):
         return value
     if isinstance(value, dict):
         return {name: _as_json(each, key) for name, each in value.items()}
@@ -394,7 +422,7 @@ def _as_json(value: Any, key: str) -> Any:  # Any: what a table's column holds; 
         return [_as_json(each, key) for each in value]
     if isinstance(value, date | time | timedelta | Decimal):
         return str(value)
+    found = value if isinstance(value, float) else type(value).__name__
     raise DataError(
-        f"the field `{key}` holds {type(value).__name__}, and samples are written as JSON: leave the column out, or "
-        "make it text"
+        f"the field `{key}` holds {found}, and samples are written as JSON: leave the column out, or make it text"
     )

@@ -3,7 +3,8 @@
 Not here: whether selection and evaluation have rows in common (dataset.py, validate.py).
 
     compared by          a row that is held out is trained on when there is
-    accuracy             its prompt among those of RL, or before an answer of a demonstration
+    accuracy             its prompt among those of RL, or before an answer of a demonstration; where several rows begin
+                         alike and have other answers, as games do, the same row among those of RL
     loss                 a demonstration that says the same as a whole
 
 Rows of data.sft_eval are compared by their loss, whatever the metric of the evaluation is. What is compared here is
@@ -20,7 +21,7 @@ from typing import Literal
 
 from rollouts_core.data.chat import Conversation
 from rollouts_core.data.conversations import Row, read_demonstration
-from rollouts_core.data.dataset import load_prompts_from_jsonl
+from rollouts_core.data.dataset import describe_task, find_openings, is_opening, load_prompts_from_jsonl
 from rollouts_core.data.rows import load_rows
 from rollouts_core.errors import DataError
 from rollouts_core.findings import Caution
@@ -81,7 +82,9 @@ def read_held_out(name: str, path: str, metric: Metric, *, max_rows: int | None 
     """
     if metric == "accuracy":
         prompts = load_prompts_from_jsonl(path, max_rows=max_rows)
-        return HeldOutRows(name, metric, {key_of_prompt(prompt): prompt.row for prompt in prompts})
+        openings = find_openings(prompts)
+        keys = ((key_of_task if is_opening(prompt, openings) else key_of_prompt)(prompt) for prompt in prompts)
+        return HeldOutRows(name, metric, {key: prompt.row for key, prompt in zip(keys, prompts, strict=True)})
     number_of: dict[bytes, int] = {}
     for number, row in itertools.islice(load_rows(path), max_rows):
         try:
@@ -106,6 +109,11 @@ def watch_rows(
 def key_of_prompt(prompt: Prompt) -> bytes:
     """What two prompts have in common that say the same."""
     return list(_keys_of_beginnings(prompt.messages))[-1]
+
+
+def key_of_task(prompt: Prompt) -> bytes:
+    """What two prompts have in common that say and ask the same, where their conversations do not tell."""
+    return hashlib.sha256(key_of_prompt(prompt) + describe_task(prompt).encode()).digest()
 
 
 def key_of_demonstration(row: Row) -> bytes:

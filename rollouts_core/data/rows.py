@@ -16,6 +16,7 @@ from __future__ import annotations
 import glob
 import hashlib
 import json
+import math
 import re
 import zlib
 from array import array
@@ -313,11 +314,18 @@ def _open_table(
         if not isinstance(error, OSError | ValueError | datasets.exceptions.DatasetsError):
             raise
         cause = first_line(error.__cause__ or error)
+        if cause.startswith("Unknown split"):
+            raise DataError(
+                f"{path} has no split {split} ({cause}): give a file of another one, or where `split` can be set that"
+            ) from error
         raise DataError(
             f"{path} is no dataset ({cause}): give a JSONL or Parquet file, or a folder of `save_to_disk`"
         ) from error
     if isinstance(found, dict) and split not in found:
-        raise DataError(f"{path} has the splits {', '.join(sorted(found))}, not {split}: give one of them as `split`")
+        raise DataError(
+            f"{path} has the splits {', '.join(sorted(found))}, not {split}: give the folder of one of them, "
+            f"{path / min(found)}, or where `split` can be set one of them as that"
+        )
     return found[split] if isinstance(found, dict) else found
 
 
@@ -423,12 +431,16 @@ _STRICT_JSON = json.JSONDecoder(object_pairs_hook=_unique_keys, parse_constant=_
 
 
 def _without_nulls(value: Any) -> Any:  # Any: a column's value
-    """A table gives every struct all keys of its column: those that a row did not have come back as null."""
+    """A table gives every struct all keys of its column: those that a row did not have come back as null.
+
+    A number that is missing may come back as NaN, which no JSON can say.
+    """
     if isinstance(value, dict):
-        return {key: _without_nulls(each) for key, each in value.items() if each is not None}
+        cleaned = {key: _without_nulls(each) for key, each in value.items()}
+        return {key: each for key, each in cleaned.items() if each is not None}
     if isinstance(value, list):
         return [_without_nulls(each) for each in value]
-    return value
+    return None if isinstance(value, float) and math.isnan(value) else value
 
 
 def _digest_file(path: Path) -> str:

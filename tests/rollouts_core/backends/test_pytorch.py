@@ -414,3 +414,16 @@ def test_whoever_serves_a_checkpoint_stops_where_the_template_ends_a_turn(
     backend = create_backend(ModelConfig(path=str(folder)))
     asyncio.run(backend.save_checkpoint(tmp_path / "step_000001", {"step": 1}).result())
     assert GenerationConfig.from_pretrained(tmp_path / "step_000001").eos_token_id == expected
+
+
+def test_a_generation_config_that_names_no_end_gets_those_of_config_json(
+    base_model: ModelConfig, tmp_path: Path
+) -> None:
+    """Whoever serves a model asks config.json only where there is no generation_config.json."""
+    folder = tmp_path / "base"
+    shutil.copytree(base_model.path, folder)
+    (folder / "generation_config.json").write_text(json.dumps({"temperature": 0.6, "do_sample": True}))
+    backend = create_backend(ModelConfig(path=str(folder)))
+    asyncio.run(backend.save_checkpoint(tmp_path / "step_000001", {"step": 1}).result())
+    written = GenerationConfig.from_pretrained(tmp_path / "step_000001")
+    assert (written.eos_token_id, written.temperature) == ([1], 0.6)

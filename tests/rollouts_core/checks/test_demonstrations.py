@@ -155,6 +155,19 @@ def test_what_the_chat_template_leaves_out_of_turns_that_are_trained_on_is_told(
     assert not any("leaves out" in each for each in check_demonstrations(config, own_tokenizer))
 
 
+def test_thoughts_in_the_text_that_the_chat_template_cuts_off_are_told(tmp_path: Path, base_model: ModelConfig) -> None:
+    own_tokenizer = load_tokenizer(base_model)
+    path = write_rows(tmp_path / "a.jsonl", [SUM, turns("<think>1+1</think>2")])
+    config = make_config(path, train_on="everything", max_length=80)
+    assert not any("leaves out" in each for each in check_demonstrations(config, own_tokenizer))
+    own_tokenizer.chat_template = (
+        "{% for m in messages %}<|{{ m.role }}|>{{ m.content.split('</think>')[-1] }}<|end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    [told] = [each for each in check_demonstrations(config, own_tokenizer) if "leaves out" in each]
+    assert told.startswith(f"{path}: in 1 of 2 rows (row 2 first) the assistant has `</think>`, which the chat")
+
+
 @pytest.mark.parametrize(("repeat", "packing", "is_said"), [(1, True, True), (1, False, False), (2, True, False)])
 def test_a_step_of_more_rows_than_an_epoch_has_is_said(
     tmp_path: Path, tokenizer: PreTrainedTokenizerBase, repeat: float, packing: bool, is_said: bool

@@ -3,6 +3,7 @@
 Without it somebody trains all weights for a day in place of the adapters that lora.alpha was set for.
 """
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -189,6 +190,36 @@ def test_limits_of_a_correction_that_is_not_asked_for_are_told(limits: dict[str,
     assert told.startswith(f"training.rl.loss.mismatch.{next(iter(limits))} ")
     assert told.endswith(f"does nothing without loss.mismatch.{part}")
     assert find(training={"rl": {"loss": {"ratio_base": "old", "mismatch": {**limits, part: "token"}}}}) == []
+
+
+@pytest.mark.parametrize(
+    ("section", "name", "value", "part"),
+    [
+        ("reward_shaping", "kl_estimator", "k3", {"kl_coef": 0.1}),
+        ("reward_shaping", "kl_credit", "token", {"kl_coef": 0.1}),
+        ("reward_shaping", "overlong_capped", False, {"overlong_buffer_tokens": 4, "max_response_tokens": 8}),
+        ("loss", "kl_estimator", "k1", {"kl_coef": 0.1}),
+        ("loss", "kl_weight", "on_policy", {"kl_coef": 0.1}),
+        ("loss", "kl_input_clamp", 5.0, {"kl_coef": 0.1}),
+        ("loss", "kl_output_clamp", 0.0, {"kl_coef": 0.1}),
+    ],
+)
+def test_how_a_part_is_computed_that_the_algorithm_lacks_is_told(
+    section: str, name: str, value: str | float, part: dict[str, float]
+) -> None:
+    """Whoever chooses an estimator of the divergence expects one to be there."""
+    rollout = {"sampling": {"max_new_tokens": 8}}
+    [told] = find(training={"rl": {section: {name: value}}}, rollout=rollout)
+    shown = f"{value:g}" if isinstance(value, float) else json.dumps(value)
+    assert told.startswith(f"training.rl.{section}.{name} {shown} does nothing without ")
+    assert find(training={"rl": {section: {name: value, **part}}}, rollout=rollout) == []
+
+
+def test_what_becomes_of_weights_that_there_are_not_is_told() -> None:
+    """Whoever asks for IcePop's zeros without its weights trains without it."""
+    mismatch = {"outside": "zero", "mask": "token", "mask_high": 2.0}
+    [told] = find(training={"rl": {"loss": {"ratio_base": "old", "mismatch": mismatch}}})
+    assert told == 'training.rl.loss.mismatch.outside "zero" does nothing without loss.mismatch.weight'
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)

@@ -21,6 +21,7 @@ from rollouts_core.checks.resumed import check_resumed, check_resumed_inputs
 from rollouts_core.checks.validate import (
     check_prompt_epochs,
     validate_config,
+    validate_evaluation,
     warn_of_own_generation,
     warn_of_uncorrected_age,
 )
@@ -68,6 +69,21 @@ def test_rows_that_are_trained_on_are_not_among_those_that_keep_a_checkpoint(
         validate_config(config)
     write_rows(tmp_path / "sft_eval.jsonl", [prompts[2]])
     validate_config(config)
+
+
+def test_tools_of_prompts_that_the_policy_is_not_told_of_are_said(tmp_path: Path, base_model: ModelConfig) -> None:
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    rows: dict[str, list[dict[str, Any]]] = {
+        "sft": [{"prompt": "1+1=?", "completion": "2", "tools": tools}],
+        "selection": [{"prompt": "2+1=?", "answer": "3", "tools": None}],
+        "heldout": [{"prompt": "3+1=?", "answer": "4"}, {"prompt": "4+1=?", "answer": "5", "tools": tools}],
+    }
+    data = {name: write_rows(tmp_path / f"{name}.jsonl", each) for name, each in rows.items()}
+    rollout = {"environment": "arithmetic", "sampling": {"max_new_tokens": 8}}
+    config = Config.model_validate({"mode": "sft", "model": base_model.model_dump(), "data": data, "rollout": rollout})
+    said = f"{data['heldout']}: 1 of 2 prompts (row 2 first) have `tools`, of which the policy is not told"
+    for findings in (validate_config(config), validate_evaluation(config, [base_model])):
+        assert [each.startswith(said) for each in findings if "`tools`" in each] == [True]
 
 
 def test_a_long_prompt_behind_an_empty_line_is_named_by_its_row(

@@ -67,6 +67,11 @@ FORGETS_THOUGHTS = (
     "{% if m.role == 'assistant' and loop.index0 > ns.last %}<think>{{ m.reasoning_content or '' }}</think>{% endif %}"
     "{{ m.content }}<|im_end|>{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+# As that of DeepSeek-R1's distilled models: thoughts in the text are cut off, and a turn begins with one when sampled.
+CUTS_THOUGHTS = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content.split('</think>')[-1] }}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
+)
 THINKS: list[Message] = [
     {"role": "user", "content": "a"},
     {"role": "assistant", "content": "b", "reasoning_content": "x"},
@@ -256,8 +261,17 @@ def test_a_template_that_forgets_thoughts_still_trains_on_the_last_turn(
 
 def test_a_template_that_forgets_thoughts_does_not_train_on_all_turns(byte_tokenizer: PreTrainedTokenizerBase) -> None:
     byte_tokenizer.chat_template = FORGETS_THOUGHTS
-    with pytest.raises(DataError, match=r"not prefix-stable.*use train_on = last_assistant"):
+    with pytest.raises(DataError, match=r"not prefix-stable.*use train_on = last_assistant, train_on = everything"):
         tokenize_conversation(byte_tokenizer, THINKS)
+
+
+@pytest.mark.parametrize("num_messages", [2, 4])
+def test_a_template_with_which_the_last_turn_cannot_be_told_apart_either_is_not_said_to_help(
+    byte_tokenizer: PreTrainedTokenizerBase, num_messages: int
+) -> None:
+    byte_tokenizer.chat_template = CUTS_THOUGHTS
+    with pytest.raises(DataError, match=r"not prefix-stable.*use train_on = everything, or a template"):
+        tokenize_conversation(byte_tokenizer, THINKS[:num_messages])
 
 
 @pytest.mark.parametrize("template", [WITH_TOOLS, MARKED])
@@ -459,6 +473,7 @@ def test_markers_hold_what_the_assistant_said_and_nothing_else(
         (None, ["tool_calls", "reasoning_content"]),
         (WITH_TOOLS, ["reasoning_content"]),
         (FORGETS_THOUGHTS, ["tool_calls"]),
+        (CUTS_THOUGHTS, ["tool_calls", "reasoning_content", "</think>"]),
         ("{{ raise_exception('no') }}", []),
     ],
 )

@@ -4,7 +4,9 @@ Without it a row of another shape would be skipped, trained on with an empty mas
 """
 
 import json
+import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from datetime import date, datetime, timedelta
 from decimal import Decimal
 from pathlib import Path
@@ -254,6 +256,18 @@ def test_a_conversation_in_both_lists_is_named_whatever_its_id() -> None:
         check_disjoint(prompts, [leaked], names=("selection", "heldout"))
 
 
+@pytest.mark.parametrize("field", ["answer", "word"])
+def test_prompts_that_begin_alike_are_other_prompts_where_something_else_is_asked(tmp_path: Path, field: str) -> None:
+    """All games of Wordle have the same prompt: which word is to be guessed is for the environment alone."""
+    words = ["crane", "slate", "pilot"]
+    rows = [{"prompt": "Guess the word.", field: word, "id": word} for word in words]
+    prompts = load_prompts_from_jsonl(write_rows(tmp_path / "games.jsonl", rows))
+    check_disjoint(prompts[:2], prompts[2:], names=("selection", "heldout"))
+    again = replace(prompts[0], id="again")
+    with pytest.raises(DataError, match="prompt 'again' of heldout is also prompt 'crane' of selection"):
+        check_disjoint(prompts[:2], [again], names=("selection", "heldout"))
+
+
 def test_a_tool_conversation_is_a_sample(tmp_path: Path, byte_tokenizer: PreTrainedTokenizerBase) -> None:
     byte_tokenizer.chat_template = (
         "{{ (tools or []) | length }}{% for m in messages %}{{ m.role[0] }}:{{ m.content }}"
@@ -447,6 +461,9 @@ def test_a_prompt_with_what_no_sample_can_be_written_with_is_named_by_row_and_fi
     datasets.Dataset.from_list(rows).to_parquet(tmp_path / "prompts.parquet")
     with pytest.raises(DataError, match=r"prompts\.parquet, row 2: the field `picture` holds bytes"):
         load_prompts_from_jsonl(tmp_path / "prompts.parquet")
+    datasets.Dataset.from_list([{"prompt": "7", "rate": -math.inf}]).to_parquet(tmp_path / "more.parquet")
+    with pytest.raises(DataError, match=r"more\.parquet, row 1: the field `rate` holds -inf"):
+        load_prompts_from_jsonl(tmp_path / "more.parquet")
 
 
 def test_what_a_rollout_writes_into_metadata_is_what_no_prompt_may_have() -> None:

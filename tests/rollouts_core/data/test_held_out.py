@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from rollouts_core.checks.compared_rows import check_held_out
 from rollouts_core.data.dataset import load_prompts_from_jsonl
 from rollouts_core.data.held_out import HeldOutRows, Metric, key_of_prompt, read_held_out, watch_rows
 from rollouts_core.errors import DataError
@@ -81,6 +82,17 @@ def test_a_prompt_of_rl_that_is_held_out_is_found_whatever_its_id(tmp_path: Path
     rows.look_for([key_of_prompt(prompt)], "p.jsonl", prompt.row)
     with pytest.raises(DataError, match=r"row 1 is row 1 of p\.jsonl"):
         rows.check()
+
+
+def test_of_prompts_that_begin_alike_the_same_rows_alone_are_found(tmp_path: Path) -> None:
+    """A demonstration of a game is of one word, and the prompt of another game with another word the same."""
+    games = [{"prompt": "Guess the word.", "answer": word} for word in ("crane", "slate", "pilot", "mound")]
+    rows = look_at(tmp_path, games[:2], [{"prompt": "Guess the word.", "completion": "pilot"}], "accuracy")
+    trained = load_prompts_from_jsonl(write_rows(tmp_path / "prompts.jsonl", games[2:]))
+    assert check_held_out([rows], trained, source="prompts.jsonl") == []
+    leaked = load_prompts_from_jsonl(write_rows(tmp_path / "prompts.jsonl", [games[3], games[1]]))
+    with pytest.raises(DataError, match=r"1 of 2 rows of data\.heldout .*\(row 2 is row 2 of prompts\.jsonl\)"):
+        check_held_out([rows], leaked, source="prompts.jsonl")
 
 
 def test_a_few_of_many_are_told_and_no_reason_to_stop(tmp_path: Path) -> None:

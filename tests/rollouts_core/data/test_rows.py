@@ -5,6 +5,7 @@ Without it a damaged or changed file would be trained on, or fail a day later wi
 
 import errno
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -138,7 +139,15 @@ def test_a_file_of_another_kind_is_one_sentence(tmp_path: Path) -> None:
 def test_a_folder_of_several_splits_is_one_sentence(tmp_path: Path) -> None:
     rows = datasets.Dataset.from_list([{"prompt": "x"}])
     datasets.DatasetDict({"validation": rows, "test": rows}).save_to_disk(str(tmp_path / "folder"))
-    with pytest.raises(DataError, match="has the splits test, validation, not train"):
+    with pytest.raises(DataError, match=r"has the splits test, validation, not train: give .*/folder/test, or"):
+        list(load_rows(tmp_path / "folder"))
+    assert list(load_rows(tmp_path / "folder" / "test")) == [(1, {"prompt": "x"})]
+
+
+def test_a_folder_of_files_without_the_split_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    write_rows(tmp_path / "folder" / "test.jsonl", [{"prompt": "x"}])
+    with pytest.raises(DataError, match=r"has no split train .*test.*: give a file of another one"):
         list(load_rows(tmp_path / "folder"))
 
 
@@ -337,6 +346,13 @@ def test_a_parquet_row_has_the_keys_that_were_written_and_no_nulls_in_them(tmp_p
     ]
     datasets.Dataset.from_list(rows).to_parquet(str(tmp_path / "rows.parquet"))
     assert [row for _, row in load_rows(tmp_path / "rows.parquet")] == rows
+
+
+def test_a_number_that_a_table_lacks_is_no_number(tmp_path: Path) -> None:
+    rows = [{"prompt": "x", "rate": math.nan, "more": {"a": math.nan, "b": [0.5, math.nan]}}]
+    datasets.Dataset.from_list(rows).to_parquet(str(tmp_path / "rows.parquet"))
+    [(_, row)] = load_rows(tmp_path / "rows.parquet")
+    assert row == {"prompt": "x", "rate": None, "more": {"b": [0.5, None]}}
 
 
 @pytest.mark.parametrize(("name", "other"), [("rows[1]", "rows1"), ("rows*", "rows-old"), ("rows?", "rows2")])
