@@ -234,7 +234,11 @@ def test_an_object_that_became_shorter_meanwhile_is_an_error_that_a_retry_mends(
 
 
 @pytest.mark.parametrize(
-    "url", ["s3://key:PASSWORD@bucket/x", "s3://bucket/x?sign=PASSWORD", "bucket/x", "s3://", "a::s3://PASSWORD/x"]
+    "url",
+    [
+        *("s3://key:PASSWORD@bucket/x", "s3://bucket/x?sign=PASSWORD", "bucket/x", "s3://", "a::s3://PASSWORD/x"),
+        *("s3://bucket/x ", "s3://my bucket/x", "s3://bucket/x\ny"),
+    ],
 )
 def test_a_url_with_more_than_a_place_is_refused_and_not_repeated(url: str) -> None:
     with pytest.raises(ValueError, match="expected a URL like s3://bucket/folder") as refusal:
@@ -242,6 +246,14 @@ def test_a_url_with_more_than_a_place_is_refused_and_not_repeated(url: str) -> N
     assert "PASSWORD" not in str(refusal.value)
     with pytest.raises(StoreRefusedError):
         ObjectStore(url)
+
+
+def test_names_may_hold_spaces_and_what_else_stores_allow(bucket: str, s3_server: S3Server) -> None:
+    for name in ("my rows/of may 2.jsonl", "100%/a+b=c&d.jsonl", "ünï/[x]*'\"~.jsonl"):
+        s3_server.client().put_object(Bucket=bucket, Key=name, Body=name.encode())
+        store = ObjectStore(f"s3://{bucket}/{name}")
+        assert store.read("", 0, store.list()[""].size) == name.encode()
+        assert list(ObjectStore(f"s3://{bucket}/{name.partition('/')[0]}").list()) == [name.partition("/")[2]]
 
 
 def test_a_protocol_without_a_driver_is_said_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
