@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import copy
 import io
 import logging
 import os
@@ -75,7 +76,7 @@ def load_keys(access: SSHAccess) -> LoginKeys:
     refusals = []
     for path in files:
         try:
-            keys.append(_load_key(path, access.address, agent_keys))
+            keys += _load_key(path, access.address, agent_keys)
         except LoginError as error:
             refusals.append(error)
     if not keys and refusals:
@@ -166,16 +167,22 @@ def _restore_lines(text: str) -> str:
     return "\n".join([f"-----BEGIN {match['label']}-----", *lines, f"-----END {match['label']}-----", ""])
 
 
-def _load_key(path: Path, address: str, agent_keys: Sequence[Any]) -> LoginKey:  # Any: paramiko has no types
-    """The private key in a file; the agent's copy where the file is encrypted, of a security key, or only public."""
+def _load_key(path: Path, address: str, agent_keys: Sequence[Any]) -> list[LoginKey]:  # Any: paramiko has no types
+    """The private key in a file; the agent's copy where the file is encrypted, of a security key, or only public.
+
+    With a certificate beside it, it is offered with that, and by itself: it may have expired, or be for other machines.
+    """
     try:
-        return LoginKey(_read_key(path, address), str(path))
+        key = _read_key(path, address)
+        alone = copy.copy(key)
+        alone.public_blob = None
+        return [LoginKey(each, str(path)) for each in ([key, alone] if key.public_blob else [key])]
     except LoginError:
         public = _read_public_blob(path)
-        copy = next((key for key in agent_keys if key.asbytes() == public), None)
-        if copy is None:
+        of_agent = next((key for key in agent_keys if key.asbytes() == public), None)
+        if of_agent is None:
             raise
-        return LoginKey(copy)
+        return [LoginKey(of_agent)]
 
 
 def _read_key(path: Path, address: str) -> Any:  # Any: paramiko has no types

@@ -5,12 +5,14 @@ a login fails that `ssh` makes, because of a key that nobody meant.
 """
 
 import base64
+import getpass
 import os
 import re
 import shutil
 import socket
 import struct
 import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -20,10 +22,12 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric import dsa
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
+from infra.chunks import Chunk
 from infra.errors import LoginError, PermanentInfraError
 from infra.node import SSHAccess
 from infra.ssh.connection import connect
 from infra.ssh.login_keys import load_keys, read_key_variable, read_public_key, require_login_key
+from infra.ssh.ssh_session import SSHSession
 from tests.infra.ssh_server import SSHServer, make_key, running_server
 from tests.processes import dies_with_us
 from tests.waiting import wait_until
@@ -234,6 +238,25 @@ def test_a_server_that_hangs_up_because_of_too_many_keys_is_not_one_that_does_no
         LoginError, match=r"hung up when \d of \d+ keys .* \(Too many authentication failures.*\): name the right"
     ):
         connect(replace(ssh_server.access, key_file=""))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("of_others", [True, False])
+def test_a_key_with_a_certificate_is_offered_with_it_and_alone(tmp_path: Path, of_others: bool) -> None:
+    for name in ("authority", "other authority", "key"):
+        make_key(tmp_path / name)
+    by = tmp_path / ("other authority" if of_others else "authority")
+    sign = ["ssh-keygen", "-q", "-s", str(by), "-I", "a test", "-n", getpass.getuser(), str(tmp_path / "key.pub")]
+    subprocess.run(sign, check=True)
+    config = f'TrustedUserCAKeys "{tmp_path / "authority.pub"}"'
+    with running_server(tmp_path / "sshd", more_config=config) as server:
+        if of_others:
+            (server.folder / "authorized_keys").write_bytes((tmp_path / "key.pub").read_bytes())
+        access = replace(server.access, key_file=str(tmp_path / "key"))
+        connect(access).close()
+        with SSHSession(access, python=sys.executable, programs_dir=str(tmp_path)) as session:
+            session.write_chunks(str(tmp_path), [Chunk("written", 0, [b"content"])])
+            assert session._may_use_openssh, "OpenSSH's client does the same"
 
 
 @pytest.mark.slow
