@@ -6,6 +6,7 @@ Without it a run trains for a day and finds out then that its results may not be
 from __future__ import annotations
 
 import os
+import re
 import socket
 import sys
 import threading
@@ -15,8 +16,9 @@ from pathlib import Path
 
 import pytest
 from botocore.exceptions import ClientError
+from s3fs.errors import translate_boto_error  # type: ignore[import-untyped]
 
-from infra.errors import ObjectMissingError, PermanentInfraError, StoreRefusedError, StoreUnavailableError
+from infra.errors import InfraError, ObjectMissingError, PermanentInfraError, StoreRefusedError, StoreUnavailableError
 from infra.stores import object_store
 from infra.stores.download import find_wanted
 from infra.stores.object_errors import sort_failure
@@ -206,6 +208,27 @@ def test_credentials_that_have_expired_are_said_to_have(monkeypatch: pytest.Monk
         with pytest.raises(StoreRefusedError, match=r"is refused \(ExpiredToken\): check AWS_ACCESS_KEY_ID"):
             find_wanted(ObjectStore("s3://bucket/model"))
         server.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "kind", "sentence"),
+    [
+        ("SlowDown", 503, StoreUnavailableError, "then try again"),
+        ("Throttling", 400, StoreUnavailableError, "then try again"),
+        ("RequestLimitExceeded", 400, StoreUnavailableError, "then try again"),
+        ("InvalidObjectState", 403, StoreRefusedError, "lies in an archive, .*: restore it"),
+        ("QuotaExceeded", 403, StoreRefusedError, "has no room left"),
+        ("XMinioStorageFull", 507, StoreRefusedError, "has no room left"),
+        ("XMinioAdminBucketQuotaExceeded", 400, StoreRefusedError, "has no room left"),
+    ],
+)
+def test_what_a_store_says_of_itself_is_not_taken_for_wrong_credentials_or_a_mistake(
+    code: str, status: int, kind: type[InfraError], sentence: str
+) -> None:
+    answer = {"Error": {"Code": code, "Message": "no"}, "ResponseMetadata": {"HTTPStatusCode": status}}
+    error = translate_boto_error(ClientError(answer, "GetObject"))
+    sorted_error = sort_failure(error, "s3://bucket/x")
+    assert type(sorted_error) is kind and re.search(sentence, str(sorted_error))
 
 
 def test_a_wrong_clock_is_not_taken_for_wrong_credentials() -> None:
