@@ -176,6 +176,21 @@ def test_uv_keeps_packages_below_the_root_where_the_home_has_no_place_for_them(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("change", ["removed", "upgraded"])
+def test_an_environment_whose_interpreter_the_machine_has_not_any_more_is_made_anew(node: Node, change: str) -> None:
+    session = LocalSession(sys.executable)
+    python = Path(ensure_environment(session, node, SMALL, installer="pip"))
+    if change == "removed":
+        python.unlink()
+        python.symlink_to("/usr/bin/python-of-the-release-before")
+    else:  # what `python3` means is another version now, for which nothing lies there
+        [library] = (python.parents[1] / "lib").glob("python3*")
+        library.rename(library.with_name("python3.1"))
+    assert ensure_environment(session, node, SMALL, installer="pip") == str(python)
+    assert versions_seen(str(python), "orjson").split()[0] in SMALL[0]
+
+
+@pytest.mark.slow
 def test_other_versions_get_another_environment(node: Node) -> None:
     session = LocalSession(sys.executable)
     without, with_one = (ensure_environment(session, node, wanted, installer="pip") for wanted in ([], SMALL))
