@@ -34,6 +34,9 @@ PIPELINE_ONLY = frozenset({"prefect", "fastapi", "typer", "rich", "paramiko"})
 NODE_EXTRAS = ("lora", "math", "verifiers")
 """Optional packages of the core: a node gets those that are installed here."""
 BUILD_TIMEOUT_S = 3600.0
+CHECK_TIMEOUT_S = 60.0
+LOOK = "import os, sys, sysconfig; sys.exit(not os.path.isdir(sysconfig.get_path('purelib')))"
+"""Whether an interpreter is of the version for which packages lie beside it."""
 _DIGEST_CHARS = 16
 
 logger = logging.getLogger(__name__)
@@ -125,7 +128,10 @@ def ensure_environment(
     digest = hashlib.sha256(content.encode()).hexdigest()[:_DIGEST_CHARS]
     run_dir = f"{node.root}/environments/{digest}"
     if (built := read_result(session, run_dir)) is not None:
-        return str(built["python"])
+        if _is_usable(session, str(built["python"])):
+            return str(built["python"])
+        logger.warning("the environment of %s is made anew: %s does not run any more", node.name, built["python"])
+        session.run(["rm", "-f", "--", f"{run_dir}/result.json"], timeout_s=CHECK_TIMEOUT_S, may_repeat=True)
     program = session.place_program(Path(environment_builder.__file__))
     spec = JobSpec(run_dir=run_dir, argv=(session.python, ISOLATED, program), job=job, timeout_s=BUILD_TIMEOUT_S)
     start_or_attach(session, spec)
@@ -140,6 +146,18 @@ def ensure_environment(
     assert result is not None, f"{spec.run_dir} is finished without a result.json"
     logger.info("the environment of %s is %s", node.name, result["python"])
     return str(result["python"])
+
+
+def _is_usable(session: Session, python: str) -> bool:
+    """Whether the interpreter of an environment runs, and is still of the version for which packages lie there.
+
+    It is a link to one of the machine's, which may have been removed or upgraded since.
+    """
+    try:
+        found = session.run([python, ISOLATED, "-c", LOOK], timeout_s=CHECK_TIMEOUT_S, check=False, may_repeat=True)
+    except PermanentInfraError:
+        return False
+    return found.exit_code == 0
 
 
 def _ignore(_: object) -> None:

@@ -6,6 +6,7 @@ Standard library only and one file, because it is sent to nodes by content.
     job.json      {"installer": "pip" or "uv", "index": URL or "", "requirements": [name==version, ...]}
     env/          the environment
     tmp/          what the installer needs meanwhile
+    python/       an interpreter that uv has fetched, where it has no place for those in the user's home
     result.json   {"python": path of its interpreter}, written when everything is installed
 
 What an attempt that was killed has left of the two folders is removed first.
@@ -21,6 +22,8 @@ from pathlib import Path
 TEMPORARY = "tmp"
 SETTINGS = {"PYTHONNOUSERSITE": "1", "UV_SYSTEM_CERTS": "1", "UV_NATIVE_TLS": "1"}
 """uv believes the certificates that the node believes, as pip does; older versions know the second name."""
+CACHE = "../../cache/uv"
+"""Where uv keeps packages, below the node's root, where it has no place for them in the user's home."""
 
 PIP = ["-m", "pip", "install", "--disable-pip-version-check", "--no-input"]
 
@@ -69,6 +72,18 @@ def install_by_uv(environment: Path, arguments: "list[str]") -> None:
     run([uv, "pip", "install", "--python", str(environment / "bin" / "python"), *arguments])
 
 
+def places_of_uv(directory: Path) -> "dict[str, str]":
+    """Where uv keeps what it fetches, but for what it has a place for in the home: that may be small, or read-only."""
+    places = {"UV_PYTHON_INSTALL_DIR": ("~/.local/share/uv/python", "python")}
+    if not os.environ.get("XDG_CACHE_HOME"):
+        places["UV_CACHE_DIR"] = ("~/.cache/uv", CACHE)
+    return {
+        name: os.path.normpath(str(directory / own))
+        for name, (of_home, own) in places.items()
+        if not os.access(os.path.expanduser(of_home), os.W_OK)  # noqa: PTH111 - Path's raises where there is no home
+    }
+
+
 def raise_refusal(message: str) -> None:
     """Say why nothing can be installed, and end as an installer that failed."""
     sys.stdout.write(message + "\n")
@@ -80,7 +95,7 @@ def run(command: "list[str]") -> None:
     """Run a command; what it says goes into the log."""
     sys.stdout.write("$ " + " ".join(command) + "\n")
     sys.stdout.flush()
-    settings = {**SETTINGS, **os.environ, "TMPDIR": str(Path.cwd() / TEMPORARY)}
+    settings = {**SETTINGS, **places_of_uv(Path.cwd()), **os.environ, "TMPDIR": str(Path.cwd() / TEMPORARY)}
     subprocess.run(command, check=True, stdin=subprocess.DEVNULL, env=settings)
 
 

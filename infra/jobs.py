@@ -63,6 +63,9 @@ JsonObject = dict[str, Any]
 CALL_TIMEOUT_S = 60.0
 MAX_BROKEN_STREAMS = 10
 """So many connections in a row may end without a word before following a job is given up."""
+STEADY_S = 600.0
+"""One that has lasted so long, longer than it takes to find nobody there, was one all the same: the job had nothing to
+say, as while it waits for a GPU."""
 MAX_RECONNECT_PAUSE_S = 10.0
 _TAIL_LINES = 20
 _SUPERVISOR = Path(supervisor.__file__).parent
@@ -227,6 +230,7 @@ def follow_job(
     position = offsets if on_log else dataclasses.replace(offsets, log=NO_LOG)
     broken_streams = 0
     while broken_streams < MAX_BROKEN_STREAMS:
+        began = time.monotonic()
         with contextlib.closing(_messages(session, run_dir, position, store)) as messages:
             for message in messages:
                 broken_streams = 0
@@ -244,7 +248,7 @@ def follow_job(
                     position = dataclasses.replace(position, events=offset)
                 else:
                     logger.warning("skipped a line of %s/%s that is no record", run_dir, message["skipped"])
-        broken_streams += 1
+        broken_streams = 1 if time.monotonic() - began > STEADY_S else broken_streams + 1
         time.sleep(min(0.1 * 2.0**broken_streams, MAX_RECONNECT_PAUSE_S))
     raise TransientInfraError(
         f"following {run_dir} broke off {MAX_BROKEN_STREAMS} times in a row; the job may still run: try again"

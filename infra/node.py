@@ -365,6 +365,8 @@ class SSHAccess:
     user: str
     key_file: str = ""
     """The private key; empty takes those of the agent and of ~/.ssh."""
+    further_key_files: tuple[str, ...] = ()
+    """Others that are offered after it."""
     key_variable: str = ""
     """The environment variable with the private key, in place of `key_file`."""
     host_key: str = ""

@@ -8,9 +8,10 @@ has to be installed and no two versions can meet; standard library only, and old
     client <── nonce, then stdout and stderr frames, then one "done" frame ── agent
 
 A frame is one byte of kind, four of length, the content. What shells print ahead of the nonce, which comes once, is
-skipped. An input that ends without "end of input" is a broken connection: the command is killed, a file that was to be
-replaced stays, those that are written in chunks have what came. Requests come one after the other, and each is answered
-by a fork of the process that waits for them: opening a channel and starting Python takes more than most answers.
+skipped: perhaps the command line, where logins are recorded, so the nonce stands backwards in it. An input that ends
+without "end of input" is a broken connection: the command is killed, a file that was to be replaced stays, those that
+are written in chunks have what came. Requests come one after the other, and each is answered by a fork of the process
+that waits for them: opening a channel and starting Python takes more than most answers.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ def main(nonce: str) -> None:
     """Answer the requests on standard input, one after the other; does not return."""
     for descriptor in (0, 1):
         widen_pipe(descriptor)
-    sys.stdout.buffer.write(nonce.encode())
+    sys.stdout.buffer.write(nonce[::-1].encode())
     sys.stdout.buffer.flush()
     # A buffer of one byte reads what is asked for and no more: the next bytes belong to a fork, or to this process.
     stream = io.BufferedReader(io.FileIO(0, closefd=False), 1)

@@ -190,7 +190,7 @@ class NodeInputs:
         identity = " ".join([digest, path.name, *without])
         key = hashlib.sha256(identity.encode(errors="surrogateescape")).hexdigest()[:_DIGEST_CHARS]
         folder = f"{self._node.root}/inputs/{key}"
-        if not exists_on_node(self._session, folder):
+        if not exists_on_node(self._session, f"{folder}/{path.name}"):  # a cleaner may have left the folder
             below = files_below(path, path.name)
             wanted = [name for name in below if KEPT_BESIDE.isdisjoint(Path(name).parts[1:-1])]
             files = {name: below[name] for name in wanted if not name.endswith(without)}

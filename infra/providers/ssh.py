@@ -98,14 +98,15 @@ def read_access(settings: SSHMachine, store: Path) -> SSHAccess:
     if parts := HOST.fullmatch(settings.host):
         return replace(access, user=parts["user"])
     found = read_ssh_config(settings.host, settings.ssh_config)
-    has_own_key = settings.key_file or settings.key_variable
+    key_files = () if settings.key_file or settings.key_variable else found.key_files
     is_usual = settings.known_hosts == type(settings).model_fields["known_hosts"].default
     return replace(
         access,
         host=found.host,
         port=found.port,
         user=found.user,
-        key_file=settings.key_file if has_own_key else found.key_file,
+        key_file=key_files[0] if key_files else settings.key_file,
+        further_key_files=key_files[1:],
         known_hosts=(*found.known_hosts, first_use_file) if is_usual else access.known_hosts,
         proxy_jump=settings.proxy_jump or found.proxy_jump,
     )

@@ -46,11 +46,11 @@ class Agent:
         """
         self.address = address
         self._python = python
-        self._nonce = secrets.token_hex(16).encode()
+        self._nonce = secrets.token_hex(16)
         self._received = b""
         self._has_greeted = False
         text = _agent_text()
-        loader = [python, ISOLATED, "-c", _LOADER, str(len(text)), self._nonce.decode()]
+        loader = [python, ISOLATED, "-c", _LOADER, str(len(text)), self._nonce[::-1]]
         self._channel = open_command(f"exec {shlex.join(loader)}")
         self.programs: set[str] = set()
         """Those that it has loaded."""
@@ -121,7 +121,7 @@ class Agent:
     def _skip_greeting(self, deadline: float | None) -> None:
         """Drop what shells print when they start, up to the agent's first word."""
         while not self._has_greeted:
-            before, nonce, after = self._received.partition(self._nonce)
+            before, nonce, after = self._received.partition(self._nonce.encode())
             if nonce:
                 self._received = after
                 self._has_greeted = True

@@ -26,10 +26,11 @@ from infra.errors import (
     PermanentInfraError,
     TransientInfraError,
 )
+from infra.foreign_text import shown_line
 from infra.node import SSHAccess
 from infra.ssh.heard_socket import HeardSocket
 from infra.ssh.host_keys import HostKey, HostKeyEvidence, HostKeyPolicy
-from infra.ssh.login_keys import LoginKey, load_keys
+from infra.ssh.login_keys import LoginKeys, load_keys
 from infra.ssh.proxy_jump import explain_proxy, open_proxy
 
 CONNECT_TIMEOUT_S = 15.0
@@ -42,6 +43,8 @@ HEARTBEAT_LIMIT_S = 30.0
 
 CIPHERS = ("aes128-gcm@openssh.com", "aes256-gcm@openssh.com", "aes128-ctr", "aes256-ctr")
 """GCM first: half as fast again as paramiko's first choice."""
+KEX = "curve25519-sha256"
+"""One that paramiko and every server of the last ten years know."""
 _KEY_TYPES = ("ssh-ed25519", "ecdsa-sha2-nistp256", "ecdsa-sha2-nistp384", "ecdsa-sha2-nistp521", "ssh-rsa")
 SIGNATURES = {"ssh-rsa": ("rsa-sha2-512", "rsa-sha2-256")}
 """How a host proves to have a key, where that is not called like the key."""
@@ -58,6 +61,17 @@ logger = logging.getLogger(__name__)
 _paramiko_logger = logging.getLogger(f"{__name__}.paramiko")
 _paramiko_logger.addHandler(logging.NullHandler())
 _paramiko_logger.propagate = False
+
+
+class _Transport(paramiko.Transport):  # type: ignore[misc]  # paramiko has no types
+    """One that keeps what the server said when it hung up, which paramiko only logs."""
+
+    goodbye = ""
+    """Empty where it said nothing, or is still there."""
+
+    def _parse_disconnect(self, message: Any) -> None:  # Any: as above
+        message.get_int()  # a number for the kind of reason
+        self.goodbye = shown_line(message.get_text())
 
 
 class Channel(Protocol):
@@ -219,7 +233,7 @@ def connect(access: SSHAccess) -> SSHConnection:
         LoginError: the node does not let us in, or our key cannot be used.
         NameUnknownError: nobody knows the name of one whose key is not.
     """
-    keys = list(load_keys(access))
+    keys = load_keys(access)
     policy = HostKeyPolicy(
         host=access.host,
         port=access.port,
@@ -287,10 +301,12 @@ def _open_verified(access: SSHAccess, policy: HostKeyPolicy) -> tuple[Any, HostK
     a fingerprint does not tell its type, so then for one after the other.
     """
     key: HostKey | None = None
+    reasons = []
     for types in _types_to_ask_for(policy):
         try:
             transport, key = _open_transport(access, types)
-        except paramiko.IncompatiblePeer:  # it has none of these types
+        except paramiko.IncompatiblePeer as error:  # it has none of these types, or another cipher
+            reasons.append(describe(error).partition("(")[2].rstrip(")"))
             continue
         try:
             if not policy.pinned or policy.pinned == key.fingerprint:
@@ -300,7 +316,11 @@ def _open_verified(access: SSHAccess, policy: HostKeyPolicy) -> tuple[Any, HostK
             raise
         transport.close()
     if key is None:
-        raise PermanentInfraError(f"{access.address} speaks no protocol that is safe: its SSH server is too old")
+        reason = min(reasons, key=lambda each: "host key" in each)
+        raise PermanentInfraError(
+            f"{access.address} has an SSH server with which we have nothing in common that is safe ({reason}): update "
+            f"it, or let its sshd_config allow the cipher {CIPHERS[0]} and the exchange of keys {KEX}"
+        )
     raise AssertionError(policy.check(key))  # it is not the pinned one: raises
 
 
@@ -321,7 +341,7 @@ def _open_transport(access: SSHAccess, key_types: Sequence[str]) -> tuple[Any, H
         paramiko.IncompatiblePeer: the host has no key of these types.
     """
     proxy = open_proxy(access) if access.proxy_jump else None
-    transport = paramiko.Transport(proxy or HeardSocket(_open_socket(access)))
+    transport = _Transport(proxy or HeardSocket(_open_socket(access)))
     transport.set_log_channel(_paramiko_logger.name)
     transport.packetizer.REKEY_BYTES = _REKEY_BYTES
     transport.banner_timeout = transport.auth_timeout = CONNECT_TIMEOUT_S
@@ -349,6 +369,8 @@ def _open_socket(access: SSHAccess) -> socket.socket:
         if error.errno == socket.EAI_NONAME:
             raise NameUnknownError(f"there is no host called {access.host}: check node.host") from error
         raise NodeUnreachableError(access.address, error.strerror or str(error)) from error
+    except UnicodeError as error:  # two dots in a row, or more letters between two than names can have
+        raise PermanentInfraError(f"{access.host} is no name that a host can have: check node.host") from error
     except OSError as error:
         raise NodeUnreachableError(access.address, error.strerror or str(error)) from error
     tcp.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # paramiko leaves it off: 14 times slower
@@ -367,20 +389,27 @@ def _open_socket(access: SSHAccess) -> socket.socket:
 # ── login ──
 
 
-def _log_in(transport: Any, access: SSHAccess, keys: Sequence[LoginKey]) -> str:  # Any: paramiko has no types
+def _log_in(transport: Any, access: SSHAccess, keys: LoginKeys) -> str:  # Any: paramiko has no types
     """Offer the keys in turn; returns the file of the one that is taken.
 
     Raises:
-        LoginError: the node takes none of them.
+        LoginError: the node takes none of them, or none alone.
         NodeUnreachableError: the connection broke, or the node says neither yes nor no.
     """
-    for key in keys:
+    wanted_besides: list[str] = []
+    for num_offered, key in enumerate(keys.keys, start=1):
         try:
-            transport.auth_publickey(access.user, key.key)
+            wanted_besides = transport.auth_publickey(access.user, key.key) or wanted_besides
         except paramiko.BadAuthenticationType as error:
             ways = ", ".join(error.allowed_types)
             raise LoginError(access.address, f"it wants {ways}, and we have keys: allow public keys there") from error
         except paramiko.AuthenticationException as error:
+            if transport.goodbye:
+                raise LoginError(
+                    access.address,
+                    f"it hung up when {num_offered} of {len(keys.keys)} keys were offered ({transport.goodbye}): name "
+                    "the right one as node.key_file",
+                ) from error
             # So it also calls a connection that breaks just now, and a server that says neither yes nor no in time.
             if not transport.is_active() or "timeout" in describe(error):
                 raise NodeUnreachableError(access.address, describe(error)) from error
@@ -388,11 +417,12 @@ def _log_in(transport: Any, access: SSHAccess, keys: Sequence[LoginKey]) -> str:
             raise NodeUnreachableError(access.address, describe(error)) from error
         if transport.is_authenticated():
             return key.file
-    names = ", ".join(sorted({HostKey(key.key.get_name(), key.key.asbytes()).fingerprint for key in keys}))
-    raise LoginError(
-        access.address,
-        f"user {access.user} is not let in with {names}: put the public key into ~/.ssh/authorized_keys there",
-    )
+    if wanted_besides:
+        ways = ", ".join(wanted_besides)
+        raise LoginError(access.address, f"it takes a key of ours, and wants {ways} besides: let the key do there")
+    names = ", ".join(sorted({HostKey(each.key.get_name(), each.key.asbytes()).fingerprint for each in keys.keys}))
+    remedy = "; not tried: ".join(["put the public key into ~/.ssh/authorized_keys there", *keys.left_out])
+    raise LoginError(access.address, f"user {access.user} is not let in with {names}: {remedy}")
 
 
 def describe(error: BaseException) -> str:

@@ -5,12 +5,15 @@ Not here: the login (connection.py), keys of machines (host_keys.py).
 
 from __future__ import annotations
 
+import base64
+import contextlib
+import copy
 import io
 import logging
 import os
 import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +28,9 @@ _DEFAULT_KEY_FILES = ("id_ed25519", "id_ecdsa", "id_rsa")
 _KEY_TYPES = (paramiko.Ed25519Key, paramiko.ECDSAKey, paramiko.RSAKey)
 _PEM = re.compile(r"-----BEGIN (?P<label>[A-Z ]*PRIVATE KEY)-----(?P<body>.*?)-----END (?P=label)-----", re.DOTALL)
 _PEM_WIDTH = 64
+_PUBLIC = ("ssh-", "ecdsa-", "sk-")
+"""How the file of a public key begins."""
+_OPENSSH_MAGIC = b"openssh-key-v1\0"
 
 logger = logging.getLogger(__name__)
 
@@ -38,31 +44,46 @@ class LoginKey:
     """Where it lies in the clear; empty where the agent or a variable has it."""
 
 
-def load_keys(access: SSHAccess) -> Iterator[LoginKey]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoginKeys:
+    """Those that a machine is offered, in this order."""
+
+    keys: tuple[LoginKey, ...]
+    left_out: tuple[str, ...] = ()
+    """What is wrong with others that there are, a sentence each."""
+
+
+def load_keys(access: SSHAccess) -> LoginKeys:
     """The keys to log in with: the one of the settings, or those of the agent and of ~/.ssh.
+
+    Of several files those that cannot be used are left out, as OpenSSH does.
 
     Raises:
         LoginError: the key of the settings cannot be used, or there is none at all.
     """
     if access.key_variable:
         try:
-            yield LoginKey(read_key_variable(access.key_variable))
+            return LoginKeys(keys=(LoginKey(read_key_variable(access.key_variable)),))
         except PermanentInfraError as error:
             raise LoginError(access.address, str(error)) from error
-        return
     agent_keys = _agent_keys()
     if access.key_file:
-        yield _load_key(Path(access.key_file).expanduser(), access.address, agent_keys)
-        return
-    yield from (LoginKey(key) for key in agent_keys)
-    num_files = 0
-    for name in _DEFAULT_KEY_FILES:
-        path = Path.home() / ".ssh" / name
-        if path.is_file():
-            num_files += 1
-            yield _load_key(path, access.address, agent_keys)
-    if not agent_keys and not num_files:
+        files = [Path(each).expanduser() for each in (access.key_file, *access.further_key_files)]
+        keys = []
+    else:
+        files = [path for name in _DEFAULT_KEY_FILES if (path := Path.home() / ".ssh" / name).is_file()]
+        keys = [LoginKey(key) for key in agent_keys]
+    refusals = []
+    for path in files:
+        try:
+            keys += _load_key(path, access.address, agent_keys)
+        except LoginError as error:
+            refusals.append(error)
+    if not keys and refusals:
+        raise refusals[0]
+    if not keys:
         raise LoginError(access.address, "there is no key in the agent or in ~/.ssh: name one as node.key_file")
+    return LoginKeys(keys=tuple(keys), left_out=tuple(each.problem for each in refusals))
 
 
 def read_key_variable(variable: str) -> Any:  # Any: paramiko has no types
@@ -122,7 +143,7 @@ def read_public_key(*, key_file: str, key_variable: str) -> str:
             f"the public key {path} cannot be read ({error}): make a key by `ssh-keygen -t ed25519`, or name "
             "another as node.key_file"
         ) from error
-    if len(words) < 2 or not words[0].startswith(("ssh-", "ecdsa-", "sk-")):
+    if len(words) < 2 or not words[0].startswith(_PUBLIC):
         raise PermanentInfraError(f"{path} is no public key of OpenSSH: name another key as node.key_file")
     return " ".join(words[:2])
 
@@ -146,32 +167,66 @@ def _restore_lines(text: str) -> str:
     return "\n".join([f"-----BEGIN {match['label']}-----", *lines, f"-----END {match['label']}-----", ""])
 
 
-def _load_key(path: Path, address: str, agent_keys: list[Any]) -> LoginKey:  # Any: paramiko has no types
-    """The private key in a file; the agent's copy of it when the file is encrypted."""
+def _load_key(path: Path, address: str, agent_keys: Sequence[Any]) -> list[LoginKey]:  # Any: paramiko has no types
+    """The private key in a file; the agent's copy where the file is encrypted, of a security key, or only public.
+
+    With a certificate beside it, it is offered with that, and by itself: it may have expired, or be for other machines.
+    """
     try:
+        key = _read_key(path, address)
+        alone = copy.copy(key)
+        alone.public_blob = None
+        return [LoginKey(each, str(path)) for each in ([key, alone] if key.public_blob else [key])]
+    except LoginError:
+        public = _read_public_blob(path)
+        of_agent = next((key for key in agent_keys if key.asbytes() == public), None)
+        if of_agent is None:
+            raise
+        return [LoginKey(of_agent)]
+
+
+def _read_key(path: Path, address: str) -> Any:  # Any: paramiko has no types
+    try:
+        with path.open("rb") as file:
+            if file.read(10).startswith(tuple(each.encode() for each in _PUBLIC)):
+                raise LoginError(
+                    address,
+                    f"{path} is a public key, and the SSH agent does not have the private one: give it to the agent by "
+                    "`ssh-add`, or name the private key",
+                )
         mode = stat.S_IMODE(path.stat().st_mode)
         if mode & 0o077:
             raise LoginError(address, f"others may read the key {path} (mode {mode:04o}): chmod 600 it")
-        return LoginKey(paramiko.PKey.from_path(path), str(path))
+        return paramiko.PKey.from_path(path)
     except (TypeError, paramiko.PasswordRequiredException) as error:  # encrypted
-        for key in agent_keys:
-            if _is_public_part(key, path):
-                return LoginKey(key)
         raise LoginError(address, f"the key {path} is encrypted: give it to the agent by `ssh-add {path}`") from error
     except OSError as error:
         raise LoginError(address, f"the key {path} cannot be read: {error.strerror}") from error
     except (UnsupportedAlgorithm, paramiko.UnknownKeyType) as error:  # one of a security key, or of a type of long ago
         raise LoginError(
-            address, f"{path} is a key of a type that cannot be used here: make one by `ssh-keygen -t ed25519`"
+            address,
+            f"{path} is a key of a type that cannot be used here: make one by `ssh-keygen -t ed25519`, or have the SSH "
+            f"agent use it (`ssh-add {path}`)",
         ) from error
     except (ValueError, paramiko.SSHException) as error:
         reason = str(error).strip() or type(error).__name__
         raise LoginError(address, f"{path} is no private key that can be used: {reason}") from error
 
 
-def _is_public_part(key: Any, path: Path) -> bool:  # Any: paramiko has no types
-    public = Path(f"{path}.pub")
-    try:
-        return key.get_base64() in public.read_text(encoding="utf-8").split()
-    except OSError:
-        return False
+def _read_public_blob(path: Path) -> bytes | None:
+    """The public half of a key: what its file holds of it in the clear, or the one beside it; None where neither is."""
+    for each in (path, Path(f"{path}.pub")):
+        with contextlib.suppress(OSError, ValueError):  # ValueError: no text, or no base64
+            text = each.read_text(encoding="utf-8")
+            words = text.split()
+            if len(words) > 1 and words[0].startswith(_PUBLIC):
+                return base64.b64decode(words[1])
+            pem = _PEM.search(text)
+            content = base64.b64decode(pem["body"]) if pem else b""
+            if content.startswith(_OPENSSH_MAGIC):
+                head = paramiko.Message(content[len(_OPENSSH_MAGIC) :])
+                for _ in ("cipher", "derivation of its key", "options of that"):
+                    head.get_binary()
+                head.get_int()  # how many keys follow: one
+                return bytes(head.get_binary())
+    return None

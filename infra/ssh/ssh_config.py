@@ -7,7 +7,12 @@ Read anew wherever a machine is logged in to for the first time in a run: what i
 settings of OpenSSH are not read, and one of them, ProxyCommand, is refused: without it nothing could be reached.
 """
 
+import getpass
+import os
+import re
+import socket
 import subprocess
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +21,8 @@ from infra.errors import PermanentInfraError
 PROGRAM = "ssh"
 TIMEOUT_S = 15.0
 """A configuration may run commands to find out what applies (Match exec)."""
+_USUAL_KEY = re.compile(r"~/\.ssh/id_(dsa|rsa|xmss|(ecdsa|ed25519)(_sk)?)")
+"""A key that OpenSSH names where its configuration names none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,8 +32,8 @@ class ConfiguredHost:
     host: str
     port: int
     user: str
-    key_file: str
-    """The first private key that it names and that is there; empty takes those of the agent and of ~/.ssh."""
+    key_files: tuple[str, ...]
+    """The keys that it names and that are there, in its order; none takes those of the agent and of ~/.ssh."""
     known_hosts: tuple[str, ...]
     proxy_jump: str
     """Machines on the way there, with commas between them; empty where there are none."""
@@ -63,17 +70,29 @@ def read_ssh_config(name: str, config: str) -> ConfiguredHost:
             "the machines on the way as ProxyJump, or as node.proxy_jump"
         )
     jump = settings.get("proxyjump", ["none"])[0]
-    keys = [Path(each).expanduser() for each in settings.get("identityfile", [])]
+    host, port, user = (settings[each][0] for each in ("hostname", "port", "user"))
+    tokens = {"h": host, "n": name, "p": port, "r": user}
+    named = [each for each in settings.get("identityfile", []) if not _USUAL_KEY.fullmatch(each)]
+    keys = [Path(_expand(each, tokens)).expanduser() for each in named]
     return ConfiguredHost(
-        host=settings["hostname"][0],
-        port=int(settings["port"][0]),
-        user=settings["user"][0],
-        key_file=next((str(key) for key in keys if not _is_usual(key) and key.is_file()), ""),
+        host=host,
+        port=int(port),
+        user=user,
+        # Of a key that the agent has alone there is the public half.
+        key_files=tuple(str(key) for key in keys if key.is_file() or Path(f"{key}.pub").is_file()),
         known_hosts=tuple(settings.get("userknownhostsfile", [""])[0].split()),
         proxy_jump="" if jump == "none" else jump,
     )
 
 
-def _is_usual(key: Path) -> bool:
-    """Whether OpenSSH names the key where its configuration names none."""
-    return key.name.startswith("id_") and key.parent == Path("~/.ssh").expanduser()
+def _expand(path: str, tokens: Mapping[str, str]) -> str:
+    """A path with what its percent signs and ${variables} stand for, which `ssh -G` leaves as they are.
+
+    Args:
+        tokens: those that tell of the machine; what tells of this one is known here.
+    """
+    this_host = socket.gethostname()
+    of_this_machine = {"%": "%", "d": str(Path.home()), "i": str(os.getuid()), "u": getpass.getuser()}
+    known = {**of_this_machine, "l": this_host, "L": this_host.partition(".")[0], **tokens}
+    with_variables = re.sub(r"\$\{(\w+)\}", lambda match: os.environ.get(match[1], match[0]), path)
+    return re.sub("%(.)", lambda match: known.get(match[1], match[0]), with_variables)

@@ -40,8 +40,8 @@ _READ_BYTES = 256 << 10
 _MAX_REASON_CHARS = 200
 _MAX_ANSWER_BYTES = 4096
 _PASSING_STATUSES = (408, 429)
-_PASSING_CODES = ("RequestTimeout", "IncompleteBody", "BadDigest")
-"""What S3 says with status 400 of a piece that did not arrive whole."""
+_PASSING_CODES = ("RequestTimeout", "IncompleteBody", "BadDigest", "Throttling", "ThrottlingException")
+"""What S3 says with status 400 of a piece that did not arrive whole, or of too many requests."""
 
 ResultT = TypeVar("ResultT")
 # Any: JSON

@@ -7,6 +7,7 @@ name. Not here: what is asked of a store (object_store.py).
 import asyncio
 import errno
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -43,7 +44,17 @@ _REFUSED_CODES = {
     "InvalidToken",
     "SignatureDoesNotMatch",
 }
-_PASSING_CODES = {"RequestTimeout", "SlowDown", "InternalError", "ServiceUnavailable", "BadDigest", "IncompleteBody"}
+_PASSING_CODES = {
+    "BadDigest",
+    "IncompleteBody",
+    "InternalError",
+    "RequestLimitExceeded",
+    "RequestTimeout",
+    "ServiceUnavailable",
+    "SlowDown",
+    "Throttling",
+    "ThrottlingException",
+}
 _PASSING = {
     "ClientConnectionError",
     "ClientPayloadError",
@@ -56,7 +67,10 @@ _PASSING = {
     "TransportError",
 }
 _PASSING_ERRNOS = {errno.EBUSY, errno.EREMOTEIO, errno.ETIMEDOUT, errno.ENETUNREACH, errno.EHOSTUNREACH}
+_FULL = re.compile("quota|storage ?full", re.IGNORECASE)
+"""What the codes of stores without room have in common; each has its own, with its own status."""
 _RANGE_NOT_SATISFIABLE = 416
+_NO_ROOM = 507
 _MAX_SHOWN_CHARACTERS = 200
 
 
@@ -84,6 +98,10 @@ def sort_failure(error: Exception, url: str) -> InfraError:
         return StoreRefusedError(f"{url} needs credentials, and none are found ({reason}): set {variables}")
     if code == "RequestTimeTooSkewed":
         return StoreRefusedError(f"{url} is refused because the clock of this machine is wrong ({reason}): set it")
+    if code == "InvalidObjectState":  # a rule of the bucket's owner may have moved it
+        return StoreRefusedError(f"{url} lies in an archive, where it cannot be read: restore it first")
+    if _FULL.search(code) or status == _NO_ROOM:
+        return StoreRefusedError(f"{url} cannot be written, because the store has no room left ({code or reason})")
     if isinstance(error, PermissionError) or code in _REFUSED_CODES or status in (401, 403):
         return StoreRefusedError(f"{url} is refused ({code or reason}): check {variables}, and what they may do there")
     if isinstance(error, FileNotFoundError | NotADirectoryError) or status == 404:

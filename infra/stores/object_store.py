@@ -46,7 +46,7 @@ MIN_BYTES_PER_S = 100_000
 EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
 """Extras of this project that install a driver, by protocol."""
 
-_URL = re.compile(r"(?P<protocol>[a-z][a-z0-9+.-]*)://(?P<place>/?[^\s/?#@:]+(?::\d+)?(?:/[^\s?#]*)?)")
+_URL = re.compile(r"(?P<protocol>[a-z][a-z0-9+.-]*)://(?P<place>/?[^\s/?#@:]+(?::\d+)?(?:/[^?#\x00-\x1f\x7f]*)?)")
 _MD5 = re.compile(r"[0-9a-f]{32}(-\d+)?")
 _HASH_BYTES = 4 << 20
 
@@ -63,7 +63,7 @@ def check_url(url: str) -> str:
         ValueError: it is none, or it holds more than a place; it is not repeated, because that may be a password.
     """
     leads_elsewhere = {".", ".."} & set(url.split("/"))
-    if not _URL.fullmatch(url) or "::" in url or leads_elsewhere:
+    if not _URL.fullmatch(url) or "::" in url or leads_elsewhere or url != url.strip():
         raise ValueError(
             "expected a URL like s3://bucket/folder, without user, password, query or parts like `..`: "
             "credentials belong into environment variables"

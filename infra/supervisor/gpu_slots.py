@@ -54,10 +54,15 @@ def find_gpu_slots(wanted: Sequence[str], visible: str | None) -> list[GPUSlot]:
         if each == FIRST_GPU and (not uuids or first in ("", "-1")):
             continue
         gpu = first if each == FIRST_GPU else each
-        number = next((n for n, uuid in enumerate(uuids) if gpu in (str(n), uuid)), None)
+        number = next((n for n, uuid in enumerate(uuids) if gpu == str(n) or _is_meant(uuid, gpu)), None)
         name = f"number-{gpu}" if number is None else uuids[number]
         slots[name] = GPUSlot(name=name.replace("/", "_"), label=f"GPU {gpu if number is None else number}")
     return [slots[name] for name in sorted(slots)]
+
+
+def _is_meant(uuid: str, gpu: str) -> bool:
+    """Whether a GPU is called so in CUDA_VISIBLE_DEVICES, which takes the beginning of a UUID, too."""
+    return gpu.startswith("GPU-") and uuid.startswith(gpu)
 
 
 def list_gpu_uuids() -> list[str]:

@@ -154,6 +154,43 @@ def test_uv_finds_an_interpreter_that_is_new_enough(node: Node, python: str) -> 
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("home", ["nothing can be made in it", "it is there", "it has them"])
+def test_uv_keeps_packages_below_the_root_where_the_home_has_no_place_for_them(
+    node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, home: str
+) -> None:
+    """A home may be read-only, or have room for less than torch."""
+    own = tmp_path / "home" / ".cache" / "uv"
+    if home == "it has them":
+        own.mkdir(parents=True)
+    elif home == "it is there":
+        (tmp_path / "home").mkdir()
+    else:
+        (tmp_path / "home").touch()
+    for variable in ("UV_CACHE_DIR", "UV_PYTHON_INSTALL_DIR", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    python = ensure_environment(LocalSession(sys.executable), node, SMALL, installer="uv")
+    assert versions_seen(python, "orjson").split()[0] in SMALL[0]
+    below_root = Path(node.root) / "cache" / "uv"
+    assert (below_root.is_dir(), own.is_dir()) == (home != "it has them", home == "it has them")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("change", ["removed", "upgraded"])
+def test_an_environment_whose_interpreter_the_machine_has_not_any_more_is_made_anew(node: Node, change: str) -> None:
+    session = LocalSession(sys.executable)
+    python = Path(ensure_environment(session, node, SMALL, installer="pip"))
+    if change == "removed":
+        python.unlink()
+        python.symlink_to("/usr/bin/python-of-the-release-before")
+    else:  # what `python3` means is another version now, for which nothing lies there
+        [library] = (python.parents[1] / "lib").glob("python3*")
+        library.rename(library.with_name("python3.1"))
+    assert ensure_environment(session, node, SMALL, installer="pip") == str(python)
+    assert versions_seen(str(python), "orjson").split()[0] in SMALL[0]
+
+
+@pytest.mark.slow
 def test_other_versions_get_another_environment(node: Node) -> None:
     session = LocalSession(sys.executable)
     without, with_one = (ensure_environment(session, node, wanted, installer="pip") for wanted in ([], SMALL))

@@ -11,14 +11,15 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from infra.errors import JobFailedError, JobLostError, PermanentInfraError
+import infra.jobs
+from infra.errors import JobFailedError, JobLostError, PermanentInfraError, TransientInfraError
 from infra.jobs import (
     JobState,
     ask_to_finish,
@@ -42,10 +43,44 @@ SAVING = "trap 'echo ends; sleep 2; echo saved >> saved; exit 0' TERM; echo up; 
 WRITE_RESULT = """echo '{"loss": 0.5}' > result.part; mv result.part result.json"""
 
 
+class CutSession(LocalSession):
+    """Its first streams end soon, without a word of the job's."""
+
+    num_to_cut = infra.jobs.MAX_BROKEN_STREAMS + 2
+
+    @contextmanager
+    def stream(self, argv: Sequence[str], *, stdin: bytes = b"") -> Iterator[Iterator[bytes]]:
+        self.num_to_cut -= 1
+        if self.num_to_cut >= 0:
+            time.sleep(0.02)
+            yield iter(())
+            return
+        with super().stream(argv, stdin=stdin) as lines:
+            yield lines
+
+
 def supervisor_pid(run_dir: Path, attempt: int = 1) -> int:
     meta = read_json(run_dir / ".job" / f"meta-{attempt}.json")
     assert meta is not None
     return int(meta["supervisor_pid"])
+
+
+@pytest.mark.parametrize("is_steady", [True, False])
+def test_a_job_that_says_nothing_is_followed_as_long_as_connections_last(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch, is_steady: bool
+) -> None:
+    """As one that waits for a GPU all night, over a line that is cut every hour."""
+    session = CutSession(sys.executable)
+    monkeypatch.setattr(infra.jobs, "MAX_RECONNECT_PAUSE_S", 0.0)
+    monkeypatch.setattr(infra.jobs, "STEADY_S", 0.01 if is_steady else 60.0)
+    start_or_attach(session, shell_spec(run_dir, WRITE_RESULT))
+    seen: list[object] = []
+    if is_steady:
+        ended = infra.jobs.follow_job(session, str(run_dir), on_metrics=seen.append, on_event=seen.append)
+        assert ended.state is JobState.FINISHED
+    else:
+        with pytest.raises(TransientInfraError, match="broke off 10 times in a row"):
+            infra.jobs.follow_job(session, str(run_dir), on_metrics=seen.append, on_event=seen.append)
 
 
 def test_a_job_that_was_never_started_is_absent_and_looking_leaves_no_trace(session: Session, run_dir: Path) -> None:

@@ -27,9 +27,10 @@ from infra.sync.mirror import pull_run
 from infra.sync.push import publish_files
 from rollouts_core.checkpoint import list_checkpoints, load_manifest
 from rollouts_core.config import Config, ModelConfig, RolloutConfig
+from rollouts_core.data.rows import digest_path
 from rollouts_core.errors import ConfigError
 from rollouts_core.fingerprint import digest_model, digest_plugins
-from rollouts_core.job import InputModel
+from rollouts_core.job import InputFile, InputModel
 from tasks import placement
 from tasks.inputs import bring_inputs
 from tasks.placement import NodeInputs, Placement, place_code, place_stage
@@ -118,6 +119,18 @@ def test_what_the_node_has_is_not_sent_again(
     first = place_stage(session, stage, node)
     assert session.num_published == 3  # the model, the data, the code
     assert place_stage(session, stage, node) == first and session.num_published == 3
+
+
+def test_a_file_that_a_cleaner_took_from_the_node_is_sent_again(
+    session: CountingSession, node: Node, tmp_path: Path
+) -> None:
+    """As of a scratch disk, where files go after some weeks, and folders stay."""
+    (tmp_path / "rows.jsonl").write_text("{}\n")
+    file = InputFile(path=str(tmp_path / "rows.jsonl"), digest=digest_path(tmp_path / "rows.jsonl"))
+    inputs = NodeInputs(session, node, print)
+    placed = Path(inputs.place_file(file).path)
+    placed.unlink()
+    assert inputs.place_file(file).path == str(placed) and placed.read_text() == "{}\n"
 
 
 def test_what_a_clone_or_a_download_keeps_beside_a_model_stays_here(

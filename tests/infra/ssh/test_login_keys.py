@@ -1,15 +1,20 @@
-"""Pins the keys that are given as an environment variable: every type, however its lines arrive, never repeated.
+"""Pins with which keys of ours a machine is logged in to: those of a variable, of files, and of the agent.
 
-Without it a machine is not let in on whose key was saved as a secret, or a message of a failed login shows the key.
+Without it a machine is not let in on whose key was saved as a secret, or a message of a failed login shows the key; or
+a login fails that `ssh` makes, because of a key that nobody meant.
 """
 
 import base64
+import getpass
 import os
 import re
+import shutil
 import socket
 import struct
+import subprocess
+import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,11 +22,15 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric import dsa
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
+from infra.chunks import Chunk
 from infra.errors import LoginError, PermanentInfraError
 from infra.node import SSHAccess
 from infra.ssh.connection import connect
 from infra.ssh.login_keys import load_keys, read_key_variable, read_public_key, require_login_key
-from tests.infra.ssh_server import SSHServer, make_key
+from infra.ssh.ssh_session import SSHSession
+from tests.infra.ssh_server import SSHServer, make_key, running_server
+from tests.processes import dies_with_us
+from tests.waiting import wait_until
 
 VARIABLE = "ROLLOUTS_SSH_KEY"
 
@@ -90,13 +99,13 @@ def test_a_login_takes_the_key_of_the_variable_and_no_other(
         connect(access)
     monkeypatch.delenv(VARIABLE)
     with pytest.raises(LoginError, match=f"node.key_variable {VARIABLE} is not set"):
-        list(load_keys(replace(access, key_file=str(ssh_server.client_key_file))))
+        load_keys(replace(access, key_file=str(ssh_server.client_key_file)))
 
 
 def test_a_key_variable_comes_before_a_key_file(ssh_server: SSHServer, monkeypatch: pytest.MonkeyPatch) -> None:
     access: SSHAccess = replace(ssh_server.access, key_file="/nowhere", key_variable=VARIABLE)
     monkeypatch.setenv(VARIABLE, ssh_server.client_key_file.read_text())
-    [key] = load_keys(access)
+    [key] = load_keys(access).keys
     assert key.file == ""
 
 
@@ -144,5 +153,116 @@ def test_an_agent_that_does_not_work_is_done_without(
         agent.listen()
         threading.Thread(target=answer_one, daemon=True).start()
         access = SSHAccess(host="node", port=22, user="me", key_file=str(tmp_path / "key"), host_key="", known_hosts=())
-        [key] = load_keys(access)
+        [key] = load_keys(access).keys
     assert key.file == str(tmp_path / "key")
+
+
+def test_a_usual_key_that_cannot_be_used_does_not_keep_another_from_being_offered(
+    ssh_server: SSHServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("SSH_AUTH_SOCK", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / ".ssh").mkdir()
+    access = replace(ssh_server.access, key_file="")
+    make_key(tmp_path / ".ssh" / "id_rsa", key_type="rsa", passphrase="passphrase")
+    with pytest.raises(LoginError, match="id_rsa is encrypted"):
+        connect(access)
+    make_key(tmp_path / ".ssh" / "id_ed25519")
+    with pytest.raises(LoginError, match=r"is not let in with SHA256:\S+: .*; not tried: .*id_rsa is encrypted"):
+        connect(access)
+    (tmp_path / ".ssh" / "id_ed25519").write_bytes(ssh_server.client_key_file.read_bytes())
+    connect(access).close()
+
+
+@pytest.fixture
+def ssh_agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """An agent that has nothing yet; `ssh-add` knows it."""
+    if shutil.which("ssh-agent") is None:
+        pytest.skip("there is no ssh-agent on this machine: install openssh-client")
+    path = tmp_path / "ssh-agent"
+    process = subprocess.Popen([*dies_with_us(), "ssh-agent", "-D", "-a", str(path)], stdout=subprocess.DEVNULL)
+    try:
+        wait_until(path.exists, what="the agent")
+        monkeypatch.setenv("SSH_AUTH_SOCK", str(path))
+        yield
+    finally:
+        process.kill()
+        process.wait()
+
+
+def give_to_agent(key: Path, folder: Path, *, passphrase: str = "") -> None:
+    ask = folder / "ask"
+    ask.write_text(f"#!/bin/sh\necho {passphrase}\n")
+    ask.chmod(0o755)
+    variables = {"SSH_ASKPASS": str(ask), "SSH_ASKPASS_REQUIRE": "force", "DISPLAY": "none"}
+    subprocess.run(["ssh-add", "-q", str(key)], check=True, env={**os.environ, **variables}, stdin=subprocess.DEVNULL)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("ssh_agent")
+@pytest.mark.parametrize("there", ["encrypted", "encrypted.pub", "both", "named by its public half"])
+def test_a_key_that_the_agent_has_is_found_by_whatever_is_here_of_it(
+    ssh_server: SSHServer, tmp_path: Path, there: str
+) -> None:
+    """As OpenSSH finds those of hardware and of password managers, of which there is a public half alone."""
+    key = tmp_path / "encrypted"
+    make_key(key, passphrase="passphrase")
+    give_to_agent(key, tmp_path, passphrase="passphrase")
+    name = "encrypted.pub" if there == "named by its public half" else "encrypted"
+    for path in (key, Path(f"{key}.pub")):
+        if there in ("encrypted", "encrypted.pub") and path.name != there:
+            path.unlink()
+    [found] = load_keys(replace(ssh_server.access, key_file=str(tmp_path / name))).keys
+    assert found.file == "" and found.key.sign_ssh_data(b"challenge"), "the agent's"
+
+
+def test_a_public_key_is_not_taken_for_a_private_one_that_others_may_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("SSH_AUTH_SOCK", raising=False)
+    make_key(tmp_path / "key")
+    access = SSHAccess(host="node", port=22, user="me", key_file=f"{tmp_path / 'key'}.pub")
+    with pytest.raises(LoginError, match=r"key\.pub is a public key, and the SSH agent does not have the private one"):
+        load_keys(access)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("ssh_agent")
+def test_a_server_that_hangs_up_because_of_too_many_keys_is_not_one_that_does_not_answer(
+    ssh_server: SSHServer, tmp_path: Path
+) -> None:
+    for number in range(7):
+        make_key(tmp_path / f"key {number}")
+        give_to_agent(tmp_path / f"key {number}", tmp_path)
+    with pytest.raises(
+        LoginError, match=r"hung up when \d of \d+ keys .* \(Too many authentication failures.*\): name the right"
+    ):
+        connect(replace(ssh_server.access, key_file=""))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("of_others", [True, False])
+def test_a_key_with_a_certificate_is_offered_with_it_and_alone(tmp_path: Path, of_others: bool) -> None:
+    for name in ("authority", "other authority", "key"):
+        make_key(tmp_path / name)
+    by = tmp_path / ("other authority" if of_others else "authority")
+    sign = ["ssh-keygen", "-q", "-s", str(by), "-I", "a test", "-n", getpass.getuser(), str(tmp_path / "key.pub")]
+    subprocess.run(sign, check=True)
+    config = f'TrustedUserCAKeys "{tmp_path / "authority.pub"}"'
+    with running_server(tmp_path / "sshd", more_config=config) as server:
+        if of_others:
+            (server.folder / "authorized_keys").write_bytes((tmp_path / "key.pub").read_bytes())
+        access = replace(server.access, key_file=str(tmp_path / "key"))
+        connect(access).close()
+        with SSHSession(access, python=sys.executable, programs_dir=str(tmp_path)) as session:
+            session.write_chunks(str(tmp_path), [Chunk("written", 0, [b"content"])])
+            assert session._may_use_openssh, "OpenSSH's client does the same"
+
+
+@pytest.mark.slow
+def test_a_server_that_wants_more_than_a_key_is_said_to(tmp_path: Path) -> None:
+    with (
+        running_server(tmp_path / "sshd", more_config="AuthenticationMethods publickey,publickey") as server,
+        pytest.raises(LoginError, match="takes a key of ours, and wants publickey besides"),
+    ):
+        connect(server.access)

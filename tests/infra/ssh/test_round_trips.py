@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 
 from infra.bootstrap import probe_node
-from infra.environment import ensure_environment
+from infra.environment import LOOK, ensure_environment
 from infra.jobs import JobState, cancel_job, job_status, start_or_attach
 from infra.node import Node, SSHAccess
+from infra.node_agent import ISOLATED
 from infra.ssh.agent_call import AgentCall, JsonObject
 from infra.ssh.ssh_session import SSHSession
 from tasks.placement import place_code
@@ -89,6 +90,7 @@ def test_a_machine_that_is_ready_gets_no_files_and_runs_no_installer(ssh_server:
         probe = next((tmp_path / "programs").glob("node_probe-*.py")).name
         nothing_new = [
             ("read", "result.json"),
+            ("run", "python", ISOLATED, "-c", Path(LOOK).name),
             ("run", "python", "-Xutf8", probe, "probe", "root"),
             ("run", "test", "-e", code.name),
         ]

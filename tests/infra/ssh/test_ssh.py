@@ -6,7 +6,7 @@ Without it a run waits for ever for a machine that is gone, or hands its secrets
 import signal
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +26,7 @@ from infra.errors import (
 from infra.node import SSHAccess
 from infra.ssh.connection import connect
 from infra.ssh.host_keys import HostKeyEvidence
-from infra.ssh.login_keys import LoginKey
+from infra.ssh.login_keys import LoginKeys
 from infra.ssh.ssh_session import SSHSession
 from tests.infra.ssh.slow_port import slow_port
 from tests.infra.ssh_server import SSHServer, fingerprint_of, known_hosts_line, make_key, running_server, unpinned
@@ -121,6 +121,9 @@ def test_a_host_that_does_not_listen_or_has_no_name_is_said(ssh_server: SSHServe
         connect(replace(ssh_server.access, port=1))
     with pytest.raises(NameUnknownError, match=r"there is no host called no-such-host\.invalid"):
         connect(unpinned(replace(ssh_server.access, host="no-such-host.invalid")))
+    for host in ("two..dots.invalid", f"{'long' * 20}.invalid"):
+        with pytest.raises(PermanentInfraError, match=f"{host} is no name that a host can have: check node.host"):
+            connect(replace(ssh_server.access, host=host))
 
 
 def test_a_name_that_somebody_has_answered_to_and_nobody_knows_now_is_no_mistake_in_the_settings(
@@ -133,6 +136,19 @@ def test_a_name_that_somebody_has_answered_to_and_nobody_knows_now_is_no_mistake
     for access in (away, unpinned(away, known_hosts)):
         with pytest.raises(NodeUnreachableError, match=r"there is no host called no-such-host\.invalid"):
             connect(access)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "algorithm", ["Ciphers chacha20-poly1305@openssh.com", "KexAlgorithms diffie-hellman-group18-sha512"]
+)
+def test_a_server_with_which_we_have_nothing_in_common_is_told_what_is_missing(tmp_path: Path, algorithm: str) -> None:
+    missing = "ciphers" if algorithm.startswith("Ciphers") else "kex algorithm"
+    with (
+        running_server(tmp_path / "sshd", more_config=algorithm) as server,
+        pytest.raises(PermanentInfraError, match=rf"nothing in common that is safe \(no acceptable {missing}\)"),
+    ):
+        connect(server.access)
 
 
 def test_a_server_that_says_nothing_is_given_up(ssh_server: SSHServer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,7 +191,7 @@ def test_a_server_that_hangs_before_it_lets_us_in_has_not_refused_our_key(
 ) -> None:
     log_in = infra.ssh.connection._log_in
 
-    def hang_and_log_in(transport: Any, access: SSHAccess, keys: Sequence[LoginKey]) -> str:  # Any: paramiko
+    def hang_and_log_in(transport: Any, access: SSHAccess, keys: LoginKeys) -> str:  # Any: paramiko
         server.signal_sessions(signal.SIGSTOP)
         transport.auth_timeout = 1.0
         return log_in(transport, access, keys)
@@ -194,7 +210,7 @@ def test_a_server_that_hangs_when_it_has_let_us_in_is_found_by_its_silence(
     monkeypatch.setattr(infra.ssh.connection, "HEARTBEAT_LIMIT_S", 1.0)
     log_in = infra.ssh.connection._log_in
 
-    def log_in_and_hang(transport: Any, access: SSHAccess, keys: Sequence[LoginKey]) -> str:  # Any: paramiko
+    def log_in_and_hang(transport: Any, access: SSHAccess, keys: LoginKeys) -> str:  # Any: paramiko
         file = log_in(transport, access, keys)
         server.signal_sessions(signal.SIGSTOP)
         return file

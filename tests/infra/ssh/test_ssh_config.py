@@ -51,11 +51,44 @@ def test_a_name_stands_for_what_the_configuration_says_and_settings_come_before_
     assert read_access(node(config, key_variable="ROLLOUTS_SSH_KEY"), tmp_path).key_file == ""
 
 
+def test_all_keys_that_a_configuration_names_are_tried_whatever_they_are_called(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("OUR_KEYS", str(tmp_path))
+    (tmp_path / ".ssh").mkdir()
+    there = [tmp_path / name for name in (".ssh/id_rsa_gpu", "box-me@10.0.0.7", "100%", ".ssh/of_home", "of_agent.pub")]
+    for path in there:
+        path.touch()
+    named = [
+        "~/.ssh/id_rsa_gpu",
+        f"{tmp_path}/%n-%r@%h",
+        "${OUR_KEYS}/100%%",
+        "%d/.ssh/of_home",
+        "~/of_agent",
+        "~/none",
+    ]
+    config = write(tmp_path, "HostName 10.0.0.7", "User me", *(f"IdentityFile {each}" for each in named))
+    access = read_access(node(config), tmp_path)
+    found = (access.key_file, *access.further_key_files)
+    assert found == tuple(str(path).removesuffix(".pub") for path in there)
+    own = read_access(node(config, key_file="/k"), tmp_path)
+    assert (own.key_file, own.further_key_files) == ("/k", ())
+
+
+def test_the_second_key_that_a_configuration_names_may_be_the_right_one(tmp_path: Path) -> None:
+    with running_server(tmp_path / "sshd") as server:
+        make_key(tmp_path / "other")
+        config = write(tmp_path, f"IdentityFile {tmp_path / 'other'}", *described(server))
+        pinned = node(config, host_key=fingerprint_of(server.host_key_file))
+        assert reach_machine(pinned, tmp_path).root == "/tmp/rollouts"
+
+
 def test_a_name_that_nothing_is_said_about_is_a_host_and_keys_are_the_usual_ones(tmp_path: Path) -> None:
     config = write(tmp_path)
     found = read_ssh_config("somewhere.example.org", config)
     assert (found.host, found.port, found.user) == ("somewhere.example.org", 22, getpass.getuser())
-    assert (found.key_file, found.proxy_jump) == ("", "") and len(found.known_hosts) == 2
+    assert (found.key_files, found.proxy_jump) == ((), "") and len(found.known_hosts) == 2
     full = read_access(node(config, host="you@box:23"), tmp_path)
     assert (full.user, full.host, full.port) == ("you", "box", 23), "a whole address is looked up nowhere"
 

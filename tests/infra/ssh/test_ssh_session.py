@@ -96,6 +96,15 @@ def test_a_shell_that_prints_a_greeting_does_not_spoil_answers(tmp_path: Path, s
         assert session.run(["cat"], stdin=b"answer", timeout_s=30).stdout == b"answer"
 
 
+def test_a_login_that_shows_the_command_before_it_runs_it_does_not_spoil_answers(tmp_path: Path) -> None:
+    force = """ForceCommand echo "recorded: $SSH_ORIGINAL_COMMAND"; eval "$SSH_ORIGINAL_COMMAND\""""
+    with (
+        running_server(tmp_path / "sshd", more_config=force) as server,
+        SSHSession(server.access, python=sys.executable, programs_dir=str(tmp_path)) as session,
+    ):
+        assert session.run(["cat"], stdin=b"answer", timeout_s=30).stdout == b"answer"
+
+
 @pytest.mark.parametrize(
     ("command", "said"),
     [

@@ -6,6 +6,7 @@ Without it a run trains for a day and finds out then that its results may not be
 from __future__ import annotations
 
 import os
+import re
 import socket
 import sys
 import threading
@@ -15,8 +16,9 @@ from pathlib import Path
 
 import pytest
 from botocore.exceptions import ClientError
+from s3fs.errors import translate_boto_error  # type: ignore[import-untyped]
 
-from infra.errors import ObjectMissingError, PermanentInfraError, StoreRefusedError, StoreUnavailableError
+from infra.errors import InfraError, ObjectMissingError, PermanentInfraError, StoreRefusedError, StoreUnavailableError
 from infra.stores import object_store
 from infra.stores.download import find_wanted
 from infra.stores.object_errors import sort_failure
@@ -208,6 +210,27 @@ def test_credentials_that_have_expired_are_said_to_have(monkeypatch: pytest.Monk
         server.shutdown()
 
 
+@pytest.mark.parametrize(
+    ("code", "status", "kind", "sentence"),
+    [
+        ("SlowDown", 503, StoreUnavailableError, "then try again"),
+        ("Throttling", 400, StoreUnavailableError, "then try again"),
+        ("RequestLimitExceeded", 400, StoreUnavailableError, "then try again"),
+        ("InvalidObjectState", 403, StoreRefusedError, "lies in an archive, .*: restore it"),
+        ("QuotaExceeded", 403, StoreRefusedError, "has no room left"),
+        ("XMinioStorageFull", 507, StoreRefusedError, "has no room left"),
+        ("XMinioAdminBucketQuotaExceeded", 400, StoreRefusedError, "has no room left"),
+    ],
+)
+def test_what_a_store_says_of_itself_is_not_taken_for_wrong_credentials_or_a_mistake(
+    code: str, status: int, kind: type[InfraError], sentence: str
+) -> None:
+    answer = {"Error": {"Code": code, "Message": "no"}, "ResponseMetadata": {"HTTPStatusCode": status}}
+    error = translate_boto_error(ClientError(answer, "GetObject"))
+    sorted_error = sort_failure(error, "s3://bucket/x")
+    assert type(sorted_error) is kind and re.search(sentence, str(sorted_error))
+
+
 def test_a_wrong_clock_is_not_taken_for_wrong_credentials() -> None:
     said = "The difference between the request time and the current time is too large."
     error = {"Error": {"Code": "RequestTimeTooSkewed", "Message": said}, "ResponseMetadata": {"HTTPStatusCode": 403}}
@@ -234,7 +257,11 @@ def test_an_object_that_became_shorter_meanwhile_is_an_error_that_a_retry_mends(
 
 
 @pytest.mark.parametrize(
-    "url", ["s3://key:PASSWORD@bucket/x", "s3://bucket/x?sign=PASSWORD", "bucket/x", "s3://", "a::s3://PASSWORD/x"]
+    "url",
+    [
+        *("s3://key:PASSWORD@bucket/x", "s3://bucket/x?sign=PASSWORD", "bucket/x", "s3://", "a::s3://PASSWORD/x"),
+        *("s3://bucket/x ", "s3://my bucket/x", "s3://bucket/x\ny"),
+    ],
 )
 def test_a_url_with_more_than_a_place_is_refused_and_not_repeated(url: str) -> None:
     with pytest.raises(ValueError, match="expected a URL like s3://bucket/folder") as refusal:
@@ -242,6 +269,14 @@ def test_a_url_with_more_than_a_place_is_refused_and_not_repeated(url: str) -> N
     assert "PASSWORD" not in str(refusal.value)
     with pytest.raises(StoreRefusedError):
         ObjectStore(url)
+
+
+def test_names_may_hold_spaces_and_what_else_stores_allow(bucket: str, s3_server: S3Server) -> None:
+    for name in ("my rows/of may 2.jsonl", "100%/a+b=c&d.jsonl", "ünï/[x]*'\"~.jsonl"):
+        s3_server.client().put_object(Bucket=bucket, Key=name, Body=name.encode())
+        store = ObjectStore(f"s3://{bucket}/{name}")
+        assert store.read("", 0, store.list()[""].size) == name.encode()
+        assert list(ObjectStore(f"s3://{bucket}/{name.partition('/')[0]}").list()) == [name.partition("/")[2]]
 
 
 def test_a_protocol_without_a_driver_is_said_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

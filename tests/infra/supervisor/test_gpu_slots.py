@@ -290,6 +290,7 @@ def two_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ((FIRST_GPU, "0"), None, [("GPU-b0a1", "GPU 0")]),
         ((FIRST_GPU,), "1,0", [("GPU-a7c2", "GPU 1")]),
         ((FIRST_GPU,), "GPU-a7c2", [("GPU-a7c2", "GPU 1")]),
+        ((FIRST_GPU,), "GPU-a,GPU-b", [("GPU-a7c2", "GPU 1")]),
         ((FIRST_GPU,), "", []),
         ((FIRST_GPU,), "-1", []),
         ((), None, []),
