@@ -214,7 +214,7 @@ def test_a_launch_that_failed_while_skypilot_could_not_say_what_it_left_is_looke
     installed: Installed, cloud: Sky, ledger: Ledger
 ) -> None:
     installed.set("faults", fail_setup=1, fail_status=100)
-    with ledger.living_run(WANTED.run_id), pytest.raises(ProviderUnavailableError, match="API server"):
+    with ledger.living_run(WANTED.run_id), pytest.raises(NoMachineError, match="API server"):
         rent(cloud, ledger)
     [rental] = all_rentals(ledger)
     assert list(installed.state["clusters"]) == [rental.name] and rental.state is RentalState.INTENDED
