@@ -14,6 +14,7 @@ Not here: the node's side (sender.py), copies in the other direction (push.py).
 So whatever a reader finds here is whole, at any moment. A file counts as unchanged when size and time agree.
 """
 
+import functools
 import hashlib
 import json
 import logging
@@ -28,6 +29,7 @@ from typing import Any, BinaryIO
 
 from infra.chunks import CHUNK_BYTES, checked_digest
 from infra.errors import DiskFullError, InfraError, PermanentInfraError, TransientInfraError
+from infra.foreign_text import shown_line
 from infra.locks import locked
 from infra.node_agent import DIGESTS
 from infra.repeating import repeating
@@ -122,6 +124,8 @@ def _list(session: Session, source: str) -> tuple[dict[str, list[int]] | None, s
     files = answer.get("files", "nothing")
     if files is None:
         return None, digest
+    if left_out := answer.get("left_out"):
+        _warn_of_left_out(source, shown_line(str(left_out)))
     if not isinstance(files, dict):
         raise PermanentInfraError(f"{source} on the node: expected its files, found {str(files)[:80]}")
     for name, found in files.items():
@@ -135,6 +139,12 @@ def _list(session: Session, source: str) -> tuple[dict[str, list[int]] | None, s
             raise PermanentInfraError(f"{source} on the node: {name} cannot have size and time {str(found)[:80]}")
     whole = {str(PurePosixPath(name).parent) for name in files if PurePosixPath(name).name == MANIFEST}
     return {name: found for name, found in files.items() if _checkpoint_of(name) in (None, *whole)}, digest
+
+
+@functools.lru_cache
+def _warn_of_left_out(source: str, left_out: str) -> None:
+    """Once for each: it is asked again and again, and says the same."""
+    logger.warning("%s on the node: %s is not copied: give it a plain name, or leave to read it", source, left_out)
 
 
 def _checkpoint_of(name: str) -> str | None:

@@ -4,7 +4,7 @@ The node's side of mirror.py. Runs as `sender.py VERB DIRECTORY`; standard libra
 installed) and one file, because it is sent to nodes by content.
 
     list DIRECTORY      one JSON object, {"files": {name: [size, modified_ns]}, "digest": what chunks can be digested
-                        by}; "files" is null where there is no such directory
+                        by, "left_out": [name]}; "files" is null where there is no such directory
     send DIRECTORY      (on stdin a line of JSON, {"chunk_bytes", "digest", "files": [[name, size, [digest]], ...]}: how
                         much of each file the asker has, and digests of its chunks, the last of which may be incomplete)
                         for each file a line {"name", "size", "modified_ns"} as it is now, or {"name", "size": null} for
@@ -16,8 +16,9 @@ installed) and one file, because it is sent to nodes by content.
                         On stderr first a line {"is_ready"}, then a line {"digest"} for each chunk, and {"is_changed"};
                         of a file that is another one by now only the last. Ends when stdin does
 
-Left out: names that begin with a dot (locks, and what is being written) or with `damaged`, and `weights/`: nobody reads
-those elsewhere. Symbolic links are not followed.
+Not sent: names that begin with a dot (locks, and what is being written) or with `damaged`, and `weights/`: nobody reads
+those elsewhere. Symbolic links are not followed. What cannot be sent, and is named as left out: files whose names no
+other machine need take, and folders that cannot be read.
 """
 
 import contextlib
@@ -49,8 +50,10 @@ def main(argv: list[str]) -> int:
     """Carry out one verb; see the head of this file."""
     verb, directory = argv[1], Path(argv[2])
     if verb == "list":
-        files = list_files(directory) if directory.is_dir() else None
-        sys.stdout.write(json.dumps({"files": files, "digest": next(reversed(DIGESTS))}) + "\n")
+        left_out: list[str] = []
+        files = list_files(directory, left_out) if directory.is_dir() else None
+        answer = {"files": files, "digest": next(reversed(DIGESTS)), "left_out": left_out}
+        sys.stdout.write(json.dumps(answer) + "\n")
     elif verb == "send":
         request = json.loads(sys.stdin.buffer.readline())
         sender = Sender(directory, request["chunk_bytes"], request["digest"], sys.stdout.buffer)
@@ -67,21 +70,31 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def list_files(directory: Path) -> dict[str, list[int]]:
-    """Size and time of change of every file that is sent, by its path below the directory."""
-    return {path.relative_to(directory).as_posix(): found for path, found in _walk(directory, is_top=True)}
+def list_files(directory: Path, left_out: list[str]) -> dict[str, list[int]]:
+    """Size and time of change of every file that is sent, by its path below the directory; notes what cannot be."""
+    files = {}
+    for path, found in _walk(directory, left_out, is_top=True):
+        name = path.relative_to(directory).as_posix()
+        if name.isprintable() and "\\" not in name:  # as receiver.py takes them
+            files[name] = found
+        else:
+            left_out.append(ascii(name))
+    return files
 
 
-def _walk(directory: Path, *, is_top: bool = False) -> Iterator[tuple[Path, list[int]]]:
+def _walk(directory: Path, left_out: list[str], *, is_top: bool = False) -> Iterator[tuple[Path, list[int]]]:
     try:
         entries = sorted(os.scandir(directory), key=lambda entry: entry.name)
     except FileNotFoundError:  # a checkpoint that is being deleted
+        return
+    except PermissionError:
+        left_out.append(ascii(directory.name))
         return
     for entry in entries:
         if entry.name.startswith(_LEFT_OUT) or (is_top and entry.name == "weights"):
             continue
         if entry.is_dir(follow_symlinks=False):
-            yield from _walk(Path(entry.path))
+            yield from _walk(Path(entry.path), left_out)
             continue
         try:
             status = entry.stat(follow_symlinks=False)

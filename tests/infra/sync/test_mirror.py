@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -24,6 +25,7 @@ from infra.errors import CompletedCommand, DiskFullError, PermanentInfraError, T
 from infra.node_agent import DIGESTS
 from infra.session import LocalSession, Session
 from infra.ssh.ssh_session import SSHSession
+from infra.sync import sender
 from infra.sync.mirror import mirrored, pull_run
 from infra.sync.receiver import hash_file
 from tests.infra.ssh_server import SSHServer, running_server
@@ -125,6 +127,13 @@ def test_over_a_connection_that_breaks_only_what_is_missing_comes_again(
     assert content_of(here) == public(content_of(there))
 
 
+AS_NOBODY = f"""
+import os, sys
+program = {{"__name__": "sender"}}
+exec({Path(sender.__file__).read_text()!r}, program)
+os.setgid(65534); os.setuid(65534)
+program["main"](["sender.py", "list", sys.argv[1]])
+"""
 MAX_LINE = 1000
 """What is longer is no line about a file, but of its content."""
 
@@ -674,10 +683,31 @@ def test_symbolic_links_are_not_followed(session: Session, there: Path, here: Pa
     assert not any(name.startswith(("samples", "passwd")) for name in content_of(here))
 
 
-def test_a_name_that_cannot_be_printed_is_refused(session: Session, there: Path, here: Path) -> None:
-    (there / "a\nb").write_text("")
-    with pytest.raises(PermanentInfraError, match="not printable"):
+def test_what_cannot_be_copied_is_named_once_and_keeps_nothing_else_back(
+    session: Session, there: Path, here: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in (b"a\nb", b"a\\b", b"\xff"):
+        (there / "samples").mkdir(exist_ok=True)
+        Path(os.fsdecode(os.fsencode(there / "samples") + b"/" + name)).write_text("")
+    for _ in range(2):
         pull_run(session, str(there), here)
+    assert content_of(here) == {n: c for n, c in public(content_of(there)).items() if not n.startswith("samples/")}
+    [said] = [record.getMessage() for record in caplog.records if "is not copied" in record.getMessage()]
+    assert said.count("samples/") == 3 and "\n" not in said
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody who may not read")
+def test_a_folder_that_cannot_be_read_is_left_out(there: Path) -> None:
+    for path in (there, *there.parents):
+        path.chmod(path.stat().st_mode | 0o055)
+        if path.name.startswith("pytest-of-"):
+            break
+    (there / "samples").mkdir(mode=0o700)
+    listed = subprocess.run(
+        [sys.executable, "-IXutf8", "-c", AS_NOBODY, str(there)], stdout=subprocess.PIPE, text=True, check=True
+    )
+    answer = json.loads(listed.stdout)
+    assert answer["left_out"] == ["'samples'"] and "metrics.jsonl" in answer["files"]
 
 
 def test_files_arrive_while_the_job_runs(there: Path, here: Path) -> None:
