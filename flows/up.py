@@ -129,7 +129,7 @@ def up(
 def down(store: Store = DEFAULT_STORE) -> None:
     """End what `up` started: the Prefect server and the runs; their training jobs go on."""
     home = store.resolve() / "prefect"
-    serving = find_serving(store)
+    serving = _wait_until_begun(store)
     if serving is None:
         console.print(f"nothing serves the deployments of {store}", markup=False)
     else:
@@ -163,6 +163,8 @@ def status(store: Store = DEFAULT_STORE) -> None:
         since = datetime.fromtimestamp(serving.since).astimezone().strftime("%Y-%m-%d %H:%M:%S")
         typer.echo(f"serving      process {serving.pid} since {since}: {describe_deployments(serving)}")
         typer.echo(f"gpu slots    {describe_gpu_slots(serving)}")
+    elif is_starting(store):
+        typer.echo("serving      a process that is starting")
     else:
         typer.echo("serving      none: rollouts up starts it")
     if live := find_live_pages(store):
@@ -244,6 +246,12 @@ def find_serving(store: Path) -> Serving | None:
     return Serving(**state) if _is_locked(home) else None
 
 
+def is_starting(store: Path) -> bool:
+    """Whether a process that will serve the store's deployments lives, and is not ready."""
+    home = store.resolve() / "prefect"
+    return home.is_dir() and _is_locked(home) and find_serving(store) is None
+
+
 def check_server(store: Path) -> None:
     """Raise InputError where the store's deployments are served at another server than this command would ask."""
     serving = find_serving(store)
@@ -289,6 +297,23 @@ def require_serving(store: Path) -> Serving:
 def _is_locked(home: Path) -> bool:
     """Whether the process lives: a killed one holds no lock, whatever its file says."""
     return is_locked(home / "serving.lock", fcntl.LOCK_EX)
+
+
+def _wait_until_begun(store: Path) -> Serving | None:
+    """The process that serves; one that is starting is waited for, because only what is ready says which it is.
+
+    Raises:
+        ServerError: it starts for longer than it may.
+    """
+    if is_starting(store):
+        console.print("waiting        for the process that is starting, to end it")
+    deadline = time.monotonic() + READY_TIMEOUT_S
+    while is_starting(store):
+        if time.monotonic() > deadline:
+            log = store.resolve() / "prefect" / "serving.log"
+            raise ServerError(f"the process did not start within {READY_TIMEOUT_S:.0f} s; see {log}")
+        time.sleep(POLL_S)
+    return find_serving(store)
 
 
 def _start_serving(store: Path, home: Path) -> None:

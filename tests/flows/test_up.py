@@ -22,7 +22,7 @@ import pytest
 
 from flows.prefect_api import ask
 from flows.server import ServerAddress, running_server
-from flows.up import find_serving
+from flows.up import find_serving, is_starting
 from infra.ledger import Ledger
 from rollouts_core.checkpoint import list_checkpoints, verify_checkpoint
 from tests.flows.conftest import Rollouts, pids_of, processes_of
@@ -210,6 +210,19 @@ def test_a_killed_serving_process_is_noticed_and_up_starts_another(served: Rollo
         f"rollouts: nothing serves the deployments of {served.store}: rollouts up --store {served.store} starts it"
     ]
     assert "started" in up(served)
+
+
+@pytest.mark.matrix
+def test_what_an_interrupted_up_began_is_ended_by_down(served: Rollouts) -> None:
+    """It outlives its terminal from the moment on in which it is started, and says what it is when it is ready."""
+    starting = served.start("up")
+    wait_until(lambda: is_starting(served.store), what="the start of what serves")
+    starting.send_signal(signal.SIGINT)
+    assert starting.wait(60) == 130, served.said()
+    code, output = served.run("down")
+    assert code == 0
+    assert re.search(r"^ended          process \d+$", output, re.MULTILINE), output
+    wait_until(lambda: not processes_of(served.store), what="the end of everything", timeout_s=30)
 
 
 @pytest.mark.matrix
