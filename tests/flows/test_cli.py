@@ -411,6 +411,16 @@ def test_asking_about_a_store_that_is_none_makes_none(tmp_path: Path) -> None:
     assert f"{tmp_path}/typo does not exist: nothing was run in it, or --store names" in outcome.output
 
 
+@pytest.mark.parametrize("command", [["status"], ["nodes"], ["models"]])
+def test_a_store_in_the_home_folder_is_found_where_the_shell_leaves_the_tilde(
+    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As bash does in --store=~/runs."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    outcome = CliRunner().invoke(app, [*command, "--store=~/runs"])
+    assert f"{tmp_path / 'runs'} " in outcome.output
+
+
 def test_of_a_store_that_exists_nothing_is_said_but_what_is_in_it(tmp_path: Path) -> None:
     assert "does not exist" not in CliRunner().invoke(app, ["status", "--store", str(tmp_path)]).output
 
