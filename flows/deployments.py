@@ -47,6 +47,9 @@ class Deployment:
     flow: str = FLOW
     schedule: dict[str, Any] | None = None  # Any: JSON
     """When it runs by itself; the content of ScheduleConfig."""
+    offered_at: float = 0.0
+    """When `rollouts up` was given it, seconds since 1970: given again it is made again, also when it was deleted in
+    Prefect."""
 
     @property
     def digest(self) -> str:

@@ -16,7 +16,7 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated
@@ -205,7 +205,7 @@ def begin_serving(store: Path, own: list[Deployment], *, gpu_slots: int = 0) -> 
         if is_new:
             quickstart = write_missing_quickstart(quickstart_folder(store, seed=0))
             save_deployments(home, [*preset_deployments(Path.cwd(), quickstart), *tool_deployments()])
-        save_deployments(home, own)
+        save_deployments(home, [replace(each, offered_at=time.time()) for each in own])
         if gpu_slots:
             save_gpu_slots(home, gpu_slots)
         if is_new:

@@ -253,6 +253,20 @@ def test_what_cannot_be_is_one_sentence(served: Rollouts, tmp_path: Path) -> Non
 
 
 @pytest.mark.matrix
+def test_a_deployment_that_was_deleted_in_prefect_is_made_again_by_up(served: Rollouts, folder: Path) -> None:
+    config = str(folder / "small.toml")
+    up(served, config)
+    deleted = api(served, "GET", "/deployments/name/sft-rl/small")["id"]
+    api(served, "DELETE", f"/deployments/{deleted}")
+    code, output = served.run("run", "--deployment", "small")
+    assert code == 2
+    assert "the deployment small was deleted in Prefect: rollouts up with its configuration makes it" in output
+    assert "joined" in up(served, config)
+    run_id = trigger(served, "small")
+    api(served, "DELETE", f"/flow_runs/{run_id}")
+
+
+@pytest.mark.matrix
 def test_down_leaves_a_training_job_alone(served: Rollouts, tmp_path: Path) -> None:
     config = write_small_pipeline(tmp_path / "small", mode="sft", **LONG)
     up(served, str(config))
