@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ParamSpec, TypeVar
 import typer
 
 from flows.cancel import cancel
+from flows.command import INTERRUPTED_CODE
 from flows.credentials_cli import credentials, with_credentials
 from flows.deployments import evaluation_options
 from flows.evaluate_settings import EvaluateConfig
@@ -65,7 +66,7 @@ if TYPE_CHECKING:
     from flows.evaluate import EvaluationResult
     from flows.pipeline import PipelineResult
 
-FAILED_CODE, USER_ERROR_CODE, INTERRUPTED_CODE = 1, 2, 130
+FAILED_CODE, USER_ERROR_CODE = 1, 2
 
 P = ParamSpec("P")
 ResultT = TypeVar("ResultT")
