@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ParamSpec, TypeVar
 import typer
 
 from flows.cancel import cancel
+from flows.command import INTERRUPTED_CODE
 from flows.credentials_cli import credentials, with_credentials
 from flows.deployments import evaluation_options
 from flows.evaluate_settings import EvaluateConfig
@@ -44,7 +45,7 @@ from flows.prune_cli import prune
 from flows.quickstart_files import CONFIG_NAME, quickstart_folder, write_quickstart
 from flows.server import ServerAddress, ServerError, local_server, named_url, prefect_environment, run_url
 from flows.silent_runs import LEAST_MINUTES, SILENT_MINUTES, mark_silent_runs
-from flows.store import STORE_VARIABLE
+from flows.store import STORE_VARIABLE, from_home
 from flows.stores_cli import pull
 from flows.terminal import DEFAULT_STORE, Port, Store, console, show_checks
 from flows.trigger import trigger_run
@@ -65,14 +66,18 @@ if TYPE_CHECKING:
     from flows.evaluate import EvaluationResult
     from flows.pipeline import PipelineResult
 
-FAILED_CODE, USER_ERROR_CODE, INTERRUPTED_CODE = 1, 2, 130
+FAILED_CODE, USER_ERROR_CODE = 1, 2
 
 P = ParamSpec("P")
 ResultT = TypeVar("ResultT")
 
 ConfiguredStore = Annotated[
     Path | None,
-    typer.Option(envvar=STORE_VARIABLE, help="Folder that keeps everything; the configuration's own otherwise."),
+    typer.Option(
+        envvar=STORE_VARIABLE,
+        callback=from_home,
+        help="Folder that keeps everything; the configuration's own otherwise.",
+    ),
 ]
 RunArguments = Annotated[
     list[str] | None,

@@ -47,6 +47,9 @@ class Deployment:
     flow: str = FLOW
     schedule: dict[str, Any] | None = None  # Any: JSON
     """When it runs by itself; the content of ScheduleConfig."""
+    offered_at: float = 0.0
+    """When `rollouts up` was given it, seconds since 1970: given again it is made again, also when it was deleted in
+    Prefect."""
 
     @property
     def digest(self) -> str:
@@ -139,11 +142,20 @@ def save_deployments(home: Path, deployments: Iterable[Deployment]) -> None:
     """Write what is to be served; a preset does not replace a configuration of the user with its name.
 
     A configuration that had a retraining, and has none any more, keeps it without its schedule.
+
+    Raises:
+        ConfigError: one has the name of the retraining or evaluation of another configuration, which it would replace.
     """
     folder = home / "deployments"
     folder.mkdir(exist_ok=True)
     known = load_deployments(home)
     given = list(deployments)
+    for each in given:
+        if not each.is_preset and (other := known.get(each.name)) is not None and other.flow != each.flow:
+            raise ConfigError(
+                f"{each.name} is the name of a deployment that there is already, which does something else "
+                f"({other.flow}): rename the configuration"
+            )
     names = {each.name for each in given}
     dropped = [known.get(retraining_name(each.name)) for each in given if not each.is_preset and each.flow == FLOW]
     given += [

@@ -199,8 +199,8 @@ def load_pipeline(path: Path) -> Pipeline:
     else:
         retrain = settings.retrain and settings.retrain.beside(path.parent)
         evaluate = settings.evaluate and settings.evaluate.beside(path.parent)
-        config = _beside(settings.config, path.parent)
-        pipeline = replace(settings, config=config, retrain=retrain, evaluate=evaluate)
+        config, node = _beside(settings.config, path.parent), _node_beside(settings.node, path.parent)
+        pipeline = replace(settings, config=config, node=node, retrain=retrain, evaluate=evaluate)
         check_retraining(pipeline.config, pipeline.retrain, pipeline.schedule, source=str(path))
     _check_importable(pipeline.config, path)
     return pipeline
@@ -215,7 +215,9 @@ def parse_pipeline(settings: dict[str, Any], path: Path) -> Pipeline:  # Any: un
     known = [*Config.model_fields, "node", "run", "retrain", "schedule", "evaluate"]
     others = _settings_beside()
     if unknown := [
-        f"unknown key {key}{suggest_key([key], known, Config, others=others)}" for key in sections if key not in known
+        f"unknown key {key}{suggest_key([str(key)], known, Config, others=others)}"
+        for key in sections
+        if key not in known
     ]:
         raise ConfigError(list_mistakes(unknown, source=str(path)))
     optional = {"retrain": retrain or {}, "schedule": schedule or {}, "evaluate": evaluate or {}}
@@ -230,7 +232,7 @@ def parse_pipeline(settings: dict[str, Any], path: Path) -> Pipeline:  # Any: un
         for key in section:
             if key not in model.model_fields:
                 hint = _suggest_node_key(key, provider) if name == "node" else ""
-                hint = hint or suggest_key([name, key], list(model.model_fields), Config)
+                hint = hint or suggest_key([name, str(key)], list(model.model_fields), Config)
                 raise ConfigError(f"{path}: unknown key {name}.{key}{hint}")
     scored = None if evaluate is None else parse_config(EvaluateConfig, evaluate, source=f"{path}, table evaluate")
     again = None if retrain is None else parse_config(RetrainConfig, retrain, source=f"{path}, table retrain")
@@ -330,6 +332,11 @@ def _beside(config: Config, folder: Path) -> Config:
             "rollout": config.rollout.model_copy(update={"rewards": graders}),
         }
     )
+
+
+def _node_beside(node: NodeSettings, folder: Path) -> NodeSettings:
+    """The node with the relative paths of its files made absolute against `folder`."""
+    return type(node).model_validate(resolve_node_paths(node.model_dump(exclude_unset=True), folder))
 
 
 def _check_importable(config: Config, path: Path) -> None:

@@ -23,6 +23,7 @@ from pydantic import ValidationError
 
 from flows.credentials_cli import CredentialsName, with_credentials
 from flows.expired_machines import looked_for
+from flows.store import STORE_VARIABLE, from_home
 from flows.terminal import DEFAULT_STORE
 from infra.cloud import Cloud, look_up
 from infra.errors import InfraError, PermanentInfraError, TransientInfraError
@@ -65,7 +66,9 @@ from rollouts_core.errors import ConfigError, InputError
 
 Explained = Callable[[Callable[..., None]], Callable[..., None]]
 
-Store = Annotated[Path, typer.Option(envvar="ROLLOUTS_STORE", help="Folder whose ledger knows what is rented.")]
+Store = Annotated[
+    Path, typer.Option(envvar=STORE_VARIABLE, callback=from_home, help="Folder whose ledger knows what is rented.")
+]
 MachineName = Annotated[str, typer.Argument(metavar="NAME", help="Name of the machine, as `rollouts nodes` shows it.")]
 
 

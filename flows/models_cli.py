@@ -21,6 +21,7 @@ from typing import Annotated, Any
 import typer
 
 from flows.machines_cli import Explained, at, open_ledger, render_table
+from flows.store import STORE_VARIABLE, from_home
 from flows.terminal import DEFAULT_STORE
 from infra.ledger import Ledger
 from infra.registry import (
@@ -39,7 +40,9 @@ from rollouts_core.errors import InputError
 from tasks.candidate import check_whole
 from tasks.model_aliases import note_in_reports
 
-Store = Annotated[Path, typer.Option(envvar="ROLLOUTS_STORE", help="Folder whose ledger knows the models.")]
+Store = Annotated[
+    Path, typer.Option(envvar=STORE_VARIABLE, callback=from_home, help="Folder whose ledger knows the models.")
+]
 ModelName = Annotated[str, typer.Argument(metavar="NAME|ID", help="Name or id, as `rollouts models` shows it.")]
 Line = Annotated[
     str,

@@ -129,7 +129,7 @@ def of_store(address: ServerAddress, store: Path, runs: list[dict[str, Any]]) ->
         with Ledger(path) as ledger:
             began = {run["id"] for run in runs if ledger.is_alive(run["id"]) or ledger.has_died(run["id"])}
             own = {use.run_id for use in ledger.stage_uses()} | began
-    return [run for run in runs if run["id"] in own or run["parameters"].get("run", {}).get("store") == str(store)]
+    return [run for run in runs if run["id"] in own or parameter_of(run, "run").get("store") == str(store)]
 
 
 def without_later_looks(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:  # Any: JSON
@@ -162,15 +162,20 @@ def describe_run(
     when = f"for {_clock(run['expected_start_time'])}" if is_foreseen else f"since {_clock(began)}"
     name = SUFFIX.sub("", last["name"]) if is_running and last else ""
     stage = f"{run['state_name']:<10} {name:<14}"
-    provider = run.get("parameters", {}).get("node", {}).get("provider", "local")
+    provider = parameter_of(run, "node").get("provider", "local")
     where = nodes.get(run["id"], provider)
     return f"{name_of_run(run):<20} {stage} {when} on {where}  {run_url(address, run['id'])}"
 
 
 def name_of_run(run: Mapping[str, Any]) -> str:  # Any: JSON
     """What a run is called, or will be: until it begins, Prefect has two random words for it."""
-    settings = run.get("parameters", {}).get("run", {})
-    return str((not run.get("start_time") and settings.get("name")) or run["name"])
+    return str((not run.get("start_time") and parameter_of(run, "run").get("name")) or run["name"])
+
+
+def parameter_of(run: Mapping[str, Any], name: str) -> Mapping[str, Any]:  # Any: JSON
+    """A table of settings of a run; an empty one where somebody else's flow, with the name of one of ours, has none."""
+    value = run.get("parameters", {}).get(name)
+    return value if isinstance(value, Mapping) else {}
 
 
 def going_jobs(store: Path) -> list[GoingJob]:

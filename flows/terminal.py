@@ -14,16 +14,20 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from flows.store import STORE_VARIABLE
+from flows.store import STORE_VARIABLE, from_home
 from rollouts_core.findings import count_cautions, split_findings
+from rollouts_core.system.standard_error import standard_error
 
 DEFAULT_STORE = Path(".rollouts")
 Store = Annotated[
-    Path, typer.Option(envvar=STORE_VARIABLE, help="Folder that keeps stages, runs and Prefect's database.")
+    Path,
+    typer.Option(
+        envvar=STORE_VARIABLE, callback=from_home, help="Folder that keeps stages, runs and Prefect's database."
+    ),
 ]
 Port = Annotated[int, typer.Option(min=0, max=65535, help="Port of the Prefect server; 0 takes 4200 or any free one.")]
 
-console = Console(stderr=True, highlight=False, soft_wrap=True)
+console = Console(file=standard_error(), highlight=False, soft_wrap=True)
 
 
 @contextmanager

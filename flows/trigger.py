@@ -32,6 +32,11 @@ def trigger_run(store: Path, name: str, assignments: Iterable[str]) -> str:
         try:
             deployment = ask(address, "GET", f"/deployments/name/{flow}/{offered_name(store.resolve(), name)}")
         except RefusedError as error:
+            if name in known:
+                raise ConfigError(
+                    f"the deployment {name} was deleted in Prefect: rollouts up with its configuration makes it again, "
+                    "and one of a preset rollouts down and rollouts up"
+                ) from error
             raise ConfigError(f"there is no deployment {name}{closest_name(name, list(known))}") from error
         change = partial(overridden_tool if flow in TOOLS else overridden, flow)
         parameters = change(deployment["parameters"], assignments)

@@ -16,7 +16,7 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated
@@ -129,7 +129,7 @@ def up(
 def down(store: Store = DEFAULT_STORE) -> None:
     """End what `up` started: the Prefect server and the runs; their training jobs go on."""
     home = store.resolve() / "prefect"
-    serving = find_serving(store)
+    serving = _wait_until_begun(store)
     if serving is None:
         console.print(f"nothing serves the deployments of {store}", markup=False)
     else:
@@ -163,6 +163,8 @@ def status(store: Store = DEFAULT_STORE) -> None:
         since = datetime.fromtimestamp(serving.since).astimezone().strftime("%Y-%m-%d %H:%M:%S")
         typer.echo(f"serving      process {serving.pid} since {since}: {describe_deployments(serving)}")
         typer.echo(f"gpu slots    {describe_gpu_slots(serving)}")
+    elif is_starting(store):
+        typer.echo("serving      a process that is starting")
     else:
         typer.echo("serving      none: rollouts up starts it")
     if live := find_live_pages(store):
@@ -203,7 +205,7 @@ def begin_serving(store: Path, own: list[Deployment], *, gpu_slots: int = 0) -> 
         if is_new:
             quickstart = write_missing_quickstart(quickstart_folder(store, seed=0))
             save_deployments(home, [*preset_deployments(Path.cwd(), quickstart), *tool_deployments()])
-        save_deployments(home, own)
+        save_deployments(home, [replace(each, offered_at=time.time()) for each in own])
         if gpu_slots:
             save_gpu_slots(home, gpu_slots)
         if is_new:
@@ -242,6 +244,12 @@ def find_serving(store: Path) -> Serving | None:
     except (OSError, ValueError):
         return None
     return Serving(**state) if _is_locked(home) else None
+
+
+def is_starting(store: Path) -> bool:
+    """Whether a process that will serve the store's deployments lives, and is not ready."""
+    home = store.resolve() / "prefect"
+    return home.is_dir() and _is_locked(home) and find_serving(store) is None
 
 
 def check_server(store: Path) -> None:
@@ -289,6 +297,23 @@ def require_serving(store: Path) -> Serving:
 def _is_locked(home: Path) -> bool:
     """Whether the process lives: a killed one holds no lock, whatever its file says."""
     return is_locked(home / "serving.lock", fcntl.LOCK_EX)
+
+
+def _wait_until_begun(store: Path) -> Serving | None:
+    """The process that serves; one that is starting is waited for, because only what is ready says which it is.
+
+    Raises:
+        ServerError: it starts for longer than it may.
+    """
+    if is_starting(store):
+        console.print("waiting        for the process that is starting, to end it")
+    deadline = time.monotonic() + READY_TIMEOUT_S
+    while is_starting(store):
+        if time.monotonic() > deadline:
+            log = store.resolve() / "prefect" / "serving.log"
+            raise ServerError(f"the process did not start within {READY_TIMEOUT_S:.0f} s; see {log}")
+        time.sleep(POLL_S)
+    return find_serving(store)
 
 
 def _start_serving(store: Path, home: Path) -> None:

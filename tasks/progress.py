@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from infra.foreign_text import shown_lines
+from rollouts_core.system.standard_error import standard_error
 
 LINE_INTERVAL_S = 5.0
 """Plain lines, and lines in Prefect, come at most this often."""
@@ -39,7 +40,7 @@ class StageProgress:
     def __init__(self, stage: str, *, num_steps: int = 0, console: Console | None = None) -> None:
         self.stage = stage
         self.num_steps = num_steps
-        self.console = console or Console(stderr=True)
+        self.console = console or Console(file=standard_error())
         self._last_line_at = 0.0
         self._bar = Progress(
             TextColumn("{task.description:<14}"),

@@ -48,6 +48,9 @@ MAX_STEPS = 20
 CONSIDERED = (RetrainingState.WAITING, RetrainingState.PROMOTED, RetrainingState.REJECTED)
 """States of a retraining whose data needs no other one."""
 
+WAITS = "waits for approval: Resume on its page, or Retry where it was cancelled"
+"""Said of a retraining whose question has no answer: the ledger does not know what became of its run."""
+
 
 class Step(StrEnum):
     """What is done next."""
@@ -147,7 +150,7 @@ def decide_start(data: Mapping[str, str], earlier: Sequence[Retraining], rules: 
         return Decision(step=Step.TRAIN, reason="asked for")
     considered = next((row for row in reversed(earlier) if row.state in CONSIDERED), None)
     if considered is not None and dict(considered.data) == dict(data):
-        ended = f"ended {considered.state.value}" if considered.state.is_over else "waits for approval"
+        ended = f"ended {considered.state.value}" if considered.state.is_over else WAITS
         began = time.strftime("%Y-%m-%d %H:%M", time.gmtime(considered.began_at))
         return Decision(step=Step.SKIP, reason=f"data unchanged since the retraining of {began} UTC, which {ended}")
     failures = 0

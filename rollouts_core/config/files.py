@@ -32,7 +32,8 @@ def read_settings(path: Path) -> dict[str, Any]:  # Any: unchecked file content
         raise ConfigError(f"{path} {problem}: give the path of a TOML or JSON configuration")
     try:
         text = path.read_text(encoding="utf-8-sig")  # editors of Windows mark UTF-8
-        settings = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+        is_json = path.suffix == ".json"
+        settings = json.loads(text, object_pairs_hook=_table) if is_json else tomllib.loads(text)
     except OSError as error:
         raise ConfigError(f"{path} cannot be read ({error.strerror}): make it readable") from error
     except (ValueError, RecursionError) as error:
@@ -45,6 +46,15 @@ def read_settings(path: Path) -> dict[str, Any]:  # Any: unchecked file content
     if not isinstance(settings, dict):
         raise ConfigError(f"{path} must hold a table of settings at its top, found {type(settings).__name__}")
     return settings
+
+
+def _table(pairs: list[tuple[str, Any]]) -> dict[str, Any]:  # Any: unchecked file content
+    """The table of these settings; ValueError for one that is there twice, of which the first would not count."""
+    table = dict(pairs)
+    if len(table) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{next(name for name in names if names.count(name) > 1)} is there twice")
+    return table
 
 
 def resolve_paths(settings: dict[str, Any], base: Path) -> dict[str, Any]:  # Any: unchecked file content

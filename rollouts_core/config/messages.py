@@ -57,7 +57,7 @@ def suggest_key(path: Sequence[str], known: list[str], root: type[BaseModel], *,
     """
     if foreign := find_foreign_name(path):
         return f"; here it is {foreign}" if " " in foreign else f"; did you mean {foreign}?"
-    *around, name = (part for part in path if not part.isdecimal())
+    around, name = [part for part in path[:-1] if not part.isdecimal()], path[-1]
     section = _record_at(around, root)
     below = [".".join([*around, each]) for each in settings_of(section, with_lists=bool(around))] if section else []
     for settings in (below, [*settings_of(root, with_lists=False), *others]):

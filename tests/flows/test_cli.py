@@ -31,6 +31,7 @@ from flows.cli import app, render_curl, run_pipeline
 from flows.form import Pipeline, load_pipeline
 from flows.pipeline import PipelineResult
 from infra.ledger import LEDGER_FILE, Ledger
+from infra.node import SSHNode
 from rollouts_core.errors import ConfigError
 from tests.flows.conftest import clean_environment, processes_of
 from tests.small_pipeline import small_settings, write_small_pipeline
@@ -240,6 +241,22 @@ def test_every_path_of_a_python_file_is_relative_to_it(folder: Path) -> None:
     assert config.rollout.rewards[1].model == str(folder / "grader")
 
 
+def test_the_files_of_a_node_of_a_python_file_are_relative_to_it(folder: Path) -> None:
+    """Who serves or calls it is in another folder."""
+    settings = {key: value for key, value in small_settings().items() if key not in ("node", "run")}
+    further = "({'host': 'b', 'python': '/venv/python', 'key_file': '~/second', 'address': '10.0.0.2'},)"
+    parts = "host='a', address='10.0.0.1', python='/venv/python', key_file='keys/first', requirements='own.txt'"
+    node = f"SSHNode({parts}, trainer_nodes={further})"
+    content = f"Pipeline(config=Config(**{settings!r}), node={node}, run=RunOptions(name='small'))"
+    path = folder / "node.py"
+    path.write_text("from infra.node import SSHNode\n" + PYTHON_CONFIG.format(content=content))
+    loaded = load_pipeline(path).node
+    assert isinstance(loaded, SSHNode)
+    assert loaded.key_file == str(folder / "keys/first")
+    assert loaded.requirements == str(folder / "own.txt")
+    assert loaded.trainer_nodes[0].key_file == "~/second"
+
+
 @pytest.mark.slow
 def test_a_misspelt_key_is_found_before_torch_or_prefect_is_loaded(folder: Path) -> None:
     config = folder / "misspelt.json"
@@ -409,6 +426,16 @@ def test_asking_about_a_store_that_is_none_makes_none(tmp_path: Path) -> None:
     outcome = CliRunner().invoke(app, ["status", "--store", str(tmp_path / "typo")])
     assert outcome.exit_code == 0 and not (tmp_path / "typo").exists()
     assert f"{tmp_path}/typo does not exist: nothing was run in it, or --store names" in outcome.output
+
+
+@pytest.mark.parametrize("command", [["status"], ["nodes"], ["models"]])
+def test_a_store_in_the_home_folder_is_found_where_the_shell_leaves_the_tilde(
+    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As bash does in --store=~/runs."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    outcome = CliRunner().invoke(app, [*command, "--store=~/runs"])
+    assert f"{tmp_path / 'runs'} " in outcome.output
 
 
 def test_of_a_store_that_exists_nothing_is_said_but_what_is_in_it(tmp_path: Path) -> None:

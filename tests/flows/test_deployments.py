@@ -5,6 +5,7 @@ Without these tests a run of the UI could train something else than `rollouts ru
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from flows.deployments import (
     EVALUATE_FLOW,
     FLOW,
     PRESETS,
+    RETRAIN_FLOW,
     Deployment,
     deployments_of,
     load_deployments,
@@ -171,6 +173,15 @@ def test_two_configurations_of_one_name_are_refused_before_anything_is_started(f
     with pytest.raises(ConfigError, match=f"two configurations are named {name}: .* rename one"):
         up([folder / "small.toml", config], store=folder / "store")
     assert not (folder / "store").exists()
+
+
+def test_a_configuration_with_the_name_of_anothers_retraining_is_refused(small: Deployment, tmp_path: Path) -> None:
+    """It would take the place of the retraining, whose schedule ended without a word."""
+    again = dataclasses.replace(small, name="small-retrain", flow=RETRAIN_FLOW)
+    save_deployments(tmp_path, [small, again])
+    with pytest.raises(ConfigError, match=r"small-retrain is the name of a deployment .* \(retrain\): rename"):
+        save_deployments(tmp_path, [dataclasses.replace(small, name="small-retrain")])
+    assert load_deployments(tmp_path)["small-retrain"] == again
 
 
 def test_a_damaged_file_is_named(tmp_path: Path) -> None:

@@ -155,3 +155,12 @@ def test_without_a_store_a_run_is_in_that_of_its_process(
     monkeypatch.setenv(STORE_VARIABLE, served)
     for record in (RunOptions, ReapConfig):
         assert record.model_validate(emptied).store == (served or ".rollouts")
+
+
+@pytest.mark.parametrize("given", ["form", "environment"])
+def test_a_store_in_the_home_folder_is_there(given: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else it is a folder that is called ~, which nobody dares to remove."""
+    monkeypatch.setenv("HOME", "/home/ada")
+    monkeypatch.setenv(STORE_VARIABLE, "~/runs" if given == "environment" else "/elsewhere")
+    for record in (RunOptions, ReapConfig):
+        assert record.model_validate({"store": "~/runs"} if given == "form" else {}).store == "/home/ada/runs"

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from flows.cli import app
 from flows.server import ServerAddress
-from flows.status import early_ends, name_of_run, of_store
+from flows.status import describe_run, early_ends, name_of_run, of_store
 from flows.up import status
 from infra.jobs import cancel_job, start_or_attach
 from infra.ledger import LEDGER_FILE, Ledger
@@ -120,6 +120,17 @@ def test_of_a_server_for_several_people_only_the_stores_runs_are_shown(tmp_path:
     with Ledger(tmp_path / LEDGER_FILE) as ledger, ledger.living_run("alive"):
         assert [run["id"] for run in of_store(server, tmp_path, runs)] == ["alive", "waits"]
     assert of_store(dataclasses.replace(server, is_local=True), tmp_path, runs) == runs
+
+
+def test_flows_of_others_that_are_called_as_ours_hinder_nothing(tmp_path: Path) -> None:
+    """Who shares a server may have a flow `evaluate`, or `retrain`, with parameters of any kind."""
+    server = ServerAddress(api_url="", ui_url="", is_local=False)
+    foreign = {"id": "1", "name": "wise-owl", "parameters": {"run": "2026-11", "node": ["gpu-1"]}, "start_time": None}
+    assert of_store(server, tmp_path, [foreign]) == []
+    assert name_of_run(foreign) == "wise-owl"
+    state = {"timestamp": "2026-11-26T12:00:00Z"}
+    run = {**foreign, "state_type": "PENDING", "state_name": "Pending", "auto_scheduled": False, "state": state}
+    assert describe_run(run, [], {}, server).startswith("wise-owl             Pending ")
 
 
 def test_a_run_that_waits_is_called_what_it_will_be_called() -> None:

@@ -22,7 +22,7 @@ import pytest
 
 from flows.prefect_api import ask
 from flows.server import ServerAddress, running_server
-from flows.up import find_serving
+from flows.up import find_serving, is_starting
 from infra.ledger import Ledger
 from rollouts_core.checkpoint import list_checkpoints, verify_checkpoint
 from tests.flows.conftest import Rollouts, pids_of, processes_of
@@ -213,6 +213,19 @@ def test_a_killed_serving_process_is_noticed_and_up_starts_another(served: Rollo
 
 
 @pytest.mark.matrix
+def test_what_an_interrupted_up_began_is_ended_by_down(served: Rollouts) -> None:
+    """It outlives its terminal from the moment on in which it is started, and says what it is when it is ready."""
+    starting = served.start("up")
+    wait_until(lambda: is_starting(served.store), what="the start of what serves")
+    starting.send_signal(signal.SIGINT)
+    assert starting.wait(60) == 130, served.said()
+    code, output = served.run("down")
+    assert code == 0
+    assert re.search(r"^ended          process \d+$", output, re.MULTILINE), output
+    wait_until(lambda: not processes_of(served.store), what="the end of everything", timeout_s=30)
+
+
+@pytest.mark.matrix
 def test_what_cannot_be_is_one_sentence(served: Rollouts, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         code, output = served.run("up", "--port", str(taken.getsockname()[1]))
@@ -237,6 +250,20 @@ def test_what_cannot_be_is_one_sentence(served: Rollouts, tmp_path: Path) -> Non
         assert code == 2, output
         assert words in output
         assert len(output.splitlines()) == 1
+
+
+@pytest.mark.matrix
+def test_a_deployment_that_was_deleted_in_prefect_is_made_again_by_up(served: Rollouts, folder: Path) -> None:
+    config = str(folder / "small.toml")
+    up(served, config)
+    deleted = api(served, "GET", "/deployments/name/sft-rl/small")["id"]
+    api(served, "DELETE", f"/deployments/{deleted}")
+    code, output = served.run("run", "--deployment", "small")
+    assert code == 2
+    assert "the deployment small was deleted in Prefect: rollouts up with its configuration makes it" in output
+    assert "joined" in up(served, config)
+    run_id = trigger(served, "small")
+    api(served, "DELETE", f"/flow_runs/{run_id}")
 
 
 @pytest.mark.matrix

@@ -6,7 +6,9 @@ Without it logs of schedulers fill with escape codes or with a line per step, or
 from __future__ import annotations
 
 import io
+import os
 
+import pytest
 from rich.console import Console
 
 from tasks.progress import StageProgress
@@ -56,3 +58,17 @@ def test_brackets_in_a_message_are_printed_as_they_are() -> None:
     with StageProgress("sft", num_steps=0, console=Console(file=output)) as progress:
         progress.say("data[0] of /data/[bold]x[/bold]")
     assert "data[0] of /data/[bold]x[/bold]" in output.getvalue()
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_a_stage_goes_on_when_nobody_is_left_who_reads(is_terminal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After `2>&1 | head`, or in a terminal that was closed: a run that ended for it left the machine that it rents."""
+    reader, writer = os.openpty() if is_terminal else os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as nobody, monkeypatch.context() as patch:
+        patch.setattr("sys.stderr", nobody)
+        with StageProgress("sft", num_steps=2) as progress:
+            progress.on_metrics({"step": 1, "loss": 1.0})
+            progress.say("said into a void")
+            progress.on_metrics({"step": 2, "loss": 1.0})
+        os.dup2(os.open(os.devnull, os.O_WRONLY), writer)  # what is left in its buffer

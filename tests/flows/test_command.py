@@ -1,0 +1,31 @@
+"""Pins what somebody sees who changes their mind at once: the first second of every command goes into imports.
+
+Without it Ctrl-C prints thirty lines about modules that nobody has heard of.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib.machinery import ModuleSpec
+
+import pytest
+
+from flows.command import main
+
+
+class Interrupted:
+    """Finds no module: somebody presses Ctrl-C meanwhile."""
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        raise KeyboardInterrupt
+
+
+def test_ctrl_c_while_the_commands_are_imported_is_a_sentence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delitem(sys.modules, "flows.cli", raising=False)
+    monkeypatch.setattr(sys, "meta_path", [Interrupted(), *sys.meta_path])
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code == 130
+    assert capsys.readouterr().err == "\nrollouts: interrupted before it began.\n"
