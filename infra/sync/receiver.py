@@ -50,6 +50,7 @@ STALE_AFTER_S = 86400.0
 """What a copy that broke off has left, and nobody has gone on with, is removed after this time."""
 _SPARE_BYTES = 16 << 20
 _READ_BYTES = 4 << 20
+_F_SETPIPE_SZ, _PIPE_BYTES = 1031, 1 << 20
 _SOAKED_BYTES = 256 << 10
 """So little that it is still in the processor's cache when it is hashed."""
 DIGESTS: dict[str, Callable[..., Any]] = {"sha256": hashlib.sha256}
@@ -374,9 +375,10 @@ def _check_held(incoming: Path) -> None:
 
 
 def _widen_stdin() -> None:
-    """Let more lie in the pipe, so that pieces are larger (node_agent.py)."""
-    with contextlib.suppress(OSError):
-        fcntl.fcntl(0, getattr(fcntl, "F_SETPIPE_SZ", 1031), 1 << 20)
+    """Let more lie in the pipe, where the system can, so that pieces are larger (node_agent.py)."""
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError):
+            fcntl.fcntl(0, _F_SETPIPE_SZ, _PIPE_BYTES)
 
 
 def _write_from_stdin(file: FileIO, path: Path, start: int, num_bytes: int) -> int:

@@ -22,6 +22,7 @@ other machine need take, and folders that cannot be read.
 """
 
 import contextlib
+import fcntl
 import hashlib
 import importlib
 import json
@@ -38,6 +39,7 @@ _READ_BYTES = 256 << 10
 """So little that it is still in the processor's cache when it has been hashed."""
 _HANDED_ON_BYTES = 64 << 10
 """Less is copied, which takes fewer calls."""
+_F_SETPIPE_SZ, _PIPE_BYTES = 1031, 1 << 20
 _LEFT_OUT = (".", "damaged")
 DIGESTS: dict[str, Callable[..., Any]] = {"sha256": hashlib.sha256}
 """What this Python can digest chunks by, the best last."""
@@ -60,6 +62,7 @@ def main(argv: list[str]) -> int:
         for name, size, digests in request["files"]:
             sender.send_file(name, size, digests)
     elif verb == "pour":
+        _widen_stdout()
         _say(is_ready=True)
         request = json.loads(sys.stdin.buffer.readline())
         sender = Sender(directory, request["chunk_bytes"], request["digest"], sys.stdout.buffer)
@@ -197,6 +200,13 @@ class Sender:
 def _size_and_time(descriptor: int) -> tuple[int, int]:
     status = os.fstat(descriptor)
     return status.st_size, status.st_mtime_ns
+
+
+def _widen_stdout() -> None:
+    """Let more lie in the pipe, where the system can, or two processes wait for each other (node_agent.py)."""
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError):
+            fcntl.fcntl(1, _F_SETPIPE_SZ, _PIPE_BYTES)
 
 
 def _has_stdin_ended() -> bool:

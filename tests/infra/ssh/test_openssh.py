@@ -77,6 +77,7 @@ def test_a_file_goes_through_the_client_which_is_told_everything_that_counts(
         with session.pipe(["cat", str(tmp_path / "file")]) as chunks:
             assert b"".join(chunks) == content
     said = words.read_text().splitlines()
+    said = said[said.index("-F") :]  # it may be asked before what it can
     assert said[:2] == ["-F", "none"] and said.count("-F") == 1, "one login for all files"
     needed = {"StrictHostKeyChecking=yes", "BatchMode=yes", "IdentityAgent=none", "IdentitiesOnly=yes"}
     assert needed <= set(said) and "PasswordAuthentication=no" in said and "ForwardAgent=no" in said
@@ -94,6 +95,37 @@ def test_the_client_believes_no_other_key_than_the_one_that_was_believed(
     channel.close()
     client.close()
     believed.close()
+
+
+def test_a_key_exchange_is_asked_for_that_takes_no_time(
+    ssh_server: SSHServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = wrap_client(tmp_path / "bin", monkeypatch)
+    with session_on(ssh_server.access, tmp_path) as session:
+        session.write_chunks(str(tmp_path), chunks_of(b"content"))
+    [wanted] = [word for word in words.read_text().splitlines() if word.startswith("KexAlgorithms=")]
+    assert wanted.startswith("KexAlgorithms=^") and wanted.endswith("curve25519-sha256")
+
+
+def test_a_server_that_has_none_of_the_fast_key_exchanges_is_logged_in_to(tmp_path: Path) -> None:
+    config = "KexAlgorithms ecdh-sha2-nistp384"
+    with (
+        running_server(tmp_path / "sshd", more_config=config) as server,
+        session_on(server.access, tmp_path) as session,
+    ):
+        session.write_chunks(str(tmp_path), chunks_of(b"content"))
+        assert session._may_use_openssh
+    assert (tmp_path / "file").read_bytes() == b"content"
+
+
+def test_a_client_that_does_not_say_what_it_can_is_told_of_no_key_exchange(
+    ssh_server: SSHServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    action = f'[ "$1" = -Q ] && exit 1; exec {shutil.which("ssh")} "$@"'
+    words = wrap_client(tmp_path / "bin", monkeypatch, action=action)
+    with session_on(ssh_server.access, tmp_path) as session:
+        session.write_chunks(str(tmp_path), chunks_of(b"content"))
+    assert "KexAlgorithms" not in words.read_text() and (tmp_path / "file").read_bytes() == b"content"
 
 
 def test_a_key_file_may_have_any_name(
