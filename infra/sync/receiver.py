@@ -61,14 +61,13 @@ with contextlib.suppress(ImportError):
 
 
 ErrorKind = Literal["refused", "disk_full", "damaged", "busy", "unheld"]
+"""`busy`: somebody else is at work there; `unheld`: the connection of the copy that this belongs to broke."""
 
 
 class CopyError(Exception):
     """A verb cannot be carried out; `kind` sorts the reasons for the caller."""
 
-    def __init__(
-        self, message: str, kind: Literal["refused", "disk_full", "damaged", "busy", "unheld"] = "refused"
-    ) -> None:
+    def __init__(self, message: str, kind: ErrorKind = "refused") -> None:
         super().__init__(message, kind)
         self.message = message
         self.kind = kind
@@ -308,7 +307,7 @@ def _copy_chunks(source: Path, path: Path, chunks: list[Any], chunk_bytes: int, 
 
 
 def _as_copy_error(error: OSError, path: Path) -> CopyError:
-    kind: Literal["refused", "disk_full"] = "disk_full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "refused"
+    kind: ErrorKind = "disk_full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "refused"
     return CopyError(f"{path}: {error.strerror}", kind=kind)
 
 
