@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -153,7 +152,7 @@ def release_for(flow_run: FlowRun) -> str:
         return release_leases(held)
     try:
         return run_with_credentials(credentials, __spec__.name, [held.model_dump_json()])
-    except (ConfigError, TransientInfraError, subprocess.CalledProcessError) as error:
+    except (ConfigError, TransientInfraError) as error:
         return NOT_ENDED.format(error=error)
 
 

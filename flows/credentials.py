@@ -25,6 +25,7 @@ from prefect.types import SecretDict
 from pydantic import Field, SecretStr
 
 from infra.errors import TransientInfraError
+from infra.foreign_text import shown_line
 from infra.node import VARIABLE
 from infra.providers.clouds import CREDENTIALS_VARIABLE
 from rollouts_core.errors import ConfigError
@@ -132,8 +133,12 @@ def run_with_credentials(name: str, module: str, arguments: Sequence[str] = ()) 
 
     Raises:
         ConfigError: there are no such credentials.
-        subprocess.CalledProcessError: it failed.
+        TransientInfraError: it failed, for the reason that it said last.
     """
     environment = {**os.environ, **variables_of(name)}
     command = [sys.executable, "-P", "-m", module, *arguments]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if ended.returncode:
+        said = shown_line(ended.stderr.strip().rpartition("\n")[2])
+        raise TransientInfraError(f"{module} ended with code {ended.returncode}: {said or 'without a word'}")
+    return ended.stdout

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from flows.cancellation import give_back_reached, is_cancelled, release_without_settings
-from infra.errors import NodeUnreachableError
+from flows.credentials import run_with_credentials
+from infra.errors import NodeUnreachableError, TransientInfraError
 from infra.jobs import JobState, job_status, start_or_attach
 from infra.ledger import LEDGER_FILE, Ledger
 from infra.node import FurtherNode, LocalNode, SSHNode
@@ -76,3 +77,12 @@ def test_without_its_settings_the_jobs_of_a_run_end_here_and_its_claims_elsewher
         assert job_status(session, sft).state is not JobState.RUNNING
         assert [lease.node for lease in ledger.leases_of("run-a")] == ["me@elsewhere"]
     assert release_without_settings("run-a", store) == "nothing was left to give back"
+
+
+def test_what_fails_with_the_credentials_of_a_run_is_said_in_its_own_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flows.credentials.variables_of", lambda name: {"PYTHONPATH": str(tmp_path)})
+    (tmp_path / "failing.py").write_text("raise SystemExit('Traceback\\n  of many lines\\nthe ledger cannot be read')")
+    with pytest.raises(TransientInfraError, match=r"^failing ended with code 1: the ledger cannot be read$"):
+        run_with_credentials("team", "failing")
