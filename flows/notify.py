@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated
 from urllib.parse import urlsplit
@@ -160,8 +161,11 @@ def add_notification(address: ServerAddress, name: str, url: str, states: tuple[
             block.notify(FIRST_MESSAGE.format(states=join(states)), subject="rollouts")  # type: ignore[unused-coroutine]
     except Exception as error:
         raise ConfigError(f"{name} could not be told: {describe_failure(error)}") from error
-    document_id = block.save(name, overwrite=True) if url else block._block_document_id
-    put_automation(address, render_automation(name, str(document_id), states))
+    previous = _blocks_of(find_automations(address, TAG, name=NAME_PREFIX + name))
+    document_id = str(block.save(name, overwrite=True) if url else block._block_document_id)
+    put_automation(address, render_automation(name, document_id, states))
+    if url:  # one of another kind of address is another block
+        _delete_blocks(address, previous - {document_id})
 
 
 def make_block(name: str, url: str) -> NotificationBlock:
@@ -239,12 +243,18 @@ def remove_notification(address: ServerAddress, name: str) -> None:
         raise ConfigError(f"{name} is told nothing: told is {known}")
     for each in automations:
         delete_automation(address, each)
-        if "/" in name:
-            continue
-        try:
-            ask(address, "DELETE", f"/block_documents/{each['actions'][0]['block_document_id']}")
-        except RefusedError:
-            continue  # somebody deleted it in the UI
+    if "/" not in name:
+        _delete_blocks(address, _blocks_of(automations))
+
+
+def _blocks_of(automations: Iterable[Automation]) -> set[str]:
+    return {str(each["actions"][0]["block_document_id"]) for each in automations}
+
+
+def _delete_blocks(address: ServerAddress, document_ids: Iterable[str]) -> None:
+    for document_id in document_ids:
+        with suppress(RefusedError):  # somebody deleted it in the UI
+            ask(address, "DELETE", f"/block_documents/{document_id}")
 
 
 def join(states: tuple[RunState, ...]) -> str:

@@ -19,7 +19,7 @@ import pytest
 from typer.testing import CliRunner
 
 from flows.cli import app
-from flows.notify import DEFAULT_STATES
+from flows.notify import DEFAULT_STATES, RunState, render_automation
 from flows.prefect_api import ask
 from flows.server import ServerAddress, local_server, prefect_environment, run_url
 from tests.flows.conftest import Rollouts
@@ -143,6 +143,24 @@ def test_a_block_of_the_ui_is_told(rollouts: Rollouts, server: ServerAddress, we
     assert code == 0, output
     blocks = ask(server, "POST", "/block_documents/filter", {})
     assert "night" in [each["name"] for each in blocks], "it is not ours to delete"
+
+
+def test_an_address_of_another_kind_takes_the_place_of_the_old_one(
+    rollouts: Rollouts, server: ServerAddress, webhook: WebhookServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = (
+        "from prefect.blocks.notifications import SlackWebhook as Block;"
+        "print(Block(url='https://hooks.slack.com/services/secret').save('team'))"
+    )
+    environment = {**os.environ, **prefect_environment(rollouts.store, server)}
+    saved = subprocess.run([sys.executable, "-c", program], env=environment, stdout=subprocess.PIPE, check=True)
+    slack = saved.stdout.decode().split()[-1]
+    ask(server, "POST", "/automations/", render_automation("team", slack, (RunState.FAILED,)))
+    monkeypatch.setenv("TEAM_URL", webhook.url)
+    code, output = rollouts.run("notify", "team", "--url-variable", "TEAM_URL")
+    assert code == 0, output
+    [block] = [each for each in ask(server, "POST", "/block_documents/filter", {}) if each["name"] == "team"]
+    assert block["id"] != slack and block["block_type"]["slug"] == "custom-webhook"
 
 
 def test_what_cannot_be_told_is_one_sentence_and_changes_nothing(
