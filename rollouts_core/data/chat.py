@@ -26,11 +26,11 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, cast
 
 from jinja2 import TemplateError
 
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 TrainOn = Literal["last_assistant", "all_assistant", "everything"]
+RenderedT = TypeVar("RenderedT")
 CHUNK_TEXTS = 512
 NO_TEMPLATE = "the tokenizer has no chat template: add one to the model's folder"
 TURN_MARK = "an assistant said this"
@@ -380,7 +381,8 @@ def _render_marked(
     from transformers.utils.chat_template_utils import render_jinja_template  # heavy, and only for such templates
 
     tools_or_none = list(tools) if tools else None
-    with _named_refusal(messages):
+
+    def render(messages: Sequence[Message]) -> tuple[str, list[tuple[int, int]]]:
         texts, spans = render_jinja_template(
             conversations=[list(messages)],
             tools=tools_or_none,
@@ -388,7 +390,9 @@ def _render_marked(
             return_assistant_tokens_mask=True,
             **tokenizer.special_tokens_map,
         )
-    return texts[0], spans[0]
+        return texts[0], spans[0]
+
+    return _rendered(render, messages)
 
 
 def _encode_marked(
@@ -433,7 +437,8 @@ def _render(
     if tokenizer.chat_template is None:
         raise DataError(NO_TEMPLATE)
     tools_or_none = list(tools) if tools else None
-    with _named_refusal(messages):
+
+    def render(messages: Sequence[Message]) -> str:
         text: str = tokenizer.apply_chat_template(
             list(messages),
             tools=tools_or_none,
@@ -441,7 +446,36 @@ def _render(
             tokenize=False,
             add_generation_prompt=add_generation_prompt,
         )
-    return text
+        return text
+
+    return _rendered(render, messages)
+
+
+def _rendered(render: Callable[[Sequence[Message]], RenderedT], messages: Sequence[Message]) -> RenderedT:
+    """What a chat template makes of messages; of one that joins the arguments of calls to text, with those as JSON.
+
+    DeepSeek's does. Most write an object as JSON themselves, and a text as a quoted one.
+
+    Raises:
+        DataError: it refuses them.
+    """
+    with _named_refusal(messages):
+        try:
+            return render(messages)
+        except TypeError:
+            if not any(message.get("tool_calls") for message in messages):
+                raise
+            return render([_with_arguments_as_text(message) for message in messages])
+
+
+def _with_arguments_as_text(message: Message) -> Message:
+    def as_text(call: dict[str, Any]) -> dict[str, Any]:  # Any: JSON
+        function = call.get("function", call)
+        function = {**function, "arguments": json.dumps(function.get("arguments", {}), ensure_ascii=False)}
+        return {**call, "function": function} if "function" in call else function
+
+    calls = message.get("tool_calls")
+    return cast(Message, {**message, "tool_calls": list(map(as_text, calls))}) if calls else message
 
 
 def undated_template(

@@ -327,6 +327,33 @@ def test_the_template_that_refuses_a_row_is_quoted(byte_tokenizer: PreTrainedTok
         tokenize_conversation(byte_tokenizer, THINKS[:2])
 
 
+JOINS_ARGUMENTS = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}"
+    "{% for call in m.tool_calls or [] %}{{ call.function.name + '\n```json\n' + call.function.arguments + '\n```' }}"
+    "{% endfor %}<|im_end|>{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+"""As DeepSeek's: the arguments of a call are joined to other text, so they have to be text."""
+
+
+@pytest.mark.parametrize("is_marked", [False, True])
+def test_a_template_that_joins_arguments_to_text_gets_them_as_json(
+    byte_tokenizer: PreTrainedTokenizerBase, is_marked: bool
+) -> None:
+    marked = JOINS_ARGUMENTS.replace("{{ m.content }}", "{% generation %}{{ m.content }}").replace(
+        "<|im_end|>", "{% endgeneration %}<|im_end|>"
+    )
+    byte_tokenizer.chat_template = marked if is_marked else JOINS_ARGUMENTS
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1, "said": "ü"}}}
+    conversation: list[Message] = [
+        {"role": "user", "content": "1+1"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+    ]
+    tokenized = tokenize_conversation(byte_tokenizer, conversation)
+    text = byte_tokenizer.decode(tokenized.tokens)
+    assert text == '<user>1+1<|im_end|><assistant>add\n```json\n{"a": 1, "said": "ü"}\n```<|im_end|>'
+    assert call["function"] == {"name": "add", "arguments": {"a": 1, "said": "ü"}}
+
+
 NEWLINE_AFTER_TURNS = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n"
     "{% if m.role == 'assistant' and loop.last %}<think>\n\n</think>\n\n{% endif %}{{ m.content }}<|im_end|>\n"
