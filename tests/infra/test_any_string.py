@@ -154,19 +154,23 @@ def test_a_directory_arrives_whole_or_not_at_all(session: Session, names: list[s
 @given(names=st.lists(FILE_NAME, min_size=1, max_size=4, unique=True), run=FILE_NAME)
 @example(names=[PLAIN], run=PLAIN)
 @settings(max_examples=20)
-def test_what_a_job_leaves_is_fetched_as_it_is_or_refused(session: Session, names: list[str], run: str) -> None:
+def test_what_a_job_leaves_is_fetched_as_it_is_or_left_out(session: Session, names: list[str], run: str) -> None:
     with folder_of_its_own() as there, folder_of_its_own() as here:
         (there / run / "samples").mkdir(parents=True)
         for name in names:
             (there / run / "samples" / name).write_bytes(name.encode(errors="surrogateescape"))
-        try:
-            pull_run(session, str(there / run), here / "mirror")
-        except PermanentInfraError:
-            assert names != [PLAIN]
-            assert not (here / "mirror/samples").exists() or not contents_of(here / "mirror/samples")
-        else:
-            assert contents_of(here / "mirror/samples") == contents_of(there / run / "samples")
+        pull_run(session, str(there / run), here / "mirror")
+        left = contents_of(there / run / "samples")
+        wanted = {name: content for name, content in left.items() if is_fetched(name)}
+        found = contents_of(here / "mirror/samples") if (here / "mirror/samples").exists() else {}
+        # As a comparison alone: what pytest would show of a name may be no text that can be sent.
+        assert bool(found == wanted) and (names != [PLAIN] or bool(found))
         assert [path.name for path in here.iterdir()] == ["mirror"]
+
+
+def is_fetched(name: str) -> bool:
+    """Whether a name is one that every machine can have, and nothing of ours."""
+    return name.isprintable() and "\\" not in name and not name.startswith((".", "damaged"))
 
 
 @given(root=FILE_NAME, argument=HOSTILE, value=HOSTILE)
