@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.excuses import ExcusedSkip
+from tests.reports import pytest_report_to_serializable as pytest_report_to_serializable
 
 if TYPE_CHECKING:
     from tests.infra.stores.s3_server import CuttablePort, S3Server
