@@ -144,7 +144,7 @@ def _list(session: Session, source: str) -> tuple[dict[str, list[int]] | None, s
 @functools.lru_cache
 def _warn_of_left_out(source: str, left_out: str) -> None:
     """Once for each: it is asked again and again, and says the same."""
-    logger.warning("%s on the node: %s is not copied: give it a plain name, or leave to read it", source, left_out)
+    logger.warning("%r on the node: %s is not copied: give it a plain name, or leave to read it", source, left_out)
 
 
 def _checkpoint_of(name: str) -> str | None:
