@@ -94,10 +94,11 @@ def test_the_machine_is_not_kept_longer_than_allowed(scope: RunScope, node: Node
     assert not (here / "result.json").exists()
 
 
-def test_a_file_name_that_is_refused_is_said_with_what_is_here(scope: RunScope, node: Node) -> None:
+def test_a_file_that_cannot_be_written_is_said_with_what_is_here(scope: RunScope, node: Node) -> None:
     checkpoint_there(node, "rl-2", 20)
     here = used_here(scope, "rl-2")
     assert salvage(scope, node)
-    (Path(node.root) / "stages/rl-2" / "a\nb").write_text("")
+    (Path(node.root) / "stages/rl-2" / "notes").write_text("of the job")
+    (here / "notes" / "of somebody").mkdir(parents=True)
     [said] = salvage(scope, node)
     assert "not all of" in said and f"; step_000020 is the last checkpoint in {here}" in said
