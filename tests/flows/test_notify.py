@@ -161,6 +161,8 @@ def test_an_address_of_another_kind_takes_the_place_of_the_old_one(
     assert code == 0, output
     [block] = [each for each in ask(server, "POST", "/block_documents/filter", {}) if each["name"] == "team"]
     assert block["id"] != slack and block["block_type"]["slug"] == "custom-webhook"
+    assert rollouts.run("notify", "team", "--remove")[0] == 0
+    assert "team" not in [each["name"] for each in ask(server, "POST", "/block_documents/filter", {})]
 
 
 def test_what_cannot_be_told_is_one_sentence_and_changes_nothing(
