@@ -14,6 +14,8 @@ from infra.node_agent import DIGESTS
 
 CHUNK_BYTES = 8 << 20
 """Each chunk of a file has this size, but for the last one; so much is sent again where a bit differs."""
+DIRECT_BYTES = 256 << 20
+"""A file that is this large and new is worth a login of its own, whose program reads or writes it (session.py)."""
 _READ_BYTES = 256 << 10
 """So little that it is still in the processor's cache when it has been hashed."""
 SHA256 = "sha256"

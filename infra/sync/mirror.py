@@ -27,7 +27,7 @@ from io import FileIO
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
 
-from infra.chunks import CHUNK_BYTES, checked_digest
+from infra.chunks import CHUNK_BYTES, DIRECT_BYTES, checked_digest
 from infra.errors import DiskFullError, InfraError, PermanentInfraError, TransientInfraError
 from infra.foreign_text import shown_line
 from infra.locks import locked
@@ -44,8 +44,6 @@ MANIFEST, RESULT = "manifest.json", "result.json"
 STEP = re.compile(r"checkpoints/step_(\d+)")
 INCOMING = ".incoming"
 LOCK = ".mirror.lock"
-POURED_BYTES = 256 << 20
-"""A file that is this large and new is worth a login of its own."""
 MAX_HEAD_BYTES = 64 << 10
 MAX_NUMBER = 1 << 63
 """Sizes and times of change of files are below it everywhere."""
@@ -219,7 +217,7 @@ def _fetch(
     if not names:
         return []
     parts = {name: _Part(_part_of(target, name), begins_as=target / name, algorithm=algorithm) for name in names}
-    poured = {name for name, part in parts.items() if part.is_new and names[name][0] >= POURED_BYTES}
+    poured = {name for name, part in parts.items() if part.is_new and names[name][0] >= DIRECT_BYTES}
     if poured and not session.can_pour:
         poured.clear()
     damaged: list[str] = []

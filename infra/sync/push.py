@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from infra.chunks import CHUNK_BYTES, Chunk, SourceFile, checked_digest
+from infra.chunks import CHUNK_BYTES, DIRECT_BYTES, Chunk, SourceFile, checked_digest
 from infra.errors import DiskFullError, InfraError, NodeUnreachableError, PermanentInfraError, TransientInfraError
 from infra.node_agent import ISOLATED
 from infra.session import Session, read_answer
@@ -37,8 +37,6 @@ BATCH_BYTES = CHUNK_BYTES
 """So much goes with one call, over the connection that is there; more has connections of its own."""
 MANY_BYTES = 32 << 20
 """One connection to a distant node takes about as long for them as it takes to log in several times."""
-SOAKED_BYTES = 256 << 20
-"""A file that is this large and new is worth a login of its own."""
 MAX_VAIN_ATTEMPTS = 4
 """A copy whose connection breaks is gone on with until so many attempts in a row have brought nothing."""
 FIRST_PAUSE_S = 0.25
@@ -195,8 +193,8 @@ def _make_attempt(
         missing = _missing_chunks(sources, taken)
         num_missing[-1] = sum(sources[name].length_of(number) for name, each in missing.items() for number in each)
         # What did not come so is gone on with by chunks.
-        for name in _soaked(session, sources, missing) if len(num_missing) == 1 else ():
-            _soak(session, name, sources[name], incoming, digest=digest)
+        for name in _fed_names(session, sources, missing) if len(num_missing) == 1 else ():
+            _feed(session, name, sources[name], incoming, digest=digest)
             del missing[name]
         whole = {name: sources[name] for name, numbers in missing.items() if len(numbers) == sources[name].num_chunks}
         if sum(source.size for source in whole.values()) > BATCH_BYTES:
@@ -348,23 +346,23 @@ def _send_chunks(
     _check_digests(sources, {(name, number): written.get((name, number)) for name, number, _ in chunks})
 
 
-def _soaked(session: Session, sources: Mapping[str, SourceFile], missing: Mapping[str, Sequence[int]]) -> list[str]:
+def _fed_names(session: Session, sources: Mapping[str, SourceFile], missing: Mapping[str, Sequence[int]]) -> list[str]:
     """The large files of which nothing is there, where whoever sends them can read them."""
-    large = [name for name, numbers in missing.items() if sources[name].size >= SOAKED_BYTES]
+    large = [name for name, numbers in missing.items() if sources[name].size >= DIRECT_BYTES]
     large = [name for name in large if len(missing[name]) == sources[name].num_chunks]
     return large if large and session.can_pour else []
 
 
-def _soak(session: Session, name: str, source: SourceFile, incoming: str, *, digest: str) -> None:
+def _feed(session: Session, name: str, source: SourceFile, incoming: str, *, digest: str) -> None:
     """Have a file read by whoever sends it, beside us: a copy less, of every byte.
 
     Raises:
         NodeUnreachableError: the connection broke.
         TransientInfraError: it changed meanwhile, or arrived damaged.
     """
-    arguments = ["soak", incoming, name, str(source.size), str(CHUNK_BYTES), digest]
+    arguments = ["accept_large", incoming, name, str(source.size), str(CHUNK_BYTES), digest]
     with source.open() as file, session.feed_program(Path(receiver.__file__), arguments, stdin=file) as lines:
-        ours = source.digests()
+        source.digests()  # beside that
         answers = [found for line in lines if (found := parse_object(line)) is not None]
     source.check()
     if not answers:
@@ -372,7 +370,7 @@ def _soak(session: Session, name: str, source: SourceFile, incoming: str, *, dig
     if answers[-1].get("kind") == "unheld":
         raise NodeUnreachableError(incoming, "the connection that holds it broke")
     written = _checked(answers[-1])["digests"]
-    _check_digests({name: source}, dict(zip(((name, n) for n in range(len(ours))), written, strict=False)))
+    _check_digests({name: source}, dict(zip(((name, n) for n in range(source.num_chunks)), written, strict=False)))
 
 
 def _check_digests(sources: Mapping[str, SourceFile], written: Mapping[tuple[str, int], str | None]) -> None:

@@ -13,7 +13,7 @@ code 1 when it refuses.
                                             see whether the disk has room: {"taken": {name: [chunk number]}}. Goes on
                                             until stdin ends: so long INCOMING is locked
     accept INCOMING DIGEST                  (files on stdin) write small files, many with one call: {"digests": ...}
-    soak INCOMING NAME SIZE CHUNK_BYTES DIGEST
+    accept_large INCOMING NAME SIZE CHUNK_BYTES DIGEST
                                             (a file on stdin, and nothing else) write one large file: {"digests": [...]}
                                             of its chunks; as long as INCOMING is locked
     commit DESTINATION INCOMING             (on stdin {"files": {name: [size, sha256]}, "executable": [name]}) compare
@@ -51,7 +51,7 @@ STALE_AFTER_S = 86400.0
 _SPARE_BYTES = 16 << 20
 _READ_BYTES = 4 << 20
 _F_SETPIPE_SZ, _PIPE_BYTES = 1031, 1 << 20
-_SOAKED_BYTES = 256 << 10
+_PIECE_BYTES = 256 << 10
 """So little that it is still in the processor's cache when it is hashed."""
 DIGESTS: dict[str, Callable[..., Any]] = {"sha256": hashlib.sha256}
 """What this Python can digest chunks by, the best last."""
@@ -86,9 +86,9 @@ def main(argv: list[str]) -> int:
             hold_directory(Path(parameters[0]), Path(parameters[1]), int(parameters[2]))
         elif verb == "accept":
             answer = {"digests": accept_files(Path(parameters[0]), sys.stdin.buffer, parameters[1])}
-        elif verb == "soak":
+        elif verb == "accept_large":
             directory, name, size, chunk_bytes, algorithm = parameters
-            answer = {"digests": soak_file(Path(directory), name, int(size), int(chunk_bytes), algorithm)}
+            answer = {"digests": accept_large_file(Path(directory), name, int(size), int(chunk_bytes), algorithm)}
         elif verb == "commit":
             request = json.loads(sys.stdin.buffer.read())
             commit_directory(Path(parameters[0]), Path(parameters[1]), request["files"], request["executable"])
@@ -333,7 +333,7 @@ def accept_files(incoming: Path, stream: BinaryIO, algorithm: str) -> dict[str, 
     return digests
 
 
-def soak_file(incoming: Path, name: str, size: int, chunk_bytes: int, algorithm: str) -> list[str]:
+def accept_large_file(incoming: Path, name: str, size: int, chunk_bytes: int, algorithm: str) -> list[str]:
     """Write standard input to a new file, durably; returns the digests of its chunks, as they can be read there.
 
     Ends when nobody holds the lock on `incoming` any more: what sends the file may outlive who copies.
@@ -349,7 +349,7 @@ def soak_file(incoming: Path, name: str, size: int, chunk_bytes: int, algorithm:
                 digest = DIGESTS[algorithm]()
                 end = min(size, start + chunk_bytes)
                 while start < end:
-                    num_written = _write_from_stdin(file, path, start, min(_SOAKED_BYTES, end - start))
+                    num_written = _write_from_stdin(file, path, start, min(_PIECE_BYTES, end - start))
                     if not num_written:
                         raise CopyError(f"{path} ends early: copy again", kind="damaged")
                     # It is read again while it is in the processor's cache: a copy less than to hash it on its way.

@@ -8,21 +8,18 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from io import FileIO
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from infra.chunks import CHUNK_BYTES
 from infra.errors import InfraError, PermanentInfraError, TransientInfraError
 from infra.session import LocalSession, Session
-from infra.ssh.ssh_session import SSHSession
 from infra.sync import sender
 from infra.sync.mirror import pull_run
 from tests.infra.ssh_server import SSHServer, running_server
+from tests.infra.sync.noting import NotingSession, Said, session_on
 from tests.mounts import fill, mounted_tmpfs
 
 SIZE = 2 * CHUNK_BYTES + 12_345
@@ -30,49 +27,10 @@ LITTLE = 64 << 10
 """What comes beside the file is less."""
 GREETING = """ForceCommand sh -c 'echo "Welcome!"; echo "{\\"a\\"" >&2; eval "$SSH_ORIGINAL_COMMAND"'"""
 
-Said = Iterator[dict[str, Any]]
-Change = Callable[[Said, FileIO], Said]
-
-
-class _Noting:
-    """Counts what is poured and what is streamed; may change what is said of a file, or the file, meanwhile."""
-
-    num_poured = 0
-    num_streamed_bytes = 0
-    change: Change | None = None
-
-    @contextmanager
-    def pipe_program(self, source: Path, arguments: Sequence[str], *, stdin: bytes = b"") -> Iterator[Iterator[bytes]]:
-        with super().pipe_program(source, arguments, stdin=stdin) as chunks:  # type: ignore[misc]
-            yield map(self._counted, chunks)
-
-    def _counted(self, chunk: bytes) -> bytes:
-        self.num_streamed_bytes += len(chunk)
-        return chunk
-
-    @contextmanager
-    def pour_program(
-        self, source: Path, arguments: Sequence[str], *, stdin: bytes, into: FileIO
-    ) -> Iterator[Iterator[dict[str, Any]]]:
-        with super().pour_program(source, arguments, stdin=stdin, into=into) as said:  # type: ignore[misc]
-            self.num_poured += 1
-            yield self.change(said, into) if self.change else said
-
-
-class NotingLocalSession(_Noting, LocalSession):
-    pass
-
-
-class NotingSSHSession(_Noting, SSHSession):
-    pass
-
-
-NotingSession = NotingLocalSession | NotingSSHSession
-
 
 @pytest.fixture(autouse=True)
 def _any_size_is_large_and_any_node_near(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("infra.sync.mirror.POURED_BYTES", 1 << 20)
+    monkeypatch.setattr("infra.sync.mirror.DIRECT_BYTES", 1 << 20)
     monkeypatch.setattr("infra.ssh.connection._NEAR_S", 5.0)
 
 
@@ -90,20 +48,6 @@ def there(tmp_path: Path) -> Path:
 @pytest.fixture
 def here(tmp_path: Path) -> Path:
     return tmp_path / "store" / "run"
-
-
-@pytest.fixture(params=["local", pytest.param("ssh", marks=pytest.mark.slow)])
-def noting(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[NotingSession]:
-    if request.param == "local":
-        yield NotingLocalSession(sys.executable)
-        return
-    server: SSHServer = request.getfixturevalue("ssh_server")
-    with session_on(server, tmp_path) as session:
-        yield session
-
-
-def session_on(server: SSHServer, tmp_path: Path) -> NotingSSHSession:
-    return NotingSSHSession(server.access, python=sys.executable, programs_dir=str(tmp_path / "programs"))
 
 
 def assert_equal(there: Path, here: Path) -> None:
@@ -128,7 +72,7 @@ def test_only_a_chunk_that_arrived_damaged_comes_again(noting: NotingSession, th
         os.pwrite(into.fileno(), bytes([byte ^ 1]), CHUNK_BYTES + 5)
         yield from everything
 
-    noting.change = flip_a_bit
+    noting.change_poured = flip_a_bit
     pull_run(noting, str(there), here)
     assert_equal(there, here)
     assert noting.num_poured == 1 and CHUNK_BYTES < noting.num_streamed_bytes < CHUNK_BYTES + LITTLE
@@ -143,7 +87,7 @@ def test_a_file_that_is_written_to_meanwhile_never_appears_as_a_mixture(
         model.write_bytes(os.urandom(SIZE))
         yield from said
 
-    noting.change = write_anew
+    noting.change_poured = write_anew
     for _ in range(2):
         try:
             pull_run(noting, str(there), here)
@@ -159,7 +103,7 @@ def test_what_came_before_a_break_does_not_come_again(noting: NotingSession, the
                 raise TransientInfraError("the connection broke")
             yield each
 
-    noting.change = break_off
+    noting.change_poured = break_off
     pull_run(noting, str(there), here)
     assert_equal(there, here)
     assert noting.num_poured == 1 and noting.num_streamed_bytes < SIZE - CHUNK_BYTES + LITTLE
@@ -170,7 +114,7 @@ def test_an_interrupt_is_passed_on_and_the_next_pull_goes_on(noting: NotingSessi
         yield next(said)
         raise KeyboardInterrupt
 
-    noting.change = interrupt
+    noting.change_poured = interrupt
     with pytest.raises(KeyboardInterrupt):
         pull_run(noting, str(there), here)
     assert not list(here.glob("checkpoints/*/*"))
@@ -187,7 +131,7 @@ def test_a_disk_that_fills_up_meanwhile_is_named(noting: NotingSession, there: P
             fill(disk)
             yield from said
 
-        noting.change = take_the_rest
+        noting.change_poured = take_the_rest
         with pytest.raises(InfraError, match=r"No space left|is full"):
             pull_run(noting, str(there), disk / "run")
         (disk / "filler").unlink()
@@ -214,7 +158,7 @@ def test_over_a_connection_that_breaks_amid_a_file_only_what_is_missing_comes_ag
             server.signal_sessions(signal.SIGKILL)
             yield from said
 
-        session.change = cut
+        session.change_poured = cut
         pull_run(session, str(there), here)
         assert session.num_poured == 1
     assert_equal(there, here)

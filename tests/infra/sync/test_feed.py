@@ -17,55 +17,21 @@ from typing import Any, BinaryIO, cast
 
 import pytest
 
-from infra.chunks import CHUNK_BYTES, SHA256, Chunk
+from infra.chunks import CHUNK_BYTES, SHA256
 from infra.errors import DiskFullError, TransientInfraError
-from infra.session import LocalSession
-from infra.ssh.ssh_session import SSHSession
 from infra.sync import receiver
 from infra.sync.push import publish_directory
 from tests.infra.ssh_server import SSHServer, running_server
+from tests.infra.sync.noting import NotingSession, NotingSSHSession, session_on
 from tests.mounts import fill, mounted_tmpfs
 from tests.waiting import wait_until
 
 SIZE = 2 * CHUNK_BYTES + 12_345
 
-Change = Callable[[Iterator[bytes]], Iterator[bytes]]
-
-
-class _Noting:
-    """Counts what is fed and what is sent in chunks; may change what is said of a file, or do something meanwhile."""
-
-    num_fed = 0
-    num_chunks = 0
-    change: Change | None = None
-
-    def write_chunks(
-        self, directory: str, chunks: Sequence[Chunk], *, digest: str = SHA256
-    ) -> dict[tuple[str, int], str]:
-        self.num_chunks += len(chunks)
-        return super().write_chunks(directory, chunks, digest=digest)  # type: ignore[misc]
-
-    @contextmanager
-    def feed_program(self, source: Path, arguments: Sequence[str], *, stdin: FileIO) -> Iterator[Iterator[bytes]]:
-        with super().feed_program(source, arguments, stdin=stdin) as lines:  # type: ignore[misc]
-            self.num_fed += 1
-            yield self.change(lines) if self.change else lines
-
-
-class NotingLocalSession(_Noting, LocalSession):
-    pass
-
-
-class NotingSSHSession(_Noting, SSHSession):
-    pass
-
-
-NotingSession = NotingLocalSession | NotingSSHSession
-
 
 @pytest.fixture(autouse=True)
 def _any_size_is_large_and_any_node_near(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("infra.sync.push.SOAKED_BYTES", CHUNK_BYTES)
+    monkeypatch.setattr("infra.sync.push.DIRECT_BYTES", CHUNK_BYTES)
     monkeypatch.setattr("infra.sync.push.FIRST_PAUSE_S", 0.0)
     monkeypatch.setattr("infra.ssh.connection._NEAR_S", 5.0)
 
@@ -82,20 +48,6 @@ def source(tmp_path: Path) -> Path:
 @pytest.fixture
 def target(tmp_path: Path) -> Path:
     return tmp_path / "out" / "model"
-
-
-@pytest.fixture(params=["local", pytest.param("ssh", marks=pytest.mark.slow)])
-def noting(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[NotingSession]:
-    if request.param == "local":
-        yield NotingLocalSession(sys.executable)
-        return
-    server: SSHServer = request.getfixturevalue("ssh_server")
-    with session_on(server, tmp_path) as session:
-        yield session
-
-
-def session_on(server: SSHServer, tmp_path: Path) -> NotingSSHSession:
-    return NotingSSHSession(server.access, python=sys.executable, programs_dir=str(tmp_path / "programs"))
 
 
 def large_file(source: Path) -> Path:
@@ -127,17 +79,19 @@ def test_of_a_file_that_is_there_in_part_only_chunks_are_sent(
     assert (noting.num_fed, noting.num_chunks) == (1, 1)
 
 
-def test_a_file_that_arrives_damaged_does_not_appear(noting: NotingSession, source: Path, target: Path) -> None:
-    def flip_a_bit(lines: Iterator[bytes]) -> Iterator[bytes]:
+@pytest.mark.parametrize("digests_said", [lambda ours: [ours[0], ours[0], ours[2]]])
+def test_a_file_that_arrives_damaged_does_not_appear(
+    noting: NotingSession, source: Path, target: Path, digests_said: Callable[[list[str]], list[str]]
+) -> None:
+    def change(lines: Iterator[bytes]) -> Iterator[bytes]:
         answer = json.loads(b"".join(lines))
-        answer["digests"][1] = answer["digests"][0]
-        yield json.dumps(answer).encode()
+        yield json.dumps({"digests": digests_said(answer["digests"])}).encode()
 
-    noting.change = flip_a_bit
+    noting.change_fed = change
     with pytest.raises(TransientInfraError, match=r"1 files arrived damaged, the first is .*safetensors.: copy again"):
         publish_directory(noting, source, str(target))
     assert not target.exists()
-    noting.change = None
+    noting.change_fed = None
     publish_directory(noting, source, str(target))
     assert_copied(source, target)
 
@@ -147,17 +101,17 @@ def test_a_file_that_is_written_to_meanwhile_is_named(noting: NotingSession, sou
         yield from lines
         large_file(source).write_bytes(os.urandom(SIZE))
 
-    noting.change = write_anew
+    noting.change_fed = write_anew
     with pytest.raises(TransientInfraError, match=r"safetensors changed while it was copied"):
         publish_directory(noting, source, str(target))
     assert not target.exists()
-    noting.change = None
+    noting.change_fed = None
     publish_directory(noting, source, str(target))
     assert_copied(source, target)
 
 
 def test_a_program_that_says_nothing_has_written_nothing(noting: NotingSession, source: Path, target: Path) -> None:
-    noting.change = lambda lines: iter([b"Welcome!\n"])
+    noting.change_fed = lambda lines: iter([b"Welcome!\n"])
     with pytest.raises(TransientInfraError, match="was not written: copy again"):
         publish_directory(noting, source, str(target))
     assert not target.exists()
@@ -195,7 +149,7 @@ def test_over_a_connection_that_breaks_amid_a_file_the_copy_goes_on_by_chunks(
             server.signal_sessions(signal.SIGKILL)
             return lines
 
-        session.change = cut
+        session.change_fed = cut
         publish_directory(session, source, str(target))
         assert session.num_fed == 1 and session.num_chunks <= 4
     assert_copied(source, target)
@@ -228,9 +182,9 @@ def incoming(tmp_path: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def soaking(incoming: Path, size: int) -> Iterator[tuple[BinaryIO, Callable[[], dict[str, Any]]]]:
+def accepting(incoming: Path, size: int) -> Iterator[tuple[BinaryIO, Callable[[], dict[str, Any]]]]:
     """The node's side alone: its input, and what it answers when that has ended."""
-    arguments = ["soak", str(incoming), "file", str(size), str(CHUNK_BYTES), SHA256]
+    arguments = ["accept_large", str(incoming), "file", str(size), str(CHUNK_BYTES), SHA256]
     with subprocess.Popen(
         [sys.executable, receiver.__file__, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as process:
@@ -242,7 +196,7 @@ def test_what_comes_late_is_not_written_into_a_file_that_another_copy_has_taken_
     incoming: Path, tmp_path: Path
 ) -> None:
     size = 1 << 20
-    with soaking(incoming, 2 * size) as (stdin, ended):
+    with accepting(incoming, 2 * size) as (stdin, ended):
         stdin.write(b"a" * size)
         stdin.flush()
         wait_until(lambda: (incoming / "file").exists() and (incoming / "file").stat().st_size == size)
@@ -256,13 +210,13 @@ def test_what_comes_late_is_not_written_into_a_file_that_another_copy_has_taken_
 def test_what_nobody_waits_for_any_more_is_not_taken(tmp_path: Path) -> None:
     abandoned = tmp_path / ".model.incoming-2-0"
     abandoned.mkdir()
-    with soaking(abandoned, 100) as (_, ended):
+    with accepting(abandoned, 100) as (_, ended):
         answer = ended()
     assert answer["kind"] == "unheld" and "nobody waits any more" in answer["error"]
 
 
 def test_input_that_ends_early_is_damaged(incoming: Path) -> None:
-    with soaking(incoming, 100) as (stdin, ended):
+    with accepting(incoming, 100) as (stdin, ended):
         stdin.write(b"a" * 99)
         answer = ended()
     assert answer["kind"] == "damaged" and "ends early" in answer["error"]
