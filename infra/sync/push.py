@@ -369,8 +369,8 @@ def _feed(session: Session, name: str, source: SourceFile, incoming: str, *, dig
         raise TransientInfraError(f"{name} was not written: copy again")
     if answers[-1].get("kind") == "unheld":
         raise NodeUnreachableError(incoming, "the connection that holds it broke")
-    written = _checked(answers[-1])["digests"]
-    _check_digests({name: source}, dict(zip(((name, n) for n in range(source.num_chunks)), written, strict=False)))
+    written = dict(enumerate(_checked(answers[-1])["digests"]))
+    _check_digests({name: source}, {(name, number): written.get(number) for number in range(source.num_chunks)})
 
 
 def _check_digests(sources: Mapping[str, SourceFile], written: Mapping[tuple[str, int], str | None]) -> None:
