@@ -292,8 +292,8 @@ def show(name: MachineName, store: Store = DEFAULT_STORE) -> None:
         "state": rental.state.value,
         "price": f"{rental.usd_per_hour:.2f} USD/h",
         "cost so far": f"{rental.usd(time.time()):.2f} USD",
-        "asked for": at(rental.intended_at),
-        "ends": at(rental.ended_at or rental.ends_at),
+        "asked for": in_utc(rental.intended_at),
+        "ends": in_utc(rental.ended_at or rental.ends_at),
         "host key": f"{rental.host_key} ({rental.believed_by})" if rental.host_key else "not known",
         "note": note_of(rental) or "-",
     }
@@ -425,7 +425,7 @@ def open_ledger(store: Path, *, nothing: str = "nothing was rented by it") -> Le
 
 def render_rentals(rentals: Sequence[Rental], now: float) -> str:
     """A line for each machine."""
-    head = ("NAME", "STATE", "GPUS", "PROVIDER", "USD/h", "USD", "ENDS", "NOTE")
+    head = ("NAME", "STATE", "GPUS", "PROVIDER", "USD/h", "USD", "ENDS (UTC)", "NOTE")
     rows = [
         (
             rental.name,
@@ -456,5 +456,5 @@ def render_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def at(seconds: float) -> str:
-    """A time of the ledger, in UTC, which it says: other commands show the time here."""
-    return in_utc(seconds)
+    """A time of the ledger for a table, whose head says that it is UTC: other commands show the time here."""
+    return time.strftime("%Y-%m-%d %H:%M", time.gmtime(seconds))

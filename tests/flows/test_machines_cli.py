@@ -204,7 +204,8 @@ def test_what_a_failed_run_keeps_is_shown_stays_when_reaped_and_is_released_by_n
         change_rental(ledger, rental, kept_until=until)
     when = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(until))
     listed, shown = (call("nodes", *more, "--store", str(store)).stdout for more in ((), ("show", rental.name)))
-    assert f"{when}  kept until {when} after its run failed" in listed
+    assert "  ENDS (UTC)  " in listed
+    assert f"{when.removesuffix(' UTC')}  kept until {when} after its run failed" in listed
     assert f"ends           {when}\n" in shown and f"note           kept until {when} after its run failed" in shown
     assert "ssh -p" in shown
     reaped = call("reap", "--store", str(store))
