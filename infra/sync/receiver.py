@@ -177,7 +177,7 @@ def hold_directory(destination: Path, incoming: Path, needed_bytes: int) -> None
     reused, chunk_bytes, algorithm = request["reused"], request["chunk_bytes"], request["digest"]
     descriptor = prepare_directory(destination, incoming)
     try:
-        taken, copied = take_files(reused, destination, incoming, chunk_bytes)
+        taken, copied = take_files(reused, destination, incoming, chunk_bytes, algorithm)
         _remove_abandoned(destination, incoming)
         needed_bytes += sum(chunk_bytes * len(chunks) for _, chunks in copied.values())
         free_bytes = shutil.disk_usage(destination.parent).free
@@ -207,7 +207,7 @@ def prepare_directory(destination: Path, incoming: Path) -> int:
 
 
 def take_files(
-    reused: dict[str, list[Any]], destination: Path, incoming: Path, chunk_bytes: int
+    reused: dict[str, list[Any]], destination: Path, incoming: Path, chunk_bytes: int, algorithm: str
 ) -> tuple[dict[str, list[int]], dict[str, tuple[Path, list[Any]]]]:
     """Let files of other directories be in this one, too, as far as they are as they were described.
 
@@ -222,21 +222,30 @@ def take_files(
     left = _set_aside_left(destination, incoming)
     taken: dict[str, list[int]] = {}
     copied: dict[str, tuple[Path, list[Any]]] = {}
-    for name, (directory, there, size, modified_ns, wanted_size, chunks) in reused.items():
+    for name, (directory, there, *described, wanted_size, chunks) in reused.items():
         check_name(name)
-        source, path = left.get(directory, Path(directory)) / there, incoming / name
-        is_whole = size == wanted_size and len(chunks) == -(-size // chunk_bytes)
-        is_taken = False
+        path, places = incoming / name, [left.get(directory, Path(directory)) / there]
+        if _is_incoming_of(destination, Path(directory)):
+            # A late call of an earlier attempt may have taken it since it was described.
+            places += [place / name for place in left.values()]
+        source = next((each for each in places if each.is_file()), places[0])
+        is_left = any(source.is_relative_to(place) for place in left.values())
+        is_whole = described[0] == wanted_size and len(chunks) == -(-wanted_size // chunk_bytes)
         path.parent.mkdir(parents=True, exist_ok=True)
+        is_taken = is_same = False
         with contextlib.suppress(OSError):  # the system cannot link, or it is gone
-            if directory in left and (is_whole or source.lstat().st_nlink == 1):
-                is_taken = _move_file(source, path, (size, modified_ns), wanted_size)
+            is_same = _is_as_described(source.lstat(), described)
+            if is_left and ((is_whole and is_same) or source.lstat().st_nlink == 1):
+                is_same = _move_file(source, path, described, wanted_size)
+                is_taken = True
             elif is_whole and directory == str(destination):
-                is_taken = _link_file(source, path, (size, modified_ns))
-        if is_taken:
+                is_taken = is_same = _link_file(source, path, described)
+        if not is_taken:
+            copied[name] = source, chunks
+        elif is_same:
             taken[name] = [number for number, _ in chunks]
         else:
-            copied[name] = source, chunks
+            taken[name] = _keep_right_chunks(path, chunks, chunk_bytes, algorithm)
     return taken, copied
 
 
@@ -253,7 +262,7 @@ def _set_aside_left(destination: Path, incoming: Path) -> dict[str, Path]:
     return places
 
 
-def _link_file(source: Path, path: Path, described: tuple[int, int]) -> bool:
+def _link_file(source: Path, path: Path, described: list[int]) -> bool:
     """Let a file have another name; false, and nothing done, when it is not as it was described, by size and time."""
     os.link(source, path, follow_symlinks=False)
     if _is_as_described(path.lstat(), described):
@@ -262,25 +271,40 @@ def _link_file(source: Path, path: Path, described: tuple[int, int]) -> bool:
     return False
 
 
-def _move_file(source: Path, path: Path, described: tuple[int, int], wanted_size: int) -> bool:
-    """Take over a file that may be incomplete; false, and nothing done, when it is not as it was described."""
+def _move_file(source: Path, path: Path, described: list[int], wanted_size: int) -> bool:
+    """Take over a file that may be incomplete; false when it is not as it was described: more of it has come since."""
     descriptor = os.open(source, os.O_RDWR | os.O_NOFOLLOW)
     try:
         # Who wrote to it may not know yet that it is theirs no more: they look under this lock (node_agent.py).
         fcntl.flock(descriptor, fcntl.LOCK_EX)
-        if not _is_as_described(source.lstat(), described):
-            return False
+        status = os.fstat(descriptor)
         source.rename(path)
-        if described[0] > wanted_size:
+        if status.st_size > wanted_size:
             os.ftruncate(descriptor, wanted_size)
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-    return True
+    return _is_as_described(status, described)
 
 
-def _is_as_described(status: os.stat_result, described: tuple[int, int]) -> bool:
-    return stat.S_ISREG(status.st_mode) and (status.st_size, status.st_mtime_ns) == described
+def _is_as_described(status: os.stat_result, described: list[int]) -> bool:
+    return stat.S_ISREG(status.st_mode) and [status.st_size, status.st_mtime_ns] == described
+
+
+def _keep_right_chunks(path: Path, chunks: list[Any], chunk_bytes: int, algorithm: str) -> list[int]:
+    """The numbers of those chunks of a file that are what they were described to be; without any it is removed."""
+    with path.open("rb") as file:
+        right = [number for number, known in chunks if _read_right(file, number, known, chunk_bytes, algorithm)]
+    if not right:
+        path.unlink()
+    return right
+
+
+def _read_right(file: BinaryIO, number: int, known: str, chunk_bytes: int, algorithm: str) -> bytes:
+    """The content of a chunk; empty when its digest is another."""
+    file.seek(number * chunk_bytes)
+    content = file.read(chunk_bytes)
+    return content if DIGESTS[algorithm](content).hexdigest() == known else b""
 
 
 def _copy_chunks(source: Path, path: Path, chunks: list[Any], chunk_bytes: int, algorithm: str) -> list[int]:
@@ -289,9 +313,7 @@ def _copy_chunks(source: Path, path: Path, chunks: list[Any], chunk_bytes: int, 
     try:
         with source.open("rb") as reading, path.open("xb") as writing:
             for number, known in chunks:
-                reading.seek(number * chunk_bytes)
-                content = reading.read(chunk_bytes)
-                if DIGESTS[algorithm](content).hexdigest() == known:
+                if content := _read_right(reading, number, known, chunk_bytes, algorithm):
                     writing.seek(number * chunk_bytes)
                     writing.write(content)
                     copied.append(number)

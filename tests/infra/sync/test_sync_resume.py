@@ -332,6 +332,60 @@ def test_what_seems_to_be_under_way_is_taken_over_by_the_same_copy_alone(
             assert part.exists() == (not is_moved)
 
 
+@pytest.fixture
+def left(source: Path, target: Path) -> tuple[Path, list[object]]:
+    """Two chunks that the first attempt of a copy brought, and how they are described to a next one."""
+    part = target.with_name(".model.incoming-0123-0") / "model"
+    part.parent.mkdir(parents=True)
+    part.write_bytes((source / "model").read_bytes()[: 2 * CHUNK_BYTES])
+    status = part.stat()
+    chunks = list(enumerate(receiver.hash_chunks(part, CHUNK_BYTES, SHA256)))
+    return part, [str(part.parent), "model", status.st_size, status.st_mtime_ns, SIZE, chunks]
+
+
+def test_what_a_late_call_of_an_earlier_attempt_took_meanwhile_is_found_where_it_is(
+    left: tuple[Path, list[object]], target: Path
+) -> None:
+    """It waited on the node while its connection broke, and came between what the next attempt asked and took."""
+    _, described = left
+    session = LocalSession(sys.executable)
+    second, third = (target.with_name(f".model.incoming-0123-{attempt}") for attempt in (1, 2))
+    with prepared(session, second, {"model": described}) as taken:
+        assert taken == {"model": [0, 1]}
+        with prepared(session, third, {"model": described}) as taken:
+            assert taken == {"model": [0, 1]} and (third / "model").stat().st_size == 2 * CHUNK_BYTES
+
+
+def test_what_was_still_on_its_way_when_it_was_described_costs_the_chunks_that_it_changed(
+    left: tuple[Path, list[object]], source: Path, target: Path
+) -> None:
+    """A link that was silent for a while brings the rest of a broken connection when the next one is there."""
+    part, described = left
+    flip_a_bit(part, 7)
+    with part.open("ab") as file:
+        file.write((source / "model").read_bytes()[2 * CHUNK_BYTES : 2 * CHUNK_BYTES + 1000])
+    new = target.with_name(".model.incoming-0123-1")
+    with prepared(LocalSession(sys.executable), new, {"model": described}) as taken:
+        assert taken == {"model": [1]} and (new / "model").stat().st_size == 2 * CHUNK_BYTES + 1000
+
+
+def test_a_small_file_that_was_still_on_its_way_when_it_was_described_is_sent_again(source: Path, target: Path) -> None:
+    (source / "model").unlink()
+    part = target.with_name(".model.incoming-0123-0") / "config.json"
+    part.parent.mkdir(parents=True)
+    part.write_bytes(b"{}")
+
+    class LateSession(CountingSession):
+        @contextmanager
+        def stream(self, argv: Sequence[str], *, stdin: bytes = b"") -> Iterator[Iterator[bytes]]:
+            part.write_bytes(b"[]")
+            with super().stream(argv, stdin=stdin) as lines:
+                yield lines
+
+    publish_directory(LateSession(), source, str(target))
+    assert_copied(source, target)
+
+
 def test_no_late_call_of_an_earlier_attempt_removes_what_a_later_one_has(tmp_path: Path) -> None:
     """It may have waited on the node while its connection broke and the copy was gone on with."""
     session = LocalSession(sys.executable)
