@@ -39,6 +39,9 @@ _GPU_NAMES = (
 )
 """What Vast.ai calls GPUs; one that is not here is looked for among all."""
 _LIST = "/api/v1/instances/"
+_SOLD_GB = (8, 10, 11, 12, 16, 20, 24, 32, 40, 48, 80, 94, 96, 141, 180, 288)
+_LEAST_SHARE = 0.93
+"""Of the memory that a card is sold with: the error correction of L4, A10, A40 and L40S takes a sixteenth."""
 STATUS = {
     "created": InstanceStatus.STARTING,
     "loading": InstanceStatus.STARTING,
@@ -56,7 +59,7 @@ class _Ask(BaseModel):
     gpu_name: str
     num_gpus: int
     gpu_ram: float
-    """MB of each GPU."""
+    """Of each GPU, in what Vast.ai calls MB: the MiB that nvidia-smi shows, 24,564 of an RTX 4090."""
     dph_total: float
     geolocation: str | None = None
     machine_id: int | None = None
@@ -120,7 +123,7 @@ class Vast(Account):
             "num_gpus": {"eq": query.gpu_count},
             "duration": {"gte": _LEAST_S},
             "direct_port_count": {"gte": 1},  # else no SSH without Vast.ai's own proxy
-            "gpu_ram": {"gte": int(query.min_vram_gb * 1000)},
+            "gpu_ram": {"gte": int(query.min_vram_gb * _LEAST_SHARE * 1024)},
             "disk_space": {"gte": query.disk_gb},
             "allocated_storage": query.disk_gb,
             "order": [["dph_total", "asc"], ["id", "asc"]],
@@ -190,6 +193,12 @@ class Vast(Account):
         return list(found.values())
 
 
+def _sold_gb(mib: float) -> float:
+    """The memory that a card is sold with, which is what other providers tell."""
+    gib = mib / 1024
+    return next((sold for sold in _SOLD_GB if _LEAST_SHARE * sold <= gib <= sold), round(gib, 1))
+
+
 def _names_of(gpu_types: Sequence[str]) -> list[str]:
     """What Vast.ai calls GPUs of these types; nothing where it calls one of them something else, or all will do."""
     names = {wanted: [name for name in _GPU_NAMES if is_gpu_type(name, wanted)] for wanted in gpu_types}
@@ -205,7 +214,7 @@ def _read_offer(ask: _Ask, *, is_secure: bool) -> Offer:
         id=str(ask.id),
         gpu_type=ask.gpu_name,
         gpu_count=ask.num_gpus,
-        vram_gb=round(ask.gpu_ram / 1000, 1),
+        vram_gb=_sold_gb(ask.gpu_ram),
         usd_per_hour=ask.dph_total,
         region=(ask.geolocation or "").rpartition(",")[2].strip(),
         is_secure=is_secure,

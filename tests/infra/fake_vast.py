@@ -19,7 +19,7 @@ PAGE = 2
 MOST_ASKS = 64
 """A search answers no more, whatever limit it names."""
 ASK = {
-    **{"id": 7001, "gpu_name": "H100 SXM", "num_gpus": 1, "gpu_ram": 80000, "geolocation": "Romania, RO"},
+    **{"id": 7001, "gpu_name": "H100 SXM", "num_gpus": 1, "gpu_ram": 81559, "geolocation": "Romania, RO"},
     **{"direct_port_count": 20, "duration": 30 * 86400.0},
 }
 FILTERED = ("gpu_name", "gpu_ram", "num_gpus", "dph_total", "direct_port_count", "duration")

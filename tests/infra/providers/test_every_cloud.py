@@ -577,6 +577,29 @@ def test_a_name_with_the_maker_and_the_memory_is_asked_for_by_what_vast_calls_it
     assert [offer.gpu_type for offer in offers] == ["H100 SXM"] and len(fake.searches) == 1
 
 
+SOLD_GB = {
+    ("L4", 23_034): 24,
+    ("RTX 4090", 24_564): 24,
+    ("L40S", 46_068): 48,
+    ("H100 SXM", 81_559): 80,
+    ("H100 NVL", 95_830): 94,
+    ("RTX PRO 6000", 97_887): 96,
+    ("H200", 143_771): 141,
+    ("Imaginary", 400_000): 390.6,
+}
+
+
+@pytest.mark.parametrize(("card", "gb"), SOLD_GB.items(), ids=[name for name, _ in SOLD_GB])
+def test_a_gpu_is_found_by_the_memory_that_it_is_sold_with(card: tuple[str, int], gb: float) -> None:
+    """Vast.ai counts as nvidia-smi does, from which some memory for error correction is already missing."""
+    asks: list[dict[str, object]] = [
+        {"gpu_name": name, "gpu_ram": mib, "dph_total": 2.2} for name, mib in (card, ("RTX 3080", 10_240))
+    ]
+    [offer] = _search_vast(asks, GPUQuery(min_vram_gb=gb))[0]
+    assert (offer.gpu_type, offer.vram_gb) == (card[0], gb)
+    assert _search_vast(asks, GPUQuery(min_vram_gb=gb + 0.1))[0] == []
+
+
 @pytest.mark.parametrize("gpu_type", ["H100", "Imaginary 9000"], ids=["renamed", "unknown"])
 def test_a_gpu_whose_name_at_its_provider_is_not_known_is_found_all_the_same(gpu_type: str) -> None:
     name = f"NVIDIA {gpu_type} Ultra"
