@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING
 
 from rollouts_core.checks.epochs import MANY_EPOCHS_OF_SFT, describe_epochs
 from rollouts_core.checks.model_checks import check_longest
+from rollouts_core.checks.templates import UnwrittenRoles, find_unwritten
 from rollouts_core.config import Config, DatasetConfig
-from rollouts_core.data.chat import TrainOn, find_unwritten
-from rollouts_core.data.conversations import Row, find_said_beside_content, has_empty_turn
+from rollouts_core.data.chat import TrainOn
+from rollouts_core.data.conversations import Row, find_said_beside_content, has_empty_turn, read_demonstration
 from rollouts_core.data.dataset import CHUNK_ROWS, count_used_rows, iterate_samples, sample_rules
 from rollouts_core.data.held_out import HeldOutRows, watch_rows
 from rollouts_core.data.rows import open_rows, resolve_revision
@@ -94,10 +95,11 @@ class _Counts:
     unwritten_rows: dict[str, list[int]]
     """By the key of a message, the numbers of the rows with a turn that has it, is trained on, and is written without
     it by the chat template."""
+    unwritten_roles: UnwrittenRoles
 
     def warn_of_unwritten(self, path: str) -> list[Caution]:
         """A warning for each thing that rows hold and the model does not see."""
-        return [
+        return self.unwritten_roles.warn(path, self.num_checked) + [
             Caution(
                 f"{path}: in {len(rows)} of {self.num_checked} rows (row {rows[0]} first) the assistant has `{key}`, "
                 "which the chat template leaves out: the model learns to say the rest; use a template that writes it"
@@ -143,7 +145,8 @@ def _check_demonstrations(
     empty_rows: list[int] = []
     unwritten_rows: dict[str, list[int]] = {key: [] for key in find_unwritten(tokenizer)}
     rows = _say_progress(read, dataset.path, num_checked)
-    noted = _note_turns(rows, config.training.sft.train_on, empty_rows, unwritten_rows)
+    unwritten_roles = UnwrittenRoles(tokenizer)
+    noted = _note_turns(rows, config.training.sft.train_on, empty_rows, unwritten_rows, unwritten_roles)
     watched = watch_rows(noted, dataset.path, held_out)
     for sample in iterate_samples(watched, dataset.path, tokenizer, sample_rules(config.training.sft)):
         if sample is not None:
@@ -164,6 +167,7 @@ def _check_demonstrations(
         num_trained,
         empty_rows,
         unwritten_rows,
+        unwritten_roles,
     )
 
 
@@ -178,16 +182,23 @@ def _say_progress(rows: Iterable[tuple[int, Row]], path: str, num_rows: int) -> 
 
 
 def _note_turns(
-    rows: Iterable[tuple[int, Row]], train_on: TrainOn, empty: list[int], unwritten: Mapping[str, list[int]]
+    rows: Iterable[tuple[int, Row]],
+    train_on: TrainOn,
+    empty: list[int],
+    unwritten: Mapping[str, list[int]],
+    unwritten_roles: UnwrittenRoles,
 ) -> Iterator[tuple[int, Row]]:
     """The same rows of demonstrations; their numbers are added to what they are an example of.
 
     Args:
         empty: of rows that teach to say nothing.
         unwritten: by the key of a message, of rows that teach a turn which has it.
+        unwritten_roles: of rows in which somebody says something that is lost.
     """
     for number, row in rows:
         with suppress(DataError):  # who makes samples of the rows says what is wrong
+            if not isinstance(read := read_demonstration(row), str):
+                unwritten_roles.note(number, read.messages)
             if has_empty_turn(row, train_on):
                 empty.append(number)
             for key in find_said_beside_content(row, train_on).intersection(unwritten) if unwritten else ():
@@ -198,4 +209,5 @@ def _note_turns(
 def check_compared_demonstrations(path: str, config: Config, tokenizer: PreTrainedTokenizerBase) -> list[str]:
     """What was found in demonstrations whose loss is taken, as sentences."""
     counts = _check_demonstrations(DatasetConfig(path=path), config, tokenizer)
-    return [counts.sentence(path), *check_longest(path, counts.num_longest, config.model)]
+    unwritten = counts.unwritten_roles.warn(path, counts.num_checked)
+    return [counts.sentence(path), *unwritten, *check_longest(path, counts.num_longest, config.model)]

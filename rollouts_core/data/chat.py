@@ -36,7 +36,6 @@ from jinja2 import TemplateError
 
 from rollouts_core.config.messages import first_line
 from rollouts_core.errors import DataError
-from rollouts_core.findings import Caution
 from rollouts_core.types import Message
 
 if TYPE_CHECKING:
@@ -47,7 +46,7 @@ RenderedT = TypeVar("RenderedT")
 CHUNK_TEXTS = 512
 NO_TEMPLATE = "the tokenizer has no chat template: add one to the model's folder"
 TURN_MARK = "an assistant said this"
-"""Stands for the policy's turn where only what a template writes behind it is wanted."""
+"""Stands for what somebody says where only what a template makes of it is wanted."""
 END_OF_THOUGHTS = "</think>"
 """Behind what a turn's text begins with where thoughts lie in it: many templates look for it, and some cut there."""
 SPLIT = "\ue000"
@@ -87,7 +86,7 @@ def tokenize_prompt(
     tools: Sequence[dict[str, Any]] | None = None,  # Any: JSON schemas
 ) -> list[int]:
     """Token ids of a conversation that waits for the assistant's next turn."""
-    return encode_texts(tokenizer, [_render(tokenizer, messages, tools, add_generation_prompt=True)])[0]
+    return encode_texts(tokenizer, [render_text(tokenizer, messages, tools, add_generation_prompt=True)])[0]
 
 
 def tokenize_prompts(
@@ -96,7 +95,7 @@ def tokenize_prompts(
     tools: Sequence[dict[str, Any]] | None = None,  # Any: JSON schemas
 ) -> Iterator[list[int]]:
     """`tokenize_prompt` of each, many in one call of the tokenizer."""
-    texts = (_render(tokenizer, messages, tools, add_generation_prompt=True) for messages in conversations)
+    texts = (render_text(tokenizer, messages, tools, add_generation_prompt=True) for messages in conversations)
     while chunk := list(itertools.islice(texts, CHUNK_TEXTS)):
         yield from encode_texts(tokenizer, chunk)
 
@@ -112,10 +111,16 @@ def tokenize_reply(tokenizer: PreTrainedTokenizerBase, replies: Sequence[Message
         sampled: the tokens of the policy's turn.
 
     Raises:
-        DataError: a chat template that refuses the replies, or that loses what an assistant says.
+        DataError: a chat template that refuses the replies, or that loses what they or an assistant say.
     """
+    for role in dict.fromkeys(reply["role"] for reply in replies):
+        if leaves_out_role(tokenizer, role):
+            raise DataError(
+                f"the chat template writes nothing of what the role {role!r} says, so the policy would not see what it "
+                "is answered: use another template, or answer in a role that it writes"
+            )
     before: list[Message] = [{"role": "user", "content": ""}, {"role": "assistant", "content": TURN_MARK}]
-    text = _render(tokenizer, [*before, *_split_special(tokenizer, replies)], None, add_generation_prompt=True)
+    text = render_text(tokenizer, [*before, *_split_special(tokenizer, replies)], None, add_generation_prompt=True)
     _, mark, rest = text.partition(TURN_MARK)
     if not mark:
         raise DataError("the chat template does not write what an assistant said: use another template")
@@ -155,7 +160,7 @@ def stop_token_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
 def find_turn_end(tokenizer: PreTrainedTokenizerBase) -> int | None:
     """The special token that the chat template writes behind what an assistant said; None where it writes text."""
     special = tokenizer.added_tokens_decoder
-    for token in _encode_rest_of_turn(tokenizer):
+    for token in encode_rest_of_turn(tokenizer):
         if token in special:
             return token
         if tokenizer.decode([token]).strip():
@@ -163,69 +168,40 @@ def find_turn_end(tokenizer: PreTrainedTokenizerBase) -> int | None:
     return None
 
 
-def warn_of_endless_turns(tokenizer: PreTrainedTokenizerBase) -> list[Caution]:
-    """A warning where nothing that the chat template writes could end a completion."""
-    if not (rest := _encode_rest_of_turn(tokenizer, default=[tokenizer.eos_token_id])):
-        found = "nothing behind what an assistant says"
-    elif find_turn_end(tokenizer) is None and tokenizer.eos_token_id not in rest:
-        found = f"{tokenizer.decode(rest)!r} behind what an assistant says, and no special token"
-    else:
-        return []
-    return [
-        Caution(
-            f"the chat template writes {found}: only {tokenizer.eos_token!r} ends a completion, and SFT on "
-            "conversations does not teach it: let the template write it there"
-        )
-    ]
+def leaves_out_role(tokenizer: PreTrainedTokenizerBase, role: str, *, is_first: bool = False) -> bool:
+    """Whether the chat template writes nothing of what somebody says; one that refuses to be asked may write it.
 
-
-def warn_of_unseen_tools(
-    tokenizer: PreTrainedTokenizerBase,
-    tools: Sequence[dict[str, Any]],  # Any: JSON schemas
-) -> list[Caution]:
-    """A warning where the chat template tells the policy nothing of the tools that it may call."""
-    if not tools:
-        return []
-    asked: list[Message] = [{"role": "user", "content": "?"}]
-    shown, hidden = (_render(tokenizer, asked, each, add_generation_prompt=True) for each in (tools, None))
-    if shown != hidden:
-        return []
-    names = ", ".join(str(tool["function"]["name"]) for tool in tools)
-    return [
-        Caution(
-            f"the chat template leaves out the tools that the environment has ({names}): the policy is not told of "
-            "them, unless prompts or demonstrations say it"
-        )
-    ]
-
-
-def find_unwritten(tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """What a turn of the assistant may hold beside its answer and the chat template does not write: calls, thoughts.
-
-    Thoughts may lie apart or, up to `END_OF_THOUGHTS`, in the text. A template that refuses to be asked counts as one
-    that writes it.
+    Args:
+        is_first: where a conversation begins, else behind what an assistant said or called.
     """
-    call = {"id": "call00000", "type": "function", "function": {"name": "f", "arguments": {"said": TURN_MARK}}}
-    tool = {"type": "function", "function": {"name": "f", "description": "?", "parameters": {"type": "object"}}}
-    asked: Message = {"role": "user", "content": "?"}
+    return _leaves_out_role(tokenizer, json.dumps(tokenizer.chat_template), role, is_first)
+
+
+@lru_cache(maxsize=64)
+def _leaves_out_role(tokenizer: PreTrainedTokenizerBase, _template: str, role: str, is_first: bool) -> bool:
+    """Rendering takes longer than tokenizing a reply. A template that is changed is asked anew."""
+    function = {"name": "f", "description": "?", "parameters": {"type": "object", "properties": {}}}
+    call = {"id": "call00000", "type": "function", "function": {"name": "f", "arguments": {}}}
+    asks: Message = {"role": "user", "content": "?"}
+    says: Message = {"role": role, "content": TURN_MARK, "name": "f", "tool_call_id": "call00000"}
+    answers: Message = {"role": "assistant", "content": "!"}
     calls: Message = {"role": "assistant", "content": "", "tool_calls": [call]}
-    thinks: Message = {"role": "assistant", "content": "", "reasoning_content": TURN_MARK}
-    thinks_aloud: Message = {"role": "assistant", "content": f"<think>\n{TURN_MARK}\n{END_OF_THOUGHTS}\n\nyes"}
-    unwritten: list[str] = []
-    for key, turn in (("tool_calls", calls), ("reasoning_content", thinks), (END_OF_THOUGHTS, thinks_aloud)):
+    asked = [[says, asks], [says]] if is_first else [[asks, answers, says], [asks, calls, says]]
+    texts: list[str] = []
+    for messages in asked:
         with suppress(DataError):
-            text = _render(tokenizer, [asked, turn], [tool], add_generation_prompt=False)
-            unwritten += [key] if TURN_MARK not in text else []
-    return unwritten
+            tools = [{"type": "function", "function": function}] if calls in messages else None
+            texts.append(render_text(tokenizer, messages, tools, add_generation_prompt=True))
+    return bool(texts) and not any(TURN_MARK in text for text in texts)
 
 
-def _encode_rest_of_turn(tokenizer: PreTrainedTokenizerBase, default: Sequence[int] = ()) -> Sequence[int]:
+def encode_rest_of_turn(tokenizer: PreTrainedTokenizerBase, default: Sequence[int] = ()) -> Sequence[int]:
     """The tokens that the template writes behind what an assistant said, `default` where it does not tell."""
     if tokenizer.chat_template is None:
         return default
     said: list[Message] = [{"role": "user", "content": "?"}, {"role": "assistant", "content": TURN_MARK}]
     try:
-        _, mark, rest = _render(tokenizer, said, None, add_generation_prompt=False).partition(TURN_MARK)
+        _, mark, rest = render_text(tokenizer, said, None, add_generation_prompt=False).partition(TURN_MARK)
     except DataError:
         return default
     return encode_texts(tokenizer, [rest])[0] if mark else default
@@ -315,12 +291,12 @@ def _render_prefixes(tokenizer: PreTrainedTokenizerBase, conversation: Conversat
     """The conversation before each trained turn, then the one up to it, then the whole one, which may be the last."""
     messages, tools = conversation.messages, conversation.tools
     if train_on == "everything":
-        return [_render(tokenizer, messages, tools, add_generation_prompt=False)]
+        return [render_text(tokenizer, messages, tools, add_generation_prompt=False)]
     turns = trained_turns(conversation, train_on)
-    texts = [_render(tokenizer, messages[:i], tools, add_generation_prompt=True) for i in turns]
-    texts += [_render(tokenizer, messages[: i + 1], tools, add_generation_prompt=False) for i in turns]
+    texts = [render_text(tokenizer, messages[:i], tools, add_generation_prompt=True) for i in turns]
+    texts += [render_text(tokenizer, messages[: i + 1], tools, add_generation_prompt=False) for i in turns]
     if turns[-1] != len(messages) - 1:
-        texts.append(_render(tokenizer, messages, tools, add_generation_prompt=False))
+        texts.append(render_text(tokenizer, messages, tools, add_generation_prompt=False))
     return texts
 
 
@@ -354,7 +330,7 @@ def _tokenize_marked(
         text, spans = _render_marked(tokenizer, conversation.messages, conversation.tools)
         if conversation.num_given:  # compared as text: the first token of a turn may begin before it
             given = conversation.messages[: conversation.num_given]
-            num_given = len(_render(tokenizer, given, conversation.tools, add_generation_prompt=False))
+            num_given = len(render_text(tokenizer, given, conversation.tools, add_generation_prompt=False))
             spans = [span for span in spans if span[0] >= num_given]
         tokens, mask = _encode_marked(tokenizer, text, spans)
     except DataError as error:
@@ -427,7 +403,7 @@ def _marked_turns(mask: Sequence[bool]) -> list[Turn]:
     return turns
 
 
-def _render(
+def render_text(
     tokenizer: PreTrainedTokenizerBase,
     messages: Sequence[Message],
     tools: Sequence[dict[str, Any]] | None,  # Any: JSON schemas

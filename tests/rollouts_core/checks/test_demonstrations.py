@@ -12,7 +12,7 @@ from transformers import (
 )
 
 from rollouts_core.checks import demonstrations
-from rollouts_core.checks.demonstrations import check_demonstrations
+from rollouts_core.checks.demonstrations import check_compared_demonstrations, check_demonstrations
 from rollouts_core.config import ModelConfig
 from rollouts_core.errors import DataError
 from rollouts_core.findings import Caution
@@ -205,3 +205,24 @@ def test_streamed_data_of_which_the_first_rows_are_all_left_out_are_warned_of(
     config = make_config(path, streaming=True, packing=packing, on_overlong="drop")
     first, second = check_demonstrations(config, tokenizer)
     assert first.startswith(f"{path}: 0 demonstrations in the first 2 of 3 rows") and isinstance(second, Caution)
+
+
+KNOWS_USERS = (
+    "{% for m in messages if m.role in ('user', 'assistant') %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def test_messages_that_the_chat_template_leaves_out_are_told(tmp_path: Path, base_model: ModelConfig) -> None:
+    """Rows of ShareGPT whose roles were not renamed teach answers to questions that the model does not see."""
+    own_tokenizer = load_tokenizer(base_model)
+    answer = {"role": "assistant", "content": "2"}
+    asked_by = [{"messages": [{"role": role, "content": "1+1=?"}, answer]} for role in ("user", "human", "human")]
+    path = write_rows(tmp_path / "a.jsonl", [SUM, *asked_by])
+    config = make_config(path, max_length=40)
+    assert not any("leaves out" in each for each in check_demonstrations(config, own_tokenizer))
+    own_tokenizer.chat_template = KNOWS_USERS
+    [told] = [each for each in check_demonstrations(config, own_tokenizer) if "leaves out" in each]
+    assert told.startswith(f"{path}: in 2 of 4 rows (row 3 first) the role 'human' says something")
+    [told] = [each for each in check_compared_demonstrations(path, config, own_tokenizer) if "leaves out" in each]
+    assert told.startswith(f"{path}: in 2 of 4 rows (row 3 first) the role 'human' says something")

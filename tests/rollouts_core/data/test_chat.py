@@ -14,16 +14,13 @@ from rollouts_core.data.chat import (
     TrainOn,
     Turn,
     compute_loss_mask,
-    find_unwritten,
+    leaves_out_role,
     stop_token_ids,
     tokenize_conversation,
     tokenize_conversations,
     tokenize_prompt,
     tokenize_reply,
-    warn_of_endless_turns,
-    warn_of_unseen_tools,
 )
-from rollouts_core.environments.calculator import CALCULATOR
 from rollouts_core.errors import DataError
 from rollouts_core.model.loading import load_tokenizer
 from rollouts_core.types import Message
@@ -71,6 +68,10 @@ FORGETS_THOUGHTS = (
 CUTS_THOUGHTS = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content.split('</think>')[-1] }}<|im_end|>{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
+)
+KNOWS_THREE_ROLES = (
+    "{% for m in messages if m.role in ('system', 'user', 'assistant') %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+    "<|im_end|>{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 THINKS: list[Message] = [
     {"role": "user", "content": "a"},
@@ -422,19 +423,6 @@ def test_a_template_that_does_not_tell_leaves_the_end_of_sequence(
 ) -> None:
     byte_tokenizer.chat_template = template
     assert stop_token_ids(byte_tokenizer) == (byte_tokenizer.eos_token_id,)
-    assert warn_of_endless_turns(byte_tokenizer) == []
-
-
-@pytest.mark.parametrize(
-    ("behind", "said"),
-    [("", "nothing behind what"), ("###\n", "'###\\n' behind what"), ("<|im_end|>", ""), ("###<|endoftext|>", "")],
-)
-def test_a_template_that_no_completion_can_end_by_is_told(
-    behind: str, said: str, byte_tokenizer: PreTrainedTokenizerBase
-) -> None:
-    write_behind_turns(byte_tokenizer, behind)
-    warnings = warn_of_endless_turns(byte_tokenizer)
-    assert [f"the chat template writes {said}" in warning for warning in warnings] == [True] * bool(said)
 
 
 @pytest.mark.parametrize("turn", ["{{ message.content }}", "{% generation %}{{ message.content }}{% endgeneration %}"])
@@ -461,19 +449,6 @@ def write_behind_turns(tokenizer: PreTrainedTokenizerBase, text: str) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("shows", "num_warnings"), [("", 1), ("{% for t in tools or [] %}{{ t['function']['name'] }}{% endfor %}", 0)]
-)
-def test_a_template_that_leaves_tools_out_is_said(
-    byte_tokenizer: PreTrainedTokenizerBase, shows: str, num_warnings: int
-) -> None:
-    byte_tokenizer.chat_template = shows + "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}{% endfor %}"
-    warnings = warn_of_unseen_tools(byte_tokenizer, [CALCULATOR.to_json()])
-    assert len(warnings) == num_warnings
-    assert all("(calculator)" in sentence for sentence in warnings)
-    assert warn_of_unseen_tools(byte_tokenizer, []) == []
-
-
 @pytest.mark.parametrize("trims", [False, True])
 @pytest.mark.parametrize("said", ["b", " b", "b ", "b\n\n", "\n b", " ", "b\U0001f600", "\U0001f600", " \u00e9 "])
 def test_markers_hold_what_the_assistant_said_and_nothing_else(
@@ -494,23 +469,42 @@ def test_markers_hold_what_the_assistant_said_and_nothing_else(
     assert [tokenizer.decode(tokens[turn.start : turn.end]) for turn in turns] == [said, said]
 
 
+@pytest.mark.parametrize("role", ["tool", "observation"])
+def test_a_reply_that_the_template_leaves_out_is_an_error(role: str, byte_tokenizer: PreTrainedTokenizerBase) -> None:
+    """As those of Zephyr and others do: the policy would go on as if nothing had been answered."""
+    byte_tokenizer.chat_template = KNOWS_THREE_ROLES
+    replies = [Message(role="user", content="2"), Message(role=role, content="3")]
+    assert tokenize_reply(byte_tokenizer, replies[:1], [])
+    with pytest.raises(DataError, match=f"writes nothing of what the role '{role}' says"):
+        tokenize_reply(byte_tokenizer, replies, [])
+    byte_tokenizer.chat_template = WITH_TOOLS
+    assert byte_tokenizer.decode(tokenize_reply(byte_tokenizer, replies, [])).count("<|im_start|>") == 3
+
+
 @pytest.mark.parametrize(
-    ("template", "unwritten"),
+    ("template", "left_out"),
     [
-        (None, ["tool_calls", "reasoning_content"]),
-        (WITH_TOOLS, ["reasoning_content"]),
-        (FORGETS_THOUGHTS, ["tool_calls"]),
-        (CUTS_THOUGHTS, ["tool_calls", "reasoning_content", "</think>"]),
-        ("{{ raise_exception('no') }}", []),
+        (KNOWS_THREE_ROLES, ["tool", "tool first", "developer", "developer first", "human", "human first"]),
+        (WITH_TOOLS, []),
+        (
+            "{{ messages[0].content }}{% for m in messages[1:] if m.role != 'system' %}{{ m.content }}{% endfor %}",
+            ["system"],
+        ),
+        (
+            "{% for m in messages if m.role != 'tool' or messages[1].tool_calls %}{{ m.content | tojson }}{% endfor %}",
+            ["tool first"],
+        ),
+        ("{% for m in messages if m.role == 'user' or raise_exception('no') %}{{ m.content }}{% endfor %}", []),
     ],
 )
-def test_a_template_is_asked_what_it_leaves_out_of_an_assistants_turn(
-    own_tokenizer: PreTrainedTokenizerBase, template: str | None, unwritten: list[str]
+def test_a_template_is_asked_whose_messages_it_leaves_out(
+    template: str, left_out: list[str], byte_tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    own_tokenizer.chat_template = template or own_tokenizer.chat_template
-    assert find_unwritten(own_tokenizer) == unwritten
-
-
-def test_a_tokenizer_without_a_template_leaves_nothing_out(own_tokenizer: PreTrainedTokenizerBase) -> None:
-    own_tokenizer.chat_template = None
-    assert find_unwritten(own_tokenizer) == []
+    byte_tokenizer.chat_template = template
+    places = {"": False, " first": True}
+    assert left_out == [
+        f"{role}{where}"
+        for role in ("user", "system", "tool", "developer", "human")
+        for where, is_first in places.items()
+        if leaves_out_role(byte_tokenizer, role, is_first=is_first)
+    ]
