@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import (
     FalconMambaConfig,
@@ -45,7 +45,7 @@ from rollouts_core.model.loading import (
 )
 from rollouts_core.model.policy import compute_logprobs, score_targets
 from rollouts_core.types import Sample
-from tests.rollouts_core.make import make_groups, make_random_samples, make_sample
+from tests.rollouts_core.make import make_groups, make_random_samples, make_sample, write_tied
 
 LOSSES = {
     "cross_entropy": create_cross_entropy_loss(),
@@ -272,6 +272,21 @@ def test_code_in_pickled_weights_does_not_run_even_when_they_are_allowed(
     with pytest.raises(CheckpointError, match="no model could be loaded"):
         load_hf_model(pickled.model_copy(update={"allow_pickle": True}))
     assert not (tmp_path / "ran").exists()
+
+
+def test_a_head_that_config_json_ties_to_an_embedding_of_other_values_is_refused(
+    base_model: ModelConfig, tmp_path: Path
+) -> None:
+    """As adapters leave it that trained the head: transformers computes with it, engines without."""
+    folder = write_tied(base_model, tmp_path / "m")
+    with pytest.raises(CheckpointError, match=r"have an output head that differs.*set tie_word_embeddings = false"):
+        load_hf_model(ModelConfig(path=str(folder)))
+    weights = load_file(folder / "model.safetensors")
+    for head in ({"lm_head.weight": weights["model.embed_tokens.weight"].clone()}, {}):
+        others = {name: tensor for name, tensor in weights.items() if name != "lm_head.weight"}
+        save_file({**others, **head}, folder / "model.safetensors", metadata={"format": "pt"})
+        model = load_hf_model(ModelConfig(path=str(folder)))
+        assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
 
 
 def test_weights_of_other_shapes_than_config_json_says_are_named(base_model: ModelConfig, tmp_path: Path) -> None:
