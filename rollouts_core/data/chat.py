@@ -293,11 +293,33 @@ def _render_prefixes(tokenizer: PreTrainedTokenizerBase, conversation: Conversat
     if train_on == "everything":
         return [render_text(tokenizer, messages, tools, add_generation_prompt=False)]
     turns = trained_turns(conversation, train_on)
-    texts = [render_text(tokenizer, messages[:i], tools, add_generation_prompt=True) for i in turns]
+    texts = [_render_before(tokenizer, messages, i, tools) for i in turns]
     texts += [render_text(tokenizer, messages[: i + 1], tools, add_generation_prompt=False) for i in turns]
     if turns[-1] != len(messages) - 1:
         texts.append(render_text(tokenizer, messages, tools, add_generation_prompt=False))
     return texts
+
+
+def _render_before(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Message],
+    number: int,
+    tools: Sequence[dict[str, Any]] | None,  # Any: JSON schemas
+) -> str:
+    """The conversation before an assistant's turn, up to where its text begins: a first one begins as others do."""
+    if number > 0:
+        return render_text(tokenizer, messages[:number], tools, add_generation_prompt=True)
+    asks: list[Message] = [{"role": "user", "content": "?"}]
+    question, asked = (render_text(tokenizer, asks, tools, add_generation_prompt=each) for each in (False, True))
+    beginning = asked.removeprefix(question)
+    text = render_text(tokenizer, messages[:1], tools, add_generation_prompt=False)
+    before, found, _ = text.partition(beginning or asked)
+    if not found:
+        raise DataError(
+            "the conversation begins with a turn of the assistant, and the chat template does not tell where its text "
+            "begins: put a turn of the user before it, or use train_on = last_assistant or everything"
+        )
+    return before + found
 
 
 def _find_turns(prefixes: list[list[int]], train_on: TrainOn) -> TokenizedConversation | DataError:

@@ -469,6 +469,41 @@ def test_markers_hold_what_the_assistant_said_and_nothing_else(
     assert [tokenizer.decode(tokens[turn.start : turn.end]) for turn in turns] == [said, said]
 
 
+ADDS_A_SYSTEM = (
+    "{% if messages[0].role != 'system' %}<|im_start|>system\nbe good<|im_end|>{% endif %}" + KNOWS_THREE_ROLES
+)
+
+
+@pytest.mark.parametrize("template", [None, WITH_TOOLS, MARKED, KNOWS_THREE_ROLES, ADDS_A_SYSTEM])
+@pytest.mark.parametrize("num_turns", [1, 2, 3])
+def test_a_conversation_may_begin_with_the_assistant(
+    template: str | None,
+    num_turns: int,
+    own_tokenizer: PreTrainedTokenizerBase,
+    byte_tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    """As a greeting does, or the first line of a play."""
+    tokenizer = own_tokenizer if template is None else byte_tokenizer
+    tokenizer.chat_template = template or tokenizer.chat_template
+    end = "<|end|>" if template is None else "<|im_end|>"
+    messages = [
+        Message(role=role, content=said) for role, said in (("assistant", "1"), ("user", "2"), ("assistant", "3"))
+    ]
+    conversation = messages[:num_turns]
+    assert select_trained_text(tokenizer, conversation, "all_assistant") == "".join(
+        f"{m['content']}{end}" for m in conversation[::2]
+    )
+
+
+@pytest.mark.parametrize("template", [CUTS_THOUGHTS, "{% for m in messages %}{{ m.content }}{% endfor %}"])
+def test_a_template_that_does_not_tell_where_a_first_turn_begins_is_an_error(
+    template: str, byte_tokenizer: PreTrainedTokenizerBase
+) -> None:
+    byte_tokenizer.chat_template = template
+    with pytest.raises(DataError, match=r"begins with a turn of the assistant.*put a turn of the user before it"):
+        tokenize_conversation(byte_tokenizer, [Message(role="assistant", content="1")])
+
+
 @pytest.mark.parametrize("role", ["tool", "observation"])
 def test_a_reply_that_the_template_leaves_out_is_an_error(role: str, byte_tokenizer: PreTrainedTokenizerBase) -> None:
     """As those of Zephyr and others do: the policy would go on as if nothing had been answered."""
