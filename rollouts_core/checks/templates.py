@@ -5,9 +5,9 @@ Not here: what is in the rows (demonstrations.py), how a conversation becomes to
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from rollouts_core.data.chat import (
     END_OF_THOUGHTS,
@@ -17,6 +17,7 @@ from rollouts_core.data.chat import (
     leaves_out_role,
     render_text,
 )
+from rollouts_core.data.conversations import SYSTEM_FIELDS, THOUGHTS, find_unread
 from rollouts_core.errors import DataError
 from rollouts_core.findings import Caution
 from rollouts_core.types import Message
@@ -67,14 +68,18 @@ def find_unwritten(tokenizer: PreTrainedTokenizerBase) -> list[str]:
     Thoughts may lie apart or, up to `END_OF_THOUGHTS`, in the text. A template that refuses to be asked counts as one
     that writes it.
     """
-    call = {"id": "call00000", "type": "function", "function": {"name": "f", "arguments": {"said": TURN_MARK}}}
+    function = {"name": "f", "arguments": {"said": TURN_MARK}}
     tool = {"type": "function", "function": {"name": "f", "description": "?", "parameters": {"type": "object"}}}
     asked: Message = {"role": "user", "content": "?"}
-    calls: Message = {"role": "assistant", "content": "", "tool_calls": [call]}
-    thinks: Message = {"role": "assistant", "content": "", "reasoning_content": TURN_MARK}
-    thinks_aloud: Message = {"role": "assistant", "content": f"<think>\n{TURN_MARK}\n{END_OF_THOUGHTS}\n\nyes"}
+    said: dict[str, dict[str, Any]] = {
+        "tool_calls": {"tool_calls": [{"id": "call00000", "type": "function", "function": function}]},
+        "function_call": {"function_call": function},
+        **{key: {key: TURN_MARK} for key in THOUGHTS},
+        END_OF_THOUGHTS: {"content": f"<think>\n{TURN_MARK}\n{END_OF_THOUGHTS}\n\nyes"},
+    }
     unwritten: list[str] = []
-    for key, turn in (("tool_calls", calls), ("reasoning_content", thinks), (END_OF_THOUGHTS, thinks_aloud)):
+    for key, fields in said.items():
+        turn = cast(Message, {"role": "assistant", "content": "", **fields})
         with suppress(DataError):
             text = render_text(tokenizer, [asked, turn], [tool], add_generation_prompt=False)
             unwritten += [key] if TURN_MARK not in text else []
@@ -114,3 +119,27 @@ class UnwrittenRoles:
         if key not in self._is_left_out:
             self._is_left_out[key] = leaves_out_role(self._tokenizer, role, is_first=is_first)
         return self._is_left_out[key]
+
+
+class UnreadFields:
+    """The rows that say something in a field which other systems read, and nothing here does."""
+
+    def __init__(self) -> None:
+        self._rows: dict[str, list[int]] = {}
+
+    def note(self, number: int, fields: Mapping[str, Any], messages: Sequence[Message]) -> None:  # Any: JSON
+        """Look at the fields of a row and the messages that it gave."""
+        for name in find_unread(fields, messages):
+            self._rows.setdefault(name, []).append(number)
+
+    def warn(self, source: str, num_rows: int) -> list[Caution]:
+        """A warning for each field."""
+        first = "make it the first message, of the role system"
+        same = "templates are asked alike for all rows; give the model one that has these values by itself"
+        return [
+            Caution(
+                f"{source}: {len(numbers)} of {num_rows} rows (row {numbers[0]} first) have `{name}`, which the model "
+                f"is not told: {first if name in SYSTEM_FIELDS else same}"
+            )
+            for name, numbers in sorted(self._rows.items())
+        ]

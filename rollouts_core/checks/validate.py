@@ -36,7 +36,7 @@ from rollouts_core.checks.model_checks import (
 )
 from rollouts_core.checks.no_effect import find_settings_without_effect, warn_of_equal_completions
 from rollouts_core.checks.resumed import check_resumed
-from rollouts_core.checks.templates import UnwrittenRoles, warn_of_endless_turns, warn_of_unseen_tools
+from rollouts_core.checks.templates import UnreadFields, UnwrittenRoles, warn_of_endless_turns, warn_of_unseen_tools
 from rollouts_core.config import Config, ModelConfig, name_of_function
 from rollouts_core.data.dataset import check_disjoint, load_prompts_from_jsonl
 from rollouts_core.data.held_out import HeldOutRows, read_held_out
@@ -239,10 +239,11 @@ def _warn_of_untold_tools(prompts: Sequence[Prompt], source: str) -> list[Cautio
 
 def _warn_of_unwritten(prompts: Sequence[Prompt], source: str, tokenizer: PreTrainedTokenizerBase) -> list[Caution]:
     """A warning where something in prompts never reaches the policy."""
-    unwritten = UnwrittenRoles(tokenizer)
+    unwritten, unread = UnwrittenRoles(tokenizer), UnreadFields()
     for prompt in prompts:
         unwritten.note(prompt.row, prompt.messages)
-    return unwritten.warn(source, len(prompts))
+        unread.note(prompt.row, prompt.metadata, prompt.messages)
+    return unwritten.warn(source, len(prompts)) + unread.warn(source, len(prompts))
 
 
 def _load_checked_prompts(path: str, config: Config, tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:

@@ -99,14 +99,18 @@ def test_prompts_that_the_chat_template_leaves_out_are_told(tmp_path: Path, base
     rows: dict[str, list[dict[str, Any]]] = {
         "sft": [{"prompt": "1+1=?", "completion": "2"}],
         "selection": [{"messages": asked[0], "answer": "0"}],
-        "heldout": [{"messages": each, "answer": "2"} for each in asked[1:]],
+        "heldout": [{"messages": each, "answer": "2", "system": "+"} for each in asked[1:]],
     }
     data = {name: write_rows(tmp_path / f"{name}.jsonl", each) for name, each in rows.items()}
     rollout = {"environment": "arithmetic", "sampling": {"max_new_tokens": 8}}
     config = Config.model_validate({"mode": "sft", "model": {"path": str(model)}, "data": data, "rollout": rollout})
-    said = f"{data['heldout']}: in 2 of 3 rows (row 1 first) the role 'human' says something"
+    said = [
+        f"{data['heldout']}: in 2 of 3 rows (row 1 first) the role 'human' says something, which the chat template",
+        f"{data['heldout']}: 3 of 3 rows (row 1 first) have `system`, which the model is not told",
+    ]
     for findings in (validate_config(config), validate_evaluation(config, [config.model])):
-        assert [each.startswith(said) for each in findings if "leaves out" in each] == [True]
+        warned = [each for each in findings if "leaves out" in each or "is not told" in each]
+        assert [each.startswith(words) for each, words in zip(warned, said, strict=True)] == [True, True]
 
 
 def test_a_long_prompt_behind_an_empty_line_is_named_by_its_row(
