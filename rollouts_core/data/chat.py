@@ -1,6 +1,6 @@
 """Turn conversations into token ids and say which tokens belong to which turn.
 
-Not here: reading rows (dataset.py, conversations.py), tensors (batch.py).
+Not here: what an environment answers (replies.py), reading rows (dataset.py, conversations.py), tensors (batch.py).
 
 The tokenizer's own chat template writes the text; one that writes the day's date writes the same on all days, so that
 a training goes on tomorrow with the prompts that it began with, and scores of two days compare.
@@ -15,10 +15,6 @@ so a template whose earlier text changes when a turn is added is an error instea
     Turn(assistant)                                   [8, 10)
 
 Many conversations are encoded in one call of the tokenizer, whose fixed cost is above that of a short text.
-
-A conversation that the policy is in the middle of grows by token ids: what it sampled stays as it is, and what an
-environment answers is what the template writes behind an assistant's turn (`tokenize_reply`). It is never rendered
-from the start again, because a text that a policy sampled may be tokenized into other tokens than those.
 """
 
 from __future__ import annotations
@@ -49,8 +45,6 @@ TURN_MARK = "an assistant said this"
 """Stands for what somebody says where only what a template makes of it is wanted."""
 END_OF_THOUGHTS = "</think>"
 """Behind what a turn's text begins with where thoughts lie in it: many templates look for it, and some cut there."""
-SPLIT = "\ue000"
-"""Of Unicode's private use: where a text is cut before it is tokenized, so that what it holds is no special token."""
 TODAY = datetime(2024, 7, 26)
 """The date that templates are given: what those of Llama 3 write where there is no clock."""
 CLOCK = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
@@ -98,54 +92,6 @@ def tokenize_prompts(
     texts = (render_text(tokenizer, messages, tools, add_generation_prompt=True) for messages in conversations)
     while chunk := list(itertools.islice(texts, CHUNK_TEXTS)):
         yield from encode_texts(tokenizer, chunk)
-
-
-def tokenize_reply(tokenizer: PreTrainedTokenizerBase, replies: Sequence[Message], sampled: Sequence[int]) -> list[int]:
-    """Token ids of what follows a turn that the policy sampled: its end, the replies, the start of its next turn.
-
-    The end of the turn is left out as far as the policy has sampled it, which it has when it stopped by itself. What
-    looks like a special token in a reply, as in a page that a tool fetched, is text: it neither ends nor begins a turn.
-
-    Args:
-        replies: what an environment answers.
-        sampled: the tokens of the policy's turn.
-
-    Raises:
-        DataError: a chat template that refuses the replies, or that loses what they or an assistant say.
-    """
-    for role in dict.fromkeys(reply["role"] for reply in replies):
-        if leaves_out_role(tokenizer, role):
-            raise DataError(
-                f"the chat template writes nothing of what the role {role!r} says, so the policy would not see what it "
-                "is answered: use another template, or answer in a role that it writes"
-            )
-    before: list[Message] = [{"role": "user", "content": ""}, {"role": "assistant", "content": TURN_MARK}]
-    text = render_text(tokenizer, [*before, *_split_special(tokenizer, replies)], None, add_generation_prompt=True)
-    _, mark, rest = text.partition(TURN_MARK)
-    if not mark:
-        raise DataError("the chat template does not write what an assistant said: use another template")
-    tokens = list(itertools.chain(*encode_texts(tokenizer, rest.split(SPLIT))))
-    return tokens[1:] if sampled and tokens[:1] == [sampled[-1]] else tokens
-
-
-def _split_special(tokenizer: PreTrainedTokenizerBase, replies: Sequence[Message]) -> list[Message]:
-    """The replies with SPLIT within every special token that their texts hold, and nowhere else."""
-    is_special = _special_tokens(tokenizer, len(tokenizer))
-
-    def split(text: str) -> str:
-        return is_special.sub(lambda found: found[0][0] + SPLIT + found[0][1:], text.replace(SPLIT, ""))
-
-    return [cast("Message", {k: split(v) if isinstance(v, str) else v for k, v in reply.items()}) for reply in replies]
-
-
-@lru_cache(maxsize=16)
-def _special_tokens(tokenizer: PreTrainedTokenizerBase, num_tokens: int) -> re.Pattern[str]:
-    """What finds its special tokens, of which one that is added later makes another number of tokens.
-
-    Listing them takes twice as long as tokenizing a reply: some tokenizers reserve hundreds.
-    """
-    special = sorted((each.content for each in tokenizer.added_tokens_decoder.values() if each.special), key=len)
-    return re.compile("|".join(re.escape(each) for each in reversed(special) if len(each) > 1) or r"(?!)")
 
 
 def stop_token_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:

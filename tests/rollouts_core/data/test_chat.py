@@ -19,8 +19,8 @@ from rollouts_core.data.chat import (
     tokenize_conversation,
     tokenize_conversations,
     tokenize_prompt,
-    tokenize_reply,
 )
+from rollouts_core.data.replies import tokenize_reply
 from rollouts_core.errors import DataError
 from rollouts_core.model.loading import load_tokenizer
 from rollouts_core.types import Message
@@ -374,6 +374,20 @@ def test_a_reply_is_what_the_template_writes_behind_the_turn_that_was_sampled(
     assert reply == "\n" + rest
     stopped_elsewhere = byte_tokenizer("57+83")["input_ids"]
     assert byte_tokenizer.decode(tokenize_reply(byte_tokenizer, replies, stopped_elsewhere)) == "<|im_end|>\n" + rest
+
+
+@pytest.mark.parametrize(
+    ("end", "left"), [(" <|im_end|>\n", "\n"), ("\n<|im_end|>", ""), (".<|im_end|>", ".<|im_end|>")]
+)
+def test_spaces_before_the_end_of_a_turn_do_not_end_it_twice(
+    end: str, left: str, byte_tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """As Llama 2's template has one, which the policy need not sample."""
+    byte_tokenizer.chat_template = NEWLINE_AFTER_TURNS.replace("<|im_end|>\n", end)
+    for said in ("57+83<|im_end|>", "57+83 <|im_end|>"):
+        sampled = byte_tokenizer(said)["input_ids"]
+        reply = byte_tokenizer.decode(tokenize_reply(byte_tokenizer, [Message(role="tool", content="140")], sampled))
+        assert reply == f"{left}<|im_start|>tool\n140{end}<|im_start|>assistant\n"
 
 
 def test_special_tokens_in_a_reply_are_text(byte_tokenizer: PreTrainedTokenizerBase) -> None:
