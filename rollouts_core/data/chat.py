@@ -296,10 +296,8 @@ def _tokenize_marked(
     try:
         num_turns = len(trained_turns(conversation, "all_assistant"))
         text, spans = _render_marked(tokenizer, conversation.messages, conversation.tools)
-        if conversation.num_given:  # compared as text: the first token of a turn may begin before it
-            given = conversation.messages[: conversation.num_given]
-            num_given = len(render_text(tokenizer, given, conversation.tools, add_generation_prompt=False))
-            spans = [span for span in spans if span[0] >= num_given]
+        if conversation.num_given:
+            spans = _without_given(tokenizer, conversation, spans)
         tokens, mask = _encode_marked(tokenizer, text, spans)
     except DataError as error:
         return error
@@ -314,6 +312,24 @@ def _tokenize_marked(
             )
         turns = turns[-1:]
     return TokenizedConversation(tokens, turns)
+
+
+def _without_given(
+    tokenizer: PreTrainedTokenizerBase, conversation: Conversation, spans: list[tuple[int, int]]
+) -> list[tuple[int, int]]:
+    """The spans of what is not given, of which there is one per turn, or else by where the text of what is given ends.
+
+    A template that forgets earlier thoughts writes them where what is given ends with them: it is longer alone.
+    """
+    given = conversation.messages[: conversation.num_given]
+    num_turns, num_in_given = (
+        sum(message["role"] == "assistant" for message in messages) for messages in (conversation.messages, given)
+    )
+    if len(spans) == num_turns:
+        return spans[num_in_given:]
+    # Compared as text: the first token of a turn may begin before it.
+    num_characters = len(render_text(tokenizer, given, conversation.tools, add_generation_prompt=False))
+    return [span for span in spans if span[0] >= num_characters]
 
 
 def _render_marked(

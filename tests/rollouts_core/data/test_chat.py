@@ -483,6 +483,22 @@ def test_markers_hold_what_the_assistant_said_and_nothing_else(
     assert [tokenizer.decode(tokens[turn.start : turn.end]) for turn in turns] == [said, said]
 
 
+def test_markers_of_a_completion_are_found_behind_a_prompt_whose_thoughts_are_forgotten(
+    byte_tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    """Alone, what is given ends with the thoughts that the template leaves out of the whole: it is longer than that."""
+    byte_tokenizer.chat_template = FORGETS_THOUGHTS.replace(
+        "{{ m.content }}<|im_end|>",
+        "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}{% else %}"
+        "{{ m.content }}<|im_end|>{% endif %}",
+    )
+    given: list[Message] = [THINKS[0], {**THINKS[1], "reasoning_content": "x" * 99}]
+    conversation = Conversation([*given, *THINKS[2:], *THINKS[2:]], None, len(given))
+    [tokenized] = tokenize_conversations(byte_tokenizer, [conversation], train_on="all_assistant")
+    assert isinstance(tokenized, TokenizedConversation), tokenized
+    assert trained_text(byte_tokenizer, tokenized, "all_assistant") == "d<|im_end|>d<|im_end|>"
+
+
 ADDS_A_SYSTEM = (
     "{% if messages[0].role != 'system' %}<|im_start|>system\nbe good<|im_end|>{% endif %}" + KNOWS_THREE_ROLES
 )
