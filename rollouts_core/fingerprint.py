@@ -24,7 +24,7 @@ from rollouts_core.data.rows import digest_files, digest_path
 from rollouts_core.errors import ConfigError
 from rollouts_core.user_code.own_files import OwnCode, find_code, own_code
 
-SEMANTICS_VERSION = 9
+SEMANTICS_VERSION = 10
 """Raised when the same settings and data train to another result than before."""
 
 FINGERPRINT_CHARS = 16

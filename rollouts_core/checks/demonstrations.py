@@ -15,9 +15,18 @@ from typing import TYPE_CHECKING
 
 from rollouts_core.checks.epochs import MANY_EPOCHS_OF_SFT, describe_epochs
 from rollouts_core.checks.model_checks import check_longest
+from rollouts_core.checks.templates import UnreadFields, UnwrittenRoles, find_unwritten
 from rollouts_core.config import Config, DatasetConfig
-from rollouts_core.data.chat import TrainOn, find_unwritten
-from rollouts_core.data.conversations import Row, find_said_beside_content, has_empty_turn
+from rollouts_core.data.chat import TrainOn
+from rollouts_core.data.conversations import (
+    THOUGHTS,
+    UNTRAINED_MARKS,
+    Row,
+    find_said_beside_content,
+    find_unheeded_marks,
+    has_empty_turn,
+    read_demonstration,
+)
 from rollouts_core.data.dataset import CHUNK_ROWS, count_used_rows, iterate_samples, sample_rules
 from rollouts_core.data.held_out import HeldOutRows, watch_rows
 from rollouts_core.data.rows import open_rows, resolve_revision
@@ -52,7 +61,8 @@ def check_demonstrations(
     for dataset in config.demonstrations:
         counts = _check_demonstrations(dataset, config, tokenizer, held_out)
         findings += [counts.sentence(dataset.path), *counts.warn_of_empty_turns(dataset.path)]
-        findings += counts.warn_of_unwritten(dataset.path)
+        findings += counts.warn_of_unseen(dataset.path) + counts.warn_of_unwritten(dataset.path)
+        findings += counts.warn_of_marks(dataset.path)
         findings += check_longest(dataset.path, counts.num_longest, config.model)
         share = dataset.repeat * counts.num_rows / counts.num_checked
         kept = counts.num_checked - counts.num_dropped
@@ -94,9 +104,30 @@ class _Counts:
     unwritten_rows: dict[str, list[int]]
     """By the key of a message, the numbers of the rows with a turn that has it, is trained on, and is written without
     it by the chat template."""
+    marked_rows: dict[str, list[int]]
+    """By the key of a message, the numbers of the rows with a turn that it marks, without effect, as not to be trained
+    on."""
+    unwritten_roles: UnwrittenRoles
+    unread_fields: UnreadFields
+
+    def warn_of_marks(self, path: str) -> list[Caution]:
+        """A warning where turns are trained on that rows say are not to be."""
+        return [
+            Caution(
+                f"{path}: in {len(rows)} of {self.num_checked} rows (row {rows[0]} first) the `{key}` of a turn would "
+                "leave it out elsewhere, and here it is trained on: use train_on = last_assistant, or put what is only "
+                "context into `prompt`"
+            )
+            for key, rows in self.marked_rows.items()
+            if rows
+        ]
+
+    def warn_of_unseen(self, path: str) -> list[Caution]:
+        """A warning for each role, and each field of rows, of which the model sees nothing."""
+        return self.unwritten_roles.warn(path, self.num_checked) + self.unread_fields.warn(path, self.num_checked)
 
     def warn_of_unwritten(self, path: str) -> list[Caution]:
-        """A warning for each thing that rows hold and the model does not see."""
+        """A warning for each thing that trained turns hold and the model does not see."""
         return [
             Caution(
                 f"{path}: in {len(rows)} of {self.num_checked} rows (row {rows[0]} first) the assistant has `{key}`, "
@@ -143,7 +174,10 @@ def _check_demonstrations(
     empty_rows: list[int] = []
     unwritten_rows: dict[str, list[int]] = {key: [] for key in find_unwritten(tokenizer)}
     rows = _say_progress(read, dataset.path, num_checked)
-    noted = _note_turns(rows, config.training.sft.train_on, empty_rows, unwritten_rows)
+    marked_rows: dict[str, list[int]] = {key: [] for key in UNTRAINED_MARKS}
+    unwritten_roles, unread_fields = UnwrittenRoles(tokenizer), UnreadFields()
+    seen = _note_messages(rows, unwritten_roles, unread_fields)
+    noted = _note_turns(seen, config.training.sft.train_on, empty_rows, unwritten_rows, marked_rows)
     watched = watch_rows(noted, dataset.path, held_out)
     for sample in iterate_samples(watched, dataset.path, tokenizer, sample_rules(config.training.sft)):
         if sample is not None:
@@ -164,6 +198,9 @@ def _check_demonstrations(
         num_trained,
         empty_rows,
         unwritten_rows,
+        marked_rows,
+        unwritten_roles,
+        unread_fields,
     )
 
 
@@ -177,25 +214,48 @@ def _say_progress(rows: Iterable[tuple[int, Row]], path: str, num_rows: int) -> 
         yield row
 
 
+def _note_messages(
+    rows: Iterable[tuple[int, Row]], unwritten_roles: UnwrittenRoles, unread_fields: UnreadFields
+) -> Iterator[tuple[int, Row]]:
+    """The same rows of demonstrations; those are told of each."""
+    for number, row in rows:
+        with suppress(DataError):  # who makes samples of the rows says what is wrong
+            if not isinstance(read := read_demonstration(row), str):
+                unwritten_roles.note(number, read.messages)
+                unread_fields.note(number, row, read.messages)
+        yield number, row
+
+
 def _note_turns(
-    rows: Iterable[tuple[int, Row]], train_on: TrainOn, empty: list[int], unwritten: Mapping[str, list[int]]
+    rows: Iterable[tuple[int, Row]],
+    train_on: TrainOn,
+    empty: list[int],
+    unwritten: Mapping[str, list[int]],
+    marked: Mapping[str, list[int]],
 ) -> Iterator[tuple[int, Row]]:
     """The same rows of demonstrations; their numbers are added to what they are an example of.
 
     Args:
         empty: of rows that teach to say nothing.
         unwritten: by the key of a message, of rows that teach a turn which has it.
+        marked: by the key of a message, of rows that teach a turn which it would leave out elsewhere.
     """
     for number, row in rows:
         with suppress(DataError):  # who makes samples of the rows says what is wrong
             if has_empty_turn(row, train_on):
                 empty.append(number)
-            for key in find_said_beside_content(row, train_on).intersection(unwritten) if unwritten else ():
+            said = find_said_beside_content(row, train_on) if unwritten else set()
+            if said.intersection(THOUGHTS) - unwritten.keys():  # the same thoughts, under several names
+                said -= set(THOUGHTS)
+            for key in said & unwritten.keys():
                 unwritten[key].append(number)
+            for key in find_unheeded_marks(row, train_on):
+                marked[key].append(number)
         yield number, row
 
 
 def check_compared_demonstrations(path: str, config: Config, tokenizer: PreTrainedTokenizerBase) -> list[str]:
     """What was found in demonstrations whose loss is taken, as sentences."""
     counts = _check_demonstrations(DatasetConfig(path=path), config, tokenizer)
-    return [counts.sentence(path), *check_longest(path, counts.num_longest, config.model)]
+    findings = [counts.sentence(path), *counts.warn_of_unseen(path)]
+    return [*findings, *check_longest(path, counts.num_longest, config.model)]

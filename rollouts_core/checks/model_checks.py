@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,12 +19,13 @@ from rollouts_core.backends.jax_architecture import load_jax_architecture
 from rollouts_core.config import ENGINE_MARGINS, Config, EngineKind, ModelConfig
 from rollouts_core.config.messages import first_line
 from rollouts_core.embedded.architecture import load_architecture
-from rollouts_core.engines.content import check_can_be_untied, is_tied
+from rollouts_core.engines.content import EMBEDDING, HEAD, check_can_be_untied, is_tied
 from rollouts_core.errors import CheckpointError, ConfigError, DataError
 from rollouts_core.findings import Caution
 from rollouts_core.model.loading import (
     MODELS_OF_SHORT_ROWS,
     check_packable,
+    describe_own_head,
     find_positions,
     find_rotation_limit,
     find_settings,
@@ -129,14 +131,18 @@ def check_shared_heads(config: Config) -> None:
 def _check_weights(folder: Path, config: Config) -> None:
     """Raise CheckpointError where the folder has no weights, or such as somebody who needs them does not read."""
     paths = sorted(folder.glob("*.safetensors"))
+    holders: dict[str, Path] = {}
     for path in paths:
         if not os.access(path, os.R_OK):
             raise CheckpointError(f"model.path: {path} cannot be read (Permission denied)")
         try:
-            safe_open(path, framework="pt")
+            with safe_open(path, framework="pt") as tensors:
+                holders |= {name: path for name in (HEAD, EMBEDDING) if name in tensors.keys()}  # noqa: SIM118
         except (OSError, SafetensorError) as error:
             raise CheckpointError(_say_damaged(path, error)) from error
     _check_shards(folder)
+    if len(holders) == 2 and (settings := find_settings(config.model)) is not None:
+        _check_tied_head(folder, holders, settings)
     if paths:
         return
     if not config.model.allow_pickle:
@@ -153,6 +159,22 @@ def _check_weights(folder: Path, config: Config) -> None:
             f'model.path: the weights at {folder} are pickled, which {jax[0]}.policy.backend "jax" does not read: '
             'convert them to safetensors, or set backend = "pytorch"'
         )
+
+
+def _check_tied_head(folder: Path, holders: Mapping[str, Path], settings: PreTrainedConfig) -> None:
+    """Raise CheckpointError where a model's head is another one than the embedding that its settings make it.
+
+    Args:
+        holders: the files that have the two.
+    """
+    if not getattr(settings.get_text_config(), "tie_word_embeddings", False):
+        return
+    tensors = []
+    for name, path in holders.items():
+        with safe_open(path, framework="pt") as file:
+            tensors.append(file.get_tensor(name))
+    if not tensors[0].equal(tensors[1]):
+        raise CheckpointError(f"model.path: {describe_own_head(str(folder))}")
 
 
 def _stages_of_jax(config: Config) -> list[str]:

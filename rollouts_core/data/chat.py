@@ -1,6 +1,6 @@
 """Turn conversations into token ids and say which tokens belong to which turn.
 
-Not here: reading rows (dataset.py, conversations.py), tensors (batch.py).
+Not here: what an environment answers (replies.py), reading rows (dataset.py, conversations.py), tensors (batch.py).
 
 The tokenizer's own chat template writes the text; one that writes the day's date writes the same on all days, so that
 a training goes on tomorrow with the prompts that it began with, and scores of two days compare.
@@ -15,10 +15,6 @@ so a template whose earlier text changes when a turn is added is an error instea
     Turn(assistant)                                   [8, 10)
 
 Many conversations are encoded in one call of the tokenizer, whose fixed cost is above that of a short text.
-
-A conversation that the policy is in the middle of grows by token ids: what it sampled stays as it is, and what an
-environment answers is what the template writes behind an assistant's turn (`tokenize_reply`). It is never rendered
-from the start again, because a text that a policy sampled may be tokenized into other tokens than those.
 """
 
 from __future__ import annotations
@@ -36,7 +32,6 @@ from jinja2 import TemplateError
 
 from rollouts_core.config.messages import first_line
 from rollouts_core.errors import DataError
-from rollouts_core.findings import Caution
 from rollouts_core.types import Message
 
 if TYPE_CHECKING:
@@ -47,11 +42,9 @@ RenderedT = TypeVar("RenderedT")
 CHUNK_TEXTS = 512
 NO_TEMPLATE = "the tokenizer has no chat template: add one to the model's folder"
 TURN_MARK = "an assistant said this"
-"""Stands for the policy's turn where only what a template writes behind it is wanted."""
+"""Stands for what somebody says where only what a template makes of it is wanted."""
 END_OF_THOUGHTS = "</think>"
 """Behind what a turn's text begins with where thoughts lie in it: many templates look for it, and some cut there."""
-SPLIT = "\ue000"
-"""Of Unicode's private use: where a text is cut before it is tokenized, so that what it holds is no special token."""
 TODAY = datetime(2024, 7, 26)
 """The date that templates are given: what those of Llama 3 write where there is no clock."""
 CLOCK = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
@@ -87,7 +80,7 @@ def tokenize_prompt(
     tools: Sequence[dict[str, Any]] | None = None,  # Any: JSON schemas
 ) -> list[int]:
     """Token ids of a conversation that waits for the assistant's next turn."""
-    return encode_texts(tokenizer, [_render(tokenizer, messages, tools, add_generation_prompt=True)])[0]
+    return encode_texts(tokenizer, [render_text(tokenizer, messages, tools, add_generation_prompt=True)])[0]
 
 
 def tokenize_prompts(
@@ -96,51 +89,9 @@ def tokenize_prompts(
     tools: Sequence[dict[str, Any]] | None = None,  # Any: JSON schemas
 ) -> Iterator[list[int]]:
     """`tokenize_prompt` of each, many in one call of the tokenizer."""
-    texts = (_render(tokenizer, messages, tools, add_generation_prompt=True) for messages in conversations)
+    texts = (render_text(tokenizer, messages, tools, add_generation_prompt=True) for messages in conversations)
     while chunk := list(itertools.islice(texts, CHUNK_TEXTS)):
         yield from encode_texts(tokenizer, chunk)
-
-
-def tokenize_reply(tokenizer: PreTrainedTokenizerBase, replies: Sequence[Message], sampled: Sequence[int]) -> list[int]:
-    """Token ids of what follows a turn that the policy sampled: its end, the replies, the start of its next turn.
-
-    The end of the turn is left out as far as the policy has sampled it, which it has when it stopped by itself. What
-    looks like a special token in a reply, as in a page that a tool fetched, is text: it neither ends nor begins a turn.
-
-    Args:
-        replies: what an environment answers.
-        sampled: the tokens of the policy's turn.
-
-    Raises:
-        DataError: a chat template that refuses the replies, or that loses what an assistant says.
-    """
-    before: list[Message] = [{"role": "user", "content": ""}, {"role": "assistant", "content": TURN_MARK}]
-    text = _render(tokenizer, [*before, *_split_special(tokenizer, replies)], None, add_generation_prompt=True)
-    _, mark, rest = text.partition(TURN_MARK)
-    if not mark:
-        raise DataError("the chat template does not write what an assistant said: use another template")
-    tokens = list(itertools.chain(*encode_texts(tokenizer, rest.split(SPLIT))))
-    return tokens[1:] if sampled and tokens[:1] == [sampled[-1]] else tokens
-
-
-def _split_special(tokenizer: PreTrainedTokenizerBase, replies: Sequence[Message]) -> list[Message]:
-    """The replies with SPLIT within every special token that their texts hold, and nowhere else."""
-    is_special = _special_tokens(tokenizer, len(tokenizer))
-
-    def split(text: str) -> str:
-        return is_special.sub(lambda found: found[0][0] + SPLIT + found[0][1:], text.replace(SPLIT, ""))
-
-    return [cast("Message", {k: split(v) if isinstance(v, str) else v for k, v in reply.items()}) for reply in replies]
-
-
-@lru_cache(maxsize=16)
-def _special_tokens(tokenizer: PreTrainedTokenizerBase, num_tokens: int) -> re.Pattern[str]:
-    """What finds its special tokens, of which one that is added later makes another number of tokens.
-
-    Listing them takes twice as long as tokenizing a reply: some tokenizers reserve hundreds.
-    """
-    special = sorted((each.content for each in tokenizer.added_tokens_decoder.values() if each.special), key=len)
-    return re.compile("|".join(re.escape(each) for each in reversed(special) if len(each) > 1) or r"(?!)")
 
 
 def stop_token_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
@@ -155,7 +106,7 @@ def stop_token_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
 def find_turn_end(tokenizer: PreTrainedTokenizerBase) -> int | None:
     """The special token that the chat template writes behind what an assistant said; None where it writes text."""
     special = tokenizer.added_tokens_decoder
-    for token in _encode_rest_of_turn(tokenizer):
+    for token in encode_rest_of_turn(tokenizer):
         if token in special:
             return token
         if tokenizer.decode([token]).strip():
@@ -163,69 +114,40 @@ def find_turn_end(tokenizer: PreTrainedTokenizerBase) -> int | None:
     return None
 
 
-def warn_of_endless_turns(tokenizer: PreTrainedTokenizerBase) -> list[Caution]:
-    """A warning where nothing that the chat template writes could end a completion."""
-    if not (rest := _encode_rest_of_turn(tokenizer, default=[tokenizer.eos_token_id])):
-        found = "nothing behind what an assistant says"
-    elif find_turn_end(tokenizer) is None and tokenizer.eos_token_id not in rest:
-        found = f"{tokenizer.decode(rest)!r} behind what an assistant says, and no special token"
-    else:
-        return []
-    return [
-        Caution(
-            f"the chat template writes {found}: only {tokenizer.eos_token!r} ends a completion, and SFT on "
-            "conversations does not teach it: let the template write it there"
-        )
-    ]
+def leaves_out_role(tokenizer: PreTrainedTokenizerBase, role: str, *, is_first: bool = False) -> bool:
+    """Whether the chat template writes nothing of what somebody says; one that refuses to be asked may write it.
 
-
-def warn_of_unseen_tools(
-    tokenizer: PreTrainedTokenizerBase,
-    tools: Sequence[dict[str, Any]],  # Any: JSON schemas
-) -> list[Caution]:
-    """A warning where the chat template tells the policy nothing of the tools that it may call."""
-    if not tools:
-        return []
-    asked: list[Message] = [{"role": "user", "content": "?"}]
-    shown, hidden = (_render(tokenizer, asked, each, add_generation_prompt=True) for each in (tools, None))
-    if shown != hidden:
-        return []
-    names = ", ".join(str(tool["function"]["name"]) for tool in tools)
-    return [
-        Caution(
-            f"the chat template leaves out the tools that the environment has ({names}): the policy is not told of "
-            "them, unless prompts or demonstrations say it"
-        )
-    ]
-
-
-def find_unwritten(tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """What a turn of the assistant may hold beside its answer and the chat template does not write: calls, thoughts.
-
-    Thoughts may lie apart or, up to `END_OF_THOUGHTS`, in the text. A template that refuses to be asked counts as one
-    that writes it.
+    Args:
+        is_first: where a conversation begins, else behind what an assistant said or called.
     """
-    call = {"id": "call00000", "type": "function", "function": {"name": "f", "arguments": {"said": TURN_MARK}}}
-    tool = {"type": "function", "function": {"name": "f", "description": "?", "parameters": {"type": "object"}}}
-    asked: Message = {"role": "user", "content": "?"}
+    return _leaves_out_role(tokenizer, json.dumps(tokenizer.chat_template), role, is_first)
+
+
+@lru_cache(maxsize=64)
+def _leaves_out_role(tokenizer: PreTrainedTokenizerBase, _template: str, role: str, is_first: bool) -> bool:
+    """Rendering takes longer than tokenizing a reply. A template that is changed is asked anew."""
+    function = {"name": "f", "description": "?", "parameters": {"type": "object", "properties": {}}}
+    call = {"id": "call00000", "type": "function", "function": {"name": "f", "arguments": {}}}
+    asks: Message = {"role": "user", "content": "?"}
+    says: Message = {"role": role, "content": TURN_MARK, "name": "f", "tool_call_id": "call00000"}
+    answers: Message = {"role": "assistant", "content": "!"}
     calls: Message = {"role": "assistant", "content": "", "tool_calls": [call]}
-    thinks: Message = {"role": "assistant", "content": "", "reasoning_content": TURN_MARK}
-    thinks_aloud: Message = {"role": "assistant", "content": f"<think>\n{TURN_MARK}\n{END_OF_THOUGHTS}\n\nyes"}
-    unwritten: list[str] = []
-    for key, turn in (("tool_calls", calls), ("reasoning_content", thinks), (END_OF_THOUGHTS, thinks_aloud)):
+    asked = [[says, asks], [says]] if is_first else [[asks, answers, says], [asks, calls, says]]
+    texts: list[str] = []
+    for messages in asked:
         with suppress(DataError):
-            text = _render(tokenizer, [asked, turn], [tool], add_generation_prompt=False)
-            unwritten += [key] if TURN_MARK not in text else []
-    return unwritten
+            tools = [{"type": "function", "function": function}] if calls in messages else None
+            texts.append(render_text(tokenizer, messages, tools, add_generation_prompt=True))
+    return bool(texts) and not any(TURN_MARK in text for text in texts)
 
 
-def _encode_rest_of_turn(tokenizer: PreTrainedTokenizerBase, default: Sequence[int] = ()) -> Sequence[int]:
+def encode_rest_of_turn(tokenizer: PreTrainedTokenizerBase, default: Sequence[int] = ()) -> Sequence[int]:
     """The tokens that the template writes behind what an assistant said, `default` where it does not tell."""
     if tokenizer.chat_template is None:
         return default
     said: list[Message] = [{"role": "user", "content": "?"}, {"role": "assistant", "content": TURN_MARK}]
     try:
-        _, mark, rest = _render(tokenizer, said, None, add_generation_prompt=False).partition(TURN_MARK)
+        _, mark, rest = render_text(tokenizer, said, None, add_generation_prompt=False).partition(TURN_MARK)
     except DataError:
         return default
     return encode_texts(tokenizer, [rest])[0] if mark else default
@@ -315,13 +237,35 @@ def _render_prefixes(tokenizer: PreTrainedTokenizerBase, conversation: Conversat
     """The conversation before each trained turn, then the one up to it, then the whole one, which may be the last."""
     messages, tools = conversation.messages, conversation.tools
     if train_on == "everything":
-        return [_render(tokenizer, messages, tools, add_generation_prompt=False)]
+        return [render_text(tokenizer, messages, tools, add_generation_prompt=False)]
     turns = trained_turns(conversation, train_on)
-    texts = [_render(tokenizer, messages[:i], tools, add_generation_prompt=True) for i in turns]
-    texts += [_render(tokenizer, messages[: i + 1], tools, add_generation_prompt=False) for i in turns]
+    texts = [_render_before(tokenizer, messages, i, tools) for i in turns]
+    texts += [render_text(tokenizer, messages[: i + 1], tools, add_generation_prompt=False) for i in turns]
     if turns[-1] != len(messages) - 1:
-        texts.append(_render(tokenizer, messages, tools, add_generation_prompt=False))
+        texts.append(render_text(tokenizer, messages, tools, add_generation_prompt=False))
     return texts
+
+
+def _render_before(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Message],
+    number: int,
+    tools: Sequence[dict[str, Any]] | None,  # Any: JSON schemas
+) -> str:
+    """The conversation before an assistant's turn, up to where its text begins: a first one begins as others do."""
+    if number > 0:
+        return render_text(tokenizer, messages[:number], tools, add_generation_prompt=True)
+    asks: list[Message] = [{"role": "user", "content": "?"}]
+    question, asked = (render_text(tokenizer, asks, tools, add_generation_prompt=each) for each in (False, True))
+    beginning = asked.removeprefix(question)
+    text = render_text(tokenizer, messages[:1], tools, add_generation_prompt=False)
+    before, found, _ = text.partition(beginning or asked)
+    if not found:
+        raise DataError(
+            "the conversation begins with a turn of the assistant, and the chat template does not tell where its text "
+            "begins: put a turn of the user before it, or use train_on = last_assistant or everything"
+        )
+    return before + found
 
 
 def _find_turns(prefixes: list[list[int]], train_on: TrainOn) -> TokenizedConversation | DataError:
@@ -352,10 +296,8 @@ def _tokenize_marked(
     try:
         num_turns = len(trained_turns(conversation, "all_assistant"))
         text, spans = _render_marked(tokenizer, conversation.messages, conversation.tools)
-        if conversation.num_given:  # compared as text: the first token of a turn may begin before it
-            given = conversation.messages[: conversation.num_given]
-            num_given = len(_render(tokenizer, given, conversation.tools, add_generation_prompt=False))
-            spans = [span for span in spans if span[0] >= num_given]
+        if conversation.num_given:
+            spans = _without_given(tokenizer, conversation, spans)
         tokens, mask = _encode_marked(tokenizer, text, spans)
     except DataError as error:
         return error
@@ -370,6 +312,24 @@ def _tokenize_marked(
             )
         turns = turns[-1:]
     return TokenizedConversation(tokens, turns)
+
+
+def _without_given(
+    tokenizer: PreTrainedTokenizerBase, conversation: Conversation, spans: list[tuple[int, int]]
+) -> list[tuple[int, int]]:
+    """The spans of what is not given, of which there is one per turn, or else by where the text of what is given ends.
+
+    A template that forgets earlier thoughts writes them where what is given ends with them: it is longer alone.
+    """
+    given = conversation.messages[: conversation.num_given]
+    num_turns, num_in_given = (
+        sum(message["role"] == "assistant" for message in messages) for messages in (conversation.messages, given)
+    )
+    if len(spans) == num_turns:
+        return spans[num_in_given:]
+    # Compared as text: the first token of a turn may begin before it.
+    num_characters = len(render_text(tokenizer, given, conversation.tools, add_generation_prompt=False))
+    return [span for span in spans if span[0] >= num_characters]
 
 
 def _render_marked(
@@ -427,7 +387,7 @@ def _marked_turns(mask: Sequence[bool]) -> list[Turn]:
     return turns
 
 
-def _render(
+def render_text(
     tokenizer: PreTrainedTokenizerBase,
     messages: Sequence[Message],
     tools: Sequence[dict[str, Any]] | None,  # Any: JSON schemas

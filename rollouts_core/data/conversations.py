@@ -33,8 +33,16 @@ ANSWER_ELSEWHERE = ("ground_truth", "solution", "label", "gold", "target", "fina
 """What datasets of others call an answer."""
 COMPLETION_ELSEWHERE = ("answer", "output", "target")
 """What datasets of others call a completion, where Alpaca's form does not say it already."""
-SAID_BESIDE_CONTENT = ("tool_calls", "reasoning_content")
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")
+"""What different templates call thoughts that lie apart from the text."""
+SAID_BESIDE_CONTENT = ("tool_calls", "function_call", *THOUGHTS)
 """What else than text a turn may hold."""
+SYSTEM_FIELDS = ("system", "system_prompt")
+"""Fields of a row in which datasets of others keep what the model is told first."""
+TEMPLATE_FIELD = "chat_template_kwargs"
+"""The field of a row in which TRL keeps values for the chat template."""
+UNTRAINED_MARKS = ("weight", "train")
+"""Keys of a message by which, where they are 0 or false, OpenAI's and Axolotl's rows leave a turn out of the loss."""
 MAX_SHOWN_CHARS = 80
 MAX_SHOWN_KEYS = 20
 
@@ -112,6 +120,26 @@ def find_said_beside_content(row: Row, train_on: TrainOn) -> set[str]:
     thinks_aloud = any(END_OF_THOUGHTS in turn["content"] for turn in turns)
     found = {key for key in SAID_BESIDE_CONTENT if any(turn.get(key) for turn in turns)}
     return found | ({END_OF_THOUGHTS} if thinks_aloud else set())
+
+
+def find_unread(fields: Mapping[str, Any], messages: Sequence[Message]) -> set[str]:  # Any: JSON
+    """Which fields of a row other systems read, and nothing here does; a system message may stand there twice."""
+    has_system = any(message["role"] == "system" for message in messages)
+    told = set() if has_system else {name for name in SYSTEM_FIELDS if isinstance(fields.get(name), str)}
+    return {name for name in (*told, TEMPLATE_FIELD) if fields.get(name)}
+
+
+def find_unheeded_marks(row: Row, train_on: TrainOn) -> set[str]:
+    """Which of `UNTRAINED_MARKS` would keep turns out of the loss that are trained on.
+
+    Raises:
+        DataError: see `read_demonstration` and `trained_turns`.
+    """
+    read = read_demonstration(row)
+    if isinstance(read, str):
+        return set()
+    turns: list[Mapping[str, Any]] = [read.messages[number] for number in trained_turns(read, train_on)]
+    return {key for key in UNTRAINED_MARKS if any(key in turn and not turn[key] for turn in turns)}
 
 
 def describe_keys(row: Row) -> str:

@@ -22,6 +22,7 @@ import zlib
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from io import BufferedReader
 from pathlib import Path
 from typing import Any, Protocol
@@ -129,16 +130,22 @@ class JsonlRows:
 class TableRows:
     """The rows of a table of the `datasets` library by number.
 
+    Pictures and sounds are not decoded, which takes packages and time, and may fail where nobody asks for them: in the
+    place of one stands its column's type.
+
     Args:
         digest: of what `watch` watches, from which the table was made.
 
     Raises:
-        DataError: the table has no row; from `read`, its files are not what they were.
+        DataError: the table has no row; from `read`, its files are not what they were, or hold pictures within others.
     """
 
     def __init__(self, path: str, table: Any, digest: str, watch: _Watch) -> None:  # Any: datasets has no types
         self.path = path
         self.digest = digest
+        self._media = {name: kind for name, kind in table.features.items() if getattr(kind, "decode", False)}
+        for name, kind in self._media.items():
+            table = table.cast_column(name, replace(kind, decode=False))
         self._table = table
         self._watch = watch
         if not len(table):
@@ -149,7 +156,15 @@ class TableRows:
 
     def read(self, indices: Sequence[int]) -> list[tuple[int, Row]]:
         """The rows at these places."""
-        columns = self._table[list(indices)]
+        try:
+            columns = self._table[list(indices)]
+        except (ImportError, OSError) as error:
+            raise DataError(
+                f"{self.path} has pictures or sounds within a column that cannot be read here ({first_line(error)}): "
+                "write the rows without them"
+            ) from error
+        for name, kind in self._media.items():
+            columns[name] = [None if value is None else kind for value in columns[name]]
         self._watch.check(self.digest)
         return [
             (i + 1, {key: _without_nulls(values[n]) for key, values in columns.items()}) for n, i in enumerate(indices)

@@ -99,9 +99,29 @@ def load_hf_model(
             f"the weights at {config.path} are not of its config.json: {name} has shape {tuple(found)}, expected "
             f"{tuple(expected)}"
         )
+    check_tied_head(model, config.path)
     placed = model.to(device)
     check_logits(placed)
     return placed.train()
+
+
+def check_tied_head(hf_model: PreTrainedModel, path: str) -> None:
+    """Raise CheckpointError for a head that is not the embedding although config.json says so.
+
+    transformers computes with both, and so would a training; engines make the head of the embedding.
+    """
+    head, embedding = hf_model.get_output_embeddings(), hf_model.get_input_embeddings()
+    is_tied = getattr(hf_model.config.get_text_config(), "tie_word_embeddings", False) and hf_model._tied_weights_keys
+    if is_tied and head is not None and head.weight is not embedding.weight:
+        raise CheckpointError(describe_own_head(path))
+
+
+def describe_own_head(path: str) -> str:
+    """What is wrong with weights that have a head of their own against their config.json, and what to do."""
+    return (
+        f"the weights at {path} have an output head that differs from the embedding, and its config.json ties them: "
+        "engines would leave that head out; set tie_word_embeddings = false there, or remove the head if it is a rest"
+    )
 
 
 def count_gpus() -> int:

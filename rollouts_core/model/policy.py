@@ -9,6 +9,7 @@ B rows of a micro-batch, T token positions, N scored tokens, H hidden size.
 
 from __future__ import annotations
 
+import inspect
 from typing import TYPE_CHECKING
 
 import torch
@@ -35,7 +36,7 @@ from rollouts_core.model.rms_norm import use_fast_rms_norms
 from rollouts_core.types import Sample
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 KERNELS_WITHOUT_MASK = {"flash_attention_2", "flash_attention_3"}
 """Attention kernels that take the bounds of the samples in a row instead of a mask."""
@@ -244,7 +245,7 @@ def build_attention_mask(hf_model: PreTrainedModel, batch: TrainBatch) -> Tensor
         check_packable(hf_model.config, shares_prompts=shares_prompts)
     config = hf_model.config.get_text_config()
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    window = getattr(config, "sliding_window", None)
+    window = find_window(config)
     dtype = _mask_dtype(hf_model, batch.inputs_BT.device.type)
     if "sliding_attention" in kinds:
         return {
@@ -253,6 +254,18 @@ def build_attention_mask(hf_model: PreTrainedModel, batch: TrainBatch) -> Tensor
         }
     sees_window = window and not getattr(config, "layer_types", None)
     return block_causal_mask(batch, dtype, window=window if sees_window else None)
+
+
+def find_window(config: PreTrainedConfig) -> int | None:
+    """How many positions those layers see that do not see all; None where the model knows of no window.
+
+    config.json may speak of one that the model's class does not read, as where a Mistral was made a Llama.
+    """
+    kind = type(config)
+    is_read = hasattr(kind, "sliding_window") or "sliding_window" in inspect.signature(kind).parameters
+    has_own_code = not kind.__module__.startswith("transformers.")
+    window: int | None = getattr(config, "sliding_window", None)
+    return window if is_read or has_own_code else None
 
 
 def _mask_dtype(hf_model: PreTrainedModel, device_type: str) -> torch.dtype:

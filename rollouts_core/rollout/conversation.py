@@ -23,7 +23,8 @@ import httpx
 
 from rollouts_core.config import RolloutConfig, SamplingConfig
 from rollouts_core.config.messages import first_line
-from rollouts_core.data.chat import tokenize_prompt, tokenize_reply
+from rollouts_core.data.chat import tokenize_prompt
+from rollouts_core.data.replies import tokenize_reply
 from rollouts_core.engines.completion import Completion
 from rollouts_core.environments.protocol import Conversation, MultiTurnEnvironment, Outcome, Reply, describe_tools
 from rollouts_core.errors import EnvironmentUnavailableError, RewardError, RolloutsError

@@ -66,6 +66,14 @@ def write_model_with_own_code(base_model: ModelConfig, folder: Path, *, further_
     return ModelConfig(path=str(folder), trust_remote_code=True)
 
 
+def write_tied(base_model: ModelConfig, folder: Path) -> Path:
+    """The tiny Qwen3, whose head is not its embedding, with a config.json that says that it is."""
+    shutil.copytree(base_model.path, folder)
+    settings = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**settings, "tie_word_embeddings": True}))
+    return folder
+
+
 def make_sample(
     tokens: Sequence[int] = (5, 7, 9),
     loss_mask: Sequence[float] | None = None,

@@ -12,7 +12,7 @@ from transformers import (
 )
 
 from rollouts_core.checks import demonstrations
-from rollouts_core.checks.demonstrations import check_demonstrations
+from rollouts_core.checks.demonstrations import check_compared_demonstrations, check_demonstrations
 from rollouts_core.config import ModelConfig
 from rollouts_core.errors import DataError
 from rollouts_core.findings import Caution
@@ -205,3 +205,79 @@ def test_streamed_data_of_which_the_first_rows_are_all_left_out_are_warned_of(
     config = make_config(path, streaming=True, packing=packing, on_overlong="drop")
     first, second = check_demonstrations(config, tokenizer)
     assert first.startswith(f"{path}: 0 demonstrations in the first 2 of 3 rows") and isinstance(second, Caution)
+
+
+KNOWS_USERS = (
+    "{% for m in messages if m.role in ('user', 'assistant') %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def test_messages_that_the_chat_template_leaves_out_are_told(tmp_path: Path, base_model: ModelConfig) -> None:
+    """Rows of ShareGPT whose roles were not renamed teach answers to questions that the model does not see."""
+    own_tokenizer = load_tokenizer(base_model)
+    answer = {"role": "assistant", "content": "2"}
+    asked_by = [{"messages": [{"role": role, "content": "1+1=?"}, answer]} for role in ("user", "human", "human")]
+    path = write_rows(tmp_path / "a.jsonl", [SUM, *asked_by])
+    config = make_config(path, max_length=40)
+    assert not any("leaves out" in each for each in check_demonstrations(config, own_tokenizer))
+    own_tokenizer.chat_template = KNOWS_USERS
+    [told] = [each for each in check_demonstrations(config, own_tokenizer) if "leaves out" in each]
+    assert told.startswith(f"{path}: in 2 of 4 rows (row 3 first) the role 'human' says something")
+    [told] = [each for each in check_compared_demonstrations(path, config, own_tokenizer) if "leaves out" in each]
+    assert told.startswith(f"{path}: in 2 of 4 rows (row 3 first) the role 'human' says something")
+
+
+def test_thoughts_are_told_whatever_they_are_called(tmp_path: Path, base_model: ModelConfig) -> None:
+    own_tokenizer = load_tokenizer(base_model)
+    thoughts = ("reasoning", "thinking")
+    path = write_rows(tmp_path / "a.jsonl", [turns({"content": "2", key: "1+1"}) for key in thoughts])
+    told = [each for each in check_demonstrations(make_config(path), own_tokenizer) if "leaves out" in each]
+    assert [each.split(",")[0] for each in told] == [
+        f"{path}: in 1 of 2 rows (row {row} first) the assistant has `{key}`"
+        for row, key in enumerate(thoughts, start=1)
+    ]
+    path = write_rows(tmp_path / "b.jsonl", [turns({"content": "2", "reasoning": "1+1", "reasoning_content": "1+1"})])
+    own_tokenizer.chat_template = (
+        "{% for m in messages %}<|{{ m.role }}|>{{ m.reasoning_content }}{{ m.content }}<|end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    assert not any("leaves out" in each for each in check_demonstrations(make_config(path), own_tokenizer))
+
+
+@pytest.mark.parametrize(
+    ("train_on", "told"),
+    [
+        ("all_assistant", {"weight": "2 of 4 rows (row 2 first)", "train": "1 of 4 rows (row 4 first)"}),
+        ("last_assistant", {}),
+    ],
+)
+def test_turns_that_rows_mark_as_not_to_be_trained_on_are_told(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, train_on: str, told: dict[str, str]
+) -> None:
+    """OpenAI's rows and Axolotl's leave them out of the loss."""
+    marks: list[dict[str, Any]] = [{"weight": 1, "train": True}, {"weight": 0}, {"weight": 0.0}, {"train": False}]
+    rows = [turns({"content": "1", **each}, {"content": "2", "weight": 1}) for each in marks]
+    path = write_rows(tmp_path / "a.jsonl", rows)
+    found = check_demonstrations(make_config(path, train_on=train_on, max_length=40), tokenizer)
+    expected = [f"{path}: in {rows} the `{key}` of a turn would leave it out" for key, rows in told.items()]
+    warned = [each for each in found if "leave it out" in each]
+    assert [each.startswith(words) for each, words in zip(warned, expected, strict=True)] == [True] * len(told)
+
+
+def test_fields_that_other_systems_read_are_told(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    """A model that is trained without the system prompts of its rows will be asked with them."""
+    has_it = {"messages": [{"role": "system", "content": "+"}, *turns("2")["messages"]]}
+    rows: list[dict[str, Any]] = [
+        SUM,
+        {**SUM, "system_prompt": "+"},
+        {**has_it, "system": "+"},
+        {**SUM, "system_prompt": "", "chat_template_kwargs": {"enable_thinking": False}},
+        {"text": "1+1=2", "system": "+"},
+    ]
+    path = write_rows(tmp_path / "a.jsonl", rows)
+    config = make_config(path, max_length=40)
+    for found in (check_demonstrations(config, tokenizer), check_compared_demonstrations(path, config, tokenizer)):
+        kwargs, system = (each for each in found if "is not told" in each)
+        assert kwargs.startswith(f"{path}: 1 of 5 rows (row 4 first) have `chat_template_kwargs`, which the model")
+        assert system.startswith(f"{path}: 1 of 5 rows (row 2 first) have `system_prompt`, which the model is not told")

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     BartConfig,
@@ -67,6 +67,7 @@ from rollouts_core.model.loading import (
 )
 from rollouts_core.model.policy import create_policy
 from tests.rollouts_core.checks.configurations import SUM, make_config, with_rollout, write_rows
+from tests.rollouts_core.make import write_tied
 
 COMPARED = ("sft_eval", "selection", "heldout")
 """The demonstrations that are not trained on."""
@@ -297,6 +298,29 @@ def test_a_model_whose_new_weights_vllm_would_not_serve_is_refused(
         check_updatable(config)
 
 
+@pytest.mark.parametrize("is_sharded", [False, True])
+def test_a_head_that_config_json_ties_to_an_embedding_of_other_values_is_refused(
+    tmp_path: Path, base_model: ModelConfig, is_sharded: bool
+) -> None:
+    """Before a run: SFT would train it for hours, and selection then find that no engine computes with it."""
+    folder = write_tied(base_model, tmp_path / "m")
+    weights = load_file(folder / "model.safetensors")
+    if is_sharded:
+        (folder / "model.safetensors").unlink()
+        names = {"a.safetensors": ["lm_head.weight"], "b.safetensors": sorted(set(weights) - {"lm_head.weight"})}
+        for file, held in names.items():
+            save_file({name: weights[name] for name in held}, folder / file, metadata={"format": "pt"})
+        index = {"weight_map": {name: file for file, held in names.items() for name in held}}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    config = make_config("s").model_copy(update={"model": ModelConfig(path=str(folder))})
+    with pytest.raises(CheckpointError, match=r"^model\.path: the weights at .*m have an output head that differs"):
+        check_model_files(config)
+    holder = folder / ("a.safetensors" if is_sharded else "model.safetensors")
+    mended = {**load_file(holder), "lm_head.weight": weights["model.embed_tokens.weight"].clone()}
+    save_file(mended, holder, metadata={"format": "pt"})
+    check_model_files(config)
+
+
 @pytest.mark.parametrize(
     ("num_gpus", "changes", "refused"),
     [
@@ -403,7 +427,7 @@ def test_packed_rows_of_more_tokens_than_a_model_computes_in_one_are_refused(tmp
 def test_rows_whose_loss_is_compared_fit_the_model_too(tmp_path: Path, base_model: ModelConfig, longest: str) -> None:
     folder = tmp_path / "model"
     shutil.copytree(base_model.path, folder)
-    GPT2Config(n_positions=16).save_pretrained(folder)
+    GPT2Config(n_positions=16, tie_word_embeddings=False).save_pretrained(folder)
     rows = {name: [{**SUM, "prompt": f"{place}+1=?"}] for place, name in enumerate(("sft", *COMPARED))}
     rows[longest].append({"text": "1" * 20})
     data = {name: write_rows(tmp_path / f"{name}.jsonl", each) for name, each in rows.items()}

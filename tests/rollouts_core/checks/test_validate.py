@@ -4,6 +4,7 @@ Without it a run would fail hours later, or do without a word what nobody meant.
 """
 
 import json
+import shutil
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -84,6 +85,32 @@ def test_tools_of_prompts_that_the_policy_is_not_told_of_are_said(tmp_path: Path
     said = f"{data['heldout']}: 1 of 2 prompts (row 2 first) have `tools`, of which the policy is not told"
     for findings in (validate_config(config), validate_evaluation(config, [base_model])):
         assert [each.startswith(said) for each in findings if "`tools`" in each] == [True]
+
+
+def test_prompts_that_the_chat_template_leaves_out_are_told(tmp_path: Path, base_model: ModelConfig) -> None:
+    """The policy would answer to nothing, in RL as in every evaluation."""
+    model = tmp_path / "model"
+    shutil.copytree(base_model.path, model)
+    (model / "chat_template.jinja").write_text(
+        "{% for m in messages if m.role in ('user', 'assistant') %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    asked = [[{"role": role, "content": f"{i}+{i}=?"}] for i, role in enumerate(("user", "human", "human", "user"))]
+    rows: dict[str, list[dict[str, Any]]] = {
+        "sft": [{"prompt": "1+1=?", "completion": "2"}],
+        "selection": [{"messages": asked[0], "answer": "0"}],
+        "heldout": [{"messages": each, "answer": "2", "system": "+"} for each in asked[1:]],
+    }
+    data = {name: write_rows(tmp_path / f"{name}.jsonl", each) for name, each in rows.items()}
+    rollout = {"environment": "arithmetic", "sampling": {"max_new_tokens": 8}}
+    config = Config.model_validate({"mode": "sft", "model": {"path": str(model)}, "data": data, "rollout": rollout})
+    said = [
+        f"{data['heldout']}: in 2 of 3 rows (row 1 first) the role 'human' says something, which the chat template",
+        f"{data['heldout']}: 3 of 3 rows (row 1 first) have `system`, which the model is not told",
+    ]
+    for findings in (validate_config(config), validate_evaluation(config, [config.model])):
+        warned = [each for each in findings if "leaves out" in each or "is not told" in each]
+        assert [each.startswith(words) for each, words in zip(warned, said, strict=True)] == [True, True]
 
 
 def test_a_long_prompt_behind_an_empty_line_is_named_by_its_row(

@@ -14,16 +14,13 @@ from rollouts_core.data.chat import (
     TrainOn,
     Turn,
     compute_loss_mask,
-    find_unwritten,
+    leaves_out_role,
     stop_token_ids,
     tokenize_conversation,
     tokenize_conversations,
     tokenize_prompt,
-    tokenize_reply,
-    warn_of_endless_turns,
-    warn_of_unseen_tools,
 )
-from rollouts_core.environments.calculator import CALCULATOR
+from rollouts_core.data.replies import tokenize_reply
 from rollouts_core.errors import DataError
 from rollouts_core.model.loading import load_tokenizer
 from rollouts_core.types import Message
@@ -71,6 +68,10 @@ FORGETS_THOUGHTS = (
 CUTS_THOUGHTS = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content.split('</think>')[-1] }}<|im_end|>{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
+)
+KNOWS_THREE_ROLES = (
+    "{% for m in messages if m.role in ('system', 'user', 'assistant') %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+    "<|im_end|>{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 THINKS: list[Message] = [
     {"role": "user", "content": "a"},
@@ -375,6 +376,20 @@ def test_a_reply_is_what_the_template_writes_behind_the_turn_that_was_sampled(
     assert byte_tokenizer.decode(tokenize_reply(byte_tokenizer, replies, stopped_elsewhere)) == "<|im_end|>\n" + rest
 
 
+@pytest.mark.parametrize(
+    ("end", "left"), [(" <|im_end|>\n", "\n"), ("\n<|im_end|>", ""), (".<|im_end|>", ".<|im_end|>")]
+)
+def test_spaces_before_the_end_of_a_turn_do_not_end_it_twice(
+    end: str, left: str, byte_tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """As Llama 2's template has one, which the policy need not sample."""
+    byte_tokenizer.chat_template = NEWLINE_AFTER_TURNS.replace("<|im_end|>\n", end)
+    for said in ("57+83<|im_end|>", "57+83 <|im_end|>"):
+        sampled = byte_tokenizer(said)["input_ids"]
+        reply = byte_tokenizer.decode(tokenize_reply(byte_tokenizer, [Message(role="tool", content="140")], sampled))
+        assert reply == f"{left}<|im_start|>tool\n140{end}<|im_start|>assistant\n"
+
+
 def test_special_tokens_in_a_reply_are_text(byte_tokenizer: PreTrainedTokenizerBase) -> None:
     """A page that a tool fetched could end its turn, and begin one of the assistant that nobody sampled."""
     byte_tokenizer.chat_template = NEWLINE_AFTER_TURNS
@@ -422,19 +437,6 @@ def test_a_template_that_does_not_tell_leaves_the_end_of_sequence(
 ) -> None:
     byte_tokenizer.chat_template = template
     assert stop_token_ids(byte_tokenizer) == (byte_tokenizer.eos_token_id,)
-    assert warn_of_endless_turns(byte_tokenizer) == []
-
-
-@pytest.mark.parametrize(
-    ("behind", "said"),
-    [("", "nothing behind what"), ("###\n", "'###\\n' behind what"), ("<|im_end|>", ""), ("###<|endoftext|>", "")],
-)
-def test_a_template_that_no_completion_can_end_by_is_told(
-    behind: str, said: str, byte_tokenizer: PreTrainedTokenizerBase
-) -> None:
-    write_behind_turns(byte_tokenizer, behind)
-    warnings = warn_of_endless_turns(byte_tokenizer)
-    assert [f"the chat template writes {said}" in warning for warning in warnings] == [True] * bool(said)
 
 
 @pytest.mark.parametrize("turn", ["{{ message.content }}", "{% generation %}{{ message.content }}{% endgeneration %}"])
@@ -461,19 +463,6 @@ def write_behind_turns(tokenizer: PreTrainedTokenizerBase, text: str) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("shows", "num_warnings"), [("", 1), ("{% for t in tools or [] %}{{ t['function']['name'] }}{% endfor %}", 0)]
-)
-def test_a_template_that_leaves_tools_out_is_said(
-    byte_tokenizer: PreTrainedTokenizerBase, shows: str, num_warnings: int
-) -> None:
-    byte_tokenizer.chat_template = shows + "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}{% endfor %}"
-    warnings = warn_of_unseen_tools(byte_tokenizer, [CALCULATOR.to_json()])
-    assert len(warnings) == num_warnings
-    assert all("(calculator)" in sentence for sentence in warnings)
-    assert warn_of_unseen_tools(byte_tokenizer, []) == []
-
-
 @pytest.mark.parametrize("trims", [False, True])
 @pytest.mark.parametrize("said", ["b", " b", "b ", "b\n\n", "\n b", " ", "b\U0001f600", "\U0001f600", " \u00e9 "])
 def test_markers_hold_what_the_assistant_said_and_nothing_else(
@@ -494,23 +483,93 @@ def test_markers_hold_what_the_assistant_said_and_nothing_else(
     assert [tokenizer.decode(tokens[turn.start : turn.end]) for turn in turns] == [said, said]
 
 
+def test_markers_of_a_completion_are_found_behind_a_prompt_whose_thoughts_are_forgotten(
+    byte_tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    """Alone, what is given ends with the thoughts that the template leaves out of the whole: it is longer than that."""
+    byte_tokenizer.chat_template = FORGETS_THOUGHTS.replace(
+        "{{ m.content }}<|im_end|>",
+        "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}{% else %}"
+        "{{ m.content }}<|im_end|>{% endif %}",
+    )
+    given: list[Message] = [THINKS[0], {**THINKS[1], "reasoning_content": "x" * 99}]
+    conversation = Conversation([*given, *THINKS[2:], *THINKS[2:]], None, len(given))
+    [tokenized] = tokenize_conversations(byte_tokenizer, [conversation], train_on="all_assistant")
+    assert isinstance(tokenized, TokenizedConversation), tokenized
+    assert trained_text(byte_tokenizer, tokenized, "all_assistant") == "d<|im_end|>d<|im_end|>"
+
+
+ADDS_A_SYSTEM = (
+    "{% if messages[0].role != 'system' %}<|im_start|>system\nbe good<|im_end|>{% endif %}" + KNOWS_THREE_ROLES
+)
+
+
+@pytest.mark.parametrize("template", [None, WITH_TOOLS, MARKED, KNOWS_THREE_ROLES, ADDS_A_SYSTEM])
+@pytest.mark.parametrize("num_turns", [1, 2, 3])
+def test_a_conversation_may_begin_with_the_assistant(
+    template: str | None,
+    num_turns: int,
+    own_tokenizer: PreTrainedTokenizerBase,
+    byte_tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    """As a greeting does, or the first line of a play."""
+    tokenizer = own_tokenizer if template is None else byte_tokenizer
+    tokenizer.chat_template = template or tokenizer.chat_template
+    end = "<|end|>" if template is None else "<|im_end|>"
+    messages = [
+        Message(role=role, content=said) for role, said in (("assistant", "1"), ("user", "2"), ("assistant", "3"))
+    ]
+    conversation = messages[:num_turns]
+    assert select_trained_text(tokenizer, conversation, "all_assistant") == "".join(
+        f"{m['content']}{end}" for m in conversation[::2]
+    )
+
+
+@pytest.mark.parametrize("template", [CUTS_THOUGHTS, "{% for m in messages %}{{ m.content }}{% endfor %}"])
+def test_a_template_that_does_not_tell_where_a_first_turn_begins_is_an_error(
+    template: str, byte_tokenizer: PreTrainedTokenizerBase
+) -> None:
+    byte_tokenizer.chat_template = template
+    with pytest.raises(DataError, match=r"begins with a turn of the assistant.*put a turn of the user before it"):
+        tokenize_conversation(byte_tokenizer, [Message(role="assistant", content="1")])
+
+
+@pytest.mark.parametrize("role", ["tool", "observation"])
+def test_a_reply_that_the_template_leaves_out_is_an_error(role: str, byte_tokenizer: PreTrainedTokenizerBase) -> None:
+    """As those of Zephyr and others do: the policy would go on as if nothing had been answered."""
+    byte_tokenizer.chat_template = KNOWS_THREE_ROLES
+    replies = [Message(role="user", content="2"), Message(role=role, content="3")]
+    assert tokenize_reply(byte_tokenizer, replies[:1], [])
+    with pytest.raises(DataError, match=f"writes nothing of what the role '{role}' says"):
+        tokenize_reply(byte_tokenizer, replies, [])
+    byte_tokenizer.chat_template = WITH_TOOLS
+    assert byte_tokenizer.decode(tokenize_reply(byte_tokenizer, replies, [])).count("<|im_start|>") == 3
+
+
 @pytest.mark.parametrize(
-    ("template", "unwritten"),
+    ("template", "left_out"),
     [
-        (None, ["tool_calls", "reasoning_content"]),
-        (WITH_TOOLS, ["reasoning_content"]),
-        (FORGETS_THOUGHTS, ["tool_calls"]),
-        (CUTS_THOUGHTS, ["tool_calls", "reasoning_content", "</think>"]),
-        ("{{ raise_exception('no') }}", []),
+        (KNOWS_THREE_ROLES, ["tool", "tool first", "developer", "developer first", "human", "human first"]),
+        (WITH_TOOLS, []),
+        (
+            "{{ messages[0].content }}{% for m in messages[1:] if m.role != 'system' %}{{ m.content }}{% endfor %}",
+            ["system"],
+        ),
+        (
+            "{% for m in messages if m.role != 'tool' or messages[1].tool_calls %}{{ m.content | tojson }}{% endfor %}",
+            ["tool first"],
+        ),
+        ("{% for m in messages if m.role == 'user' or raise_exception('no') %}{{ m.content }}{% endfor %}", []),
     ],
 )
-def test_a_template_is_asked_what_it_leaves_out_of_an_assistants_turn(
-    own_tokenizer: PreTrainedTokenizerBase, template: str | None, unwritten: list[str]
+def test_a_template_is_asked_whose_messages_it_leaves_out(
+    template: str, left_out: list[str], byte_tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    own_tokenizer.chat_template = template or own_tokenizer.chat_template
-    assert find_unwritten(own_tokenizer) == unwritten
-
-
-def test_a_tokenizer_without_a_template_leaves_nothing_out(own_tokenizer: PreTrainedTokenizerBase) -> None:
-    own_tokenizer.chat_template = None
-    assert find_unwritten(own_tokenizer) == []
+    byte_tokenizer.chat_template = template
+    places = {"": False, " first": True}
+    assert left_out == [
+        f"{role}{where}"
+        for role in ("user", "system", "tool", "developer", "human")
+        for where, is_first in places.items()
+        if leaves_out_role(byte_tokenizer, role, is_first=is_first)
+    ]

@@ -18,6 +18,7 @@ import datasets
 import pytest
 
 from rollouts_core.data.conversations import Row
+from rollouts_core.data.dataset import load_prompts_from_jsonl
 from rollouts_core.data.rows import digest_path, load_rows, open_rows, resolve_revision
 from rollouts_core.errors import DataError
 
@@ -353,6 +354,36 @@ def test_a_number_that_a_table_lacks_is_no_number(tmp_path: Path) -> None:
     datasets.Dataset.from_list(rows).to_parquet(str(tmp_path / "rows.parquet"))
     [(_, row)] = load_rows(tmp_path / "rows.parquet")
     assert row == {"prompt": "x", "rate": None, "more": {"b": [0.5, None]}}
+
+
+def save_pictures(folder: Path, column: str, values: Sequence[object], kind: Callable[..., object]) -> Path:
+    """A dataset of demonstrations with a column of pictures that nobody can decode."""
+    features = {**dict.fromkeys(("prompt", "completion"), datasets.Value("string")), column: kind(decode=False)}
+    rows = [{"prompt": "1+1=?", "completion": "2", column: value} for value in values]
+    table = datasets.Dataset.from_list(rows, features=datasets.Features(features))
+    table.cast_column(column, kind(decode=True)).save_to_disk(folder)
+    return folder
+
+
+def test_a_picture_is_not_decoded_and_a_row_without_one_has_none(tmp_path: Path) -> None:
+    """Of demonstrations nobody reads the column, and Pillow may not be there."""
+    picture = {"bytes": b"\x89PNG, and no more", "path": None}
+    folder = save_pictures(tmp_path / "d", "picture", [picture, None], datasets.Image)
+    [(_, first), (_, second)] = load_rows(folder)
+    assert first == {"prompt": "1+1=?", "completion": "2", "picture": datasets.Image()}
+    assert second["picture"] is None
+    with pytest.raises(DataError, match=r"row 1: the field `picture` holds Image, and samples are written as JSON"):
+        load_prompts_from_jsonl(folder)
+
+
+def test_pictures_within_a_column_that_cannot_be_decoded_are_one_sentence(tmp_path: Path) -> None:
+    def several(*, decode: bool) -> object:
+        return datasets.List(datasets.Image(decode=decode))
+
+    picture = {"bytes": b"\x89PNG, and no more", "path": None}
+    folder = save_pictures(tmp_path / "d", "pictures", [[picture]], several)
+    with pytest.raises(DataError, match=r"d has pictures or sounds within a column .*cannot identify image file"):
+        list(load_rows(folder))
 
 
 @pytest.mark.parametrize(("name", "other"), [("rows[1]", "rows1"), ("rows*", "rows-old"), ("rows?", "rows2")])

@@ -15,9 +15,10 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
     FalconMambaConfig,
     FalconMambaForCausalLM,
     Gemma2Config,
@@ -27,6 +28,8 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     LlamaModel,
+    MistralConfig,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -43,9 +46,9 @@ from rollouts_core.model.loading import (
     load_tokenizer,
     pad_token_id,
 )
-from rollouts_core.model.policy import compute_logprobs, score_targets
+from rollouts_core.model.policy import compute_logprobs, find_window, score_targets
 from rollouts_core.types import Sample
-from tests.rollouts_core.make import make_groups, make_random_samples, make_sample
+from tests.rollouts_core.make import TINY_MODEL, make_groups, make_random_samples, make_sample, write_tied
 
 LOSSES = {
     "cross_entropy": create_cross_entropy_loss(),
@@ -127,6 +130,21 @@ def test_a_packed_neighbour_does_not_change_the_log_probs_of_a_sample(tiny_model
     torch.testing.assert_close(logprobs_BT[:, :3], changed_BT[:, :3], atol=1e-6, rtol=0)
     torch.testing.assert_close(logprobs_BT[:, 5:], changed_BT[:, 5:], atol=1e-6, rtol=0)
     assert not torch.allclose(logprobs_BT[:, 3:5], changed_BT[:, 3:5])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("settings", "sees_window"), [(LlamaConfig, False), (MistralConfig, True)])
+def test_a_window_that_the_model_does_not_know_hides_nothing_in_packed_rows(
+    settings: type[PreTrainedConfig], sees_window: bool
+) -> None:
+    """config.json of a Mistral that was made a Llama still speaks of one, which no Llama reads."""
+    config = settings(**TINY_MODEL, sliding_window=2)
+    model = MODEL_FOR_CAUSAL_LM_MAPPING[settings](config).eval()
+    first, second = make_sample(range(7, 16)), make_sample(range(16, 25))
+    alone_BT = compute_logprobs(model, build_batch([[second]], pad_id=0))
+    packed_BT = compute_logprobs(model, build_batch([[first, second]], pad_id=0))
+    torch.testing.assert_close(packed_BT[:, 8:], alone_BT, atol=1e-6, rtol=0)
+    assert find_window(config) == (2 if sees_window else None)
 
 
 @torch.no_grad()
@@ -272,6 +290,21 @@ def test_code_in_pickled_weights_does_not_run_even_when_they_are_allowed(
     with pytest.raises(CheckpointError, match="no model could be loaded"):
         load_hf_model(pickled.model_copy(update={"allow_pickle": True}))
     assert not (tmp_path / "ran").exists()
+
+
+def test_a_head_that_config_json_ties_to_an_embedding_of_other_values_is_refused(
+    base_model: ModelConfig, tmp_path: Path
+) -> None:
+    """As adapters leave it that trained the head: transformers computes with it, engines without."""
+    folder = write_tied(base_model, tmp_path / "m")
+    with pytest.raises(CheckpointError, match=r"have an output head that differs.*set tie_word_embeddings = false"):
+        load_hf_model(ModelConfig(path=str(folder)))
+    weights = load_file(folder / "model.safetensors")
+    for head in ({"lm_head.weight": weights["model.embed_tokens.weight"].clone()}, {}):
+        others = {name: tensor for name, tensor in weights.items() if name != "lm_head.weight"}
+        save_file({**others, **head}, folder / "model.safetensors", metadata={"format": "pt"})
+        model = load_hf_model(ModelConfig(path=str(folder)))
+        assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
 
 
 def test_weights_of_other_shapes_than_config_json_says_are_named(base_model: ModelConfig, tmp_path: Path) -> None:

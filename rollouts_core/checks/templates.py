@@ -1,0 +1,145 @@
+"""Ask a chat template what it leaves out: ends of turns, tools, calls, thoughts, whole messages.
+
+Not here: what is in the rows (demonstrations.py), how a conversation becomes tokens (data/chat.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, cast
+
+from rollouts_core.data.chat import (
+    END_OF_THOUGHTS,
+    TURN_MARK,
+    encode_rest_of_turn,
+    find_turn_end,
+    leaves_out_role,
+    render_text,
+)
+from rollouts_core.data.conversations import SYSTEM_FIELDS, THOUGHTS, find_unread
+from rollouts_core.errors import DataError
+from rollouts_core.findings import Caution
+from rollouts_core.types import Message
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def warn_of_endless_turns(tokenizer: PreTrainedTokenizerBase) -> list[Caution]:
+    """A warning where nothing that the chat template writes could end a completion."""
+    if not (rest := encode_rest_of_turn(tokenizer, default=[tokenizer.eos_token_id])):
+        found = "nothing behind what an assistant says"
+    elif find_turn_end(tokenizer) is None and tokenizer.eos_token_id not in rest:
+        found = f"{tokenizer.decode(rest)!r} behind what an assistant says, and no special token"
+    else:
+        return []
+    return [
+        Caution(
+            f"the chat template writes {found}: only {tokenizer.eos_token!r} ends a completion, and SFT on "
+            "conversations does not teach it: let the template write it there"
+        )
+    ]
+
+
+def warn_of_unseen_tools(
+    tokenizer: PreTrainedTokenizerBase,
+    tools: Sequence[dict[str, Any]],  # Any: JSON schemas
+) -> list[Caution]:
+    """A warning where the chat template tells the policy nothing of the tools that it may call."""
+    if not tools:
+        return []
+    asked: list[Message] = [{"role": "user", "content": "?"}]
+    shown, hidden = (render_text(tokenizer, asked, each, add_generation_prompt=True) for each in (tools, None))
+    if shown != hidden:
+        return []
+    names = ", ".join(str(tool["function"]["name"]) for tool in tools)
+    return [
+        Caution(
+            f"the chat template leaves out the tools that the environment has ({names}): the policy is not told of "
+            "them, unless prompts or demonstrations say it"
+        )
+    ]
+
+
+def find_unwritten(tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """What a turn of the assistant may hold beside its answer and the chat template does not write: calls, thoughts.
+
+    Thoughts may lie apart or, up to `END_OF_THOUGHTS`, in the text. A template that refuses to be asked counts as one
+    that writes it.
+    """
+    function = {"name": "f", "arguments": {"said": TURN_MARK}}
+    tool = {"type": "function", "function": {"name": "f", "description": "?", "parameters": {"type": "object"}}}
+    asked: Message = {"role": "user", "content": "?"}
+    said: dict[str, dict[str, Any]] = {
+        "tool_calls": {"tool_calls": [{"id": "call00000", "type": "function", "function": function}]},
+        "function_call": {"function_call": function},
+        **{key: {key: TURN_MARK} for key in THOUGHTS},
+        END_OF_THOUGHTS: {"content": f"<think>\n{TURN_MARK}\n{END_OF_THOUGHTS}\n\nyes"},
+    }
+    unwritten: list[str] = []
+    for key, fields in said.items():
+        turn = cast(Message, {"role": "assistant", "content": "", **fields})
+        with suppress(DataError):
+            text = render_text(tokenizer, [asked, turn], [tool], add_generation_prompt=False)
+            unwritten += [key] if TURN_MARK not in text else []
+    return unwritten
+
+
+class UnwrittenRoles:
+    """The messages in rows that the chat template leaves out whole, by their role."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+        self._is_left_out: dict[tuple[str, bool], bool] = {}
+        self._rows: dict[str, list[int]] = {}
+
+    def note(self, number: int, messages: Sequence[Message]) -> None:
+        """Look at the conversation of a row. Turns of the assistant, which some templates forget, count as written."""
+        if self._tokenizer.chat_template is None:
+            return
+        for role, is_first in {(message["role"], i == 0) for i, message in enumerate(messages)}:
+            if role != "assistant" and self._leaves_out(role, is_first=is_first):
+                numbers = self._rows.setdefault(role, [])
+                numbers += [number] if numbers[-1:] != [number] else []
+
+    def warn(self, source: str, num_rows: int) -> list[Caution]:
+        """A warning for each role of which something is lost."""
+        return [
+            Caution(
+                f"{source}: in {len(numbers)} of {num_rows} rows (row {numbers[0]} first) the role {role!r} says "
+                "something, which the chat template leaves out: the model does not see it; give it a role that the "
+                "template writes, as user or system"
+            )
+            for role, numbers in sorted(self._rows.items())
+        ]
+
+    def _leaves_out(self, role: str, *, is_first: bool) -> bool:
+        key = (role, is_first)
+        if key not in self._is_left_out:
+            self._is_left_out[key] = leaves_out_role(self._tokenizer, role, is_first=is_first)
+        return self._is_left_out[key]
+
+
+class UnreadFields:
+    """The rows that say something in a field which other systems read, and nothing here does."""
+
+    def __init__(self) -> None:
+        self._rows: dict[str, list[int]] = {}
+
+    def note(self, number: int, fields: Mapping[str, Any], messages: Sequence[Message]) -> None:  # Any: JSON
+        """Look at the fields of a row and the messages that it gave."""
+        for name in find_unread(fields, messages):
+            self._rows.setdefault(name, []).append(number)
+
+    def warn(self, source: str, num_rows: int) -> list[Caution]:
+        """A warning for each field."""
+        first = "make it the first message, of the role system"
+        same = "templates are asked alike for all rows; give the model one that has these values by itself"
+        return [
+            Caution(
+                f"{source}: {len(numbers)} of {num_rows} rows (row {numbers[0]} first) have `{name}`, which the model "
+                f"is not told: {first if name in SYSTEM_FIELDS else same}"
+            )
+            for name, numbers in sorted(self._rows.items())
+        ]
