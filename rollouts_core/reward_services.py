@@ -25,7 +25,6 @@ from typing import Any
 import anyio
 
 from rollouts_core.config import ModelConfig, RewardConfig
-from rollouts_core.config.messages import first_line
 from rollouts_core.config.reward import is_asked_in_tokens
 from rollouts_core.data.chat import stop_token_ids, tokenize_prompt, undated_template
 from rollouts_core.errors import CheckpointError, ConfigError, RewardError
@@ -279,10 +278,13 @@ def _loading(config: RewardConfig) -> Iterator[None]:
     """What a classifier's folder holds is loaded inside; what goes wrong names the folder."""
     if not Path(config.model).is_dir():
         raise ConfigError(f"rollout.rewards: model {config.model!r} is not a folder: give that of a classifier")
+    from rollouts_core.model.loading import BAD_SETTINGS, UNLOADABLE, describe_unloadable  # needs torch
+
     try:
         yield
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"the reward model at {config.model} cannot be loaded: {first_line(error)}") from error
+    except (*UNLOADABLE, *BAD_SETTINGS) as error:
+        reason = describe_unloadable(error)
+        raise CheckpointError(f"the reward model at {config.model} cannot be loaded: {reason}") from error
 
 
 def create_reward_model_reward(config: RewardConfig) -> BatchedReward:

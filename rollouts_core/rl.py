@@ -36,7 +36,7 @@ from rollouts_core.engines import InferenceEngine, PublishTarget, memory_handed_
 from rollouts_core.environments.protocol import Outcome
 from rollouts_core.errors import DataError, RewardError
 from rollouts_core.metrics import EventLog, MetricsLogger, average_metrics, read_json_lines
-from rollouts_core.rl_batch import places_to_score, plan_rows, prepare_updates
+from rollouts_core.rl_batch import is_reinforced, places_to_score, plan_rows, prepare_updates
 from rollouts_core.rollout.group_order import Schedule
 from rollouts_core.rollout.manager import AsyncRolloutManager
 from rollouts_core.rollout.offline_rollouts import OfflineRollouts
@@ -253,6 +253,7 @@ async def train_on_rollouts(
     done = [metrics for metrics in tried if not metrics["num_nonfinite"]]
     counts = {
         "skipped": float(not done),
+        "without_signal": float(not tried or not is_reinforced(batch.samples, batch.rewards, config)),
         "num_updates": float(len(done)),
         "num_nonfinite": float(len(tried) - len(done)),
     }

@@ -105,8 +105,28 @@ def has_gradient(sample: Sample, advantage: Tensor | float, config: RLTrainingCo
     """Whether a sample changes the weights: something of it is trained, by its advantage or by another term."""
     loss = config.loss
     others = loss.kl_coef > 0 or loss.entropy_coef > 0 or loss.ratio_penalty > 0 or config.with_values
-    is_reinforced = bool(advantage.any()) if isinstance(advantage, Tensor) else advantage != 0.0
-    return any(sample.loss_mask[1:]) and (others or is_reinforced)
+    return any(sample.loss_mask[1:]) and (others or is_advantage(advantage))
+
+
+def is_advantage(advantage: Tensor | float) -> bool:
+    """Whether an advantage, or that of any token, is not 0."""
+    return bool(advantage.any()) if isinstance(advantage, Tensor) else advantage != 0.0
+
+
+def is_reinforced(samples: Sequence[Sample], rewards: Sequence[float], config: RLTrainingConfig) -> bool:
+    """Whether rewards have a share in what a step trains; else its updates, if any, are those of KL and the like.
+
+    A value head learns from equal rewards, too: with one they always have.
+    """
+    if config.with_values:
+        return True
+    without_kl = config.model_copy(update={"reward_shaping": config.reward_shaping.model_copy(update={"kl_coef": 0.0})})
+    advantages = assign_credit(samples, rewards, without_kl, RolloutScores()).advantages
+    trained = trained_samples(samples, config.reward_shaping)
+    return any(
+        is_advantage(advantage) and any(sample.loss_mask[1:])
+        for sample, advantage in zip(trained, advantages, strict=True)
+    )
 
 
 def places_to_score(samples: Sequence[Sample], rewards: Sequence[float], config: RLTrainingConfig) -> list[int]:

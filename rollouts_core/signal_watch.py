@@ -2,9 +2,11 @@
 
 Not here: the loop (rl.py), updates that are skipped for numbers that are not finite (update.py).
 
-    an update was made                                         the count begins anew
+    rewards made an update                                     the count begins anew
     none, all rewards as high as they ever were, after some    the count begins anew: what is solved teaches nothing
     none otherwise                                             +1:  10, 20, 40, ... -> event few_updates,  limit -> over
+
+An update by the other terms of the loss alone (KL to the start model, entropy) is none by rewards.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ logger = logging.getLogger(__name__)
 
 FIRST_TOLD = 10
 """After so many steps in a row it is told, and after twice as many again."""
+BY_REWARDS = " by rewards, only by the other terms of the loss"
 NO_SIGNAL = "completions of each prompt had equal rewards"
 NOT_TRAINED = "no completion with an advantage is trained on"
 NONFINITE = "loss or gradient was no finite number"
@@ -32,15 +35,20 @@ REMEDIES = {
 }
 
 
+def is_untaught(metrics: Mapping[str, float]) -> bool:
+    """Whether rewards made no update in a step; lines of earlier versions say only whether anything did."""
+    return bool(metrics["skipped"] or metrics.get("without_signal", 0.0))
+
+
 def why_skipped(metrics: Mapping[str, float]) -> str:
-    """Why a step made no update, a key of `REMEDIES`."""
+    """Why rewards made no update in a step, a key of `REMEDIES`."""
     if metrics["num_nonfinite"]:
         return NONFINITE
     return NO_SIGNAL if not metrics["signal_share"] else NOT_TRAINED
 
 
 class SignalWatch:
-    """Counts the steps that made no update one after the other.
+    """Counts the steps one after the other in which rewards made no update.
 
     A policy that has learned to get the highest reward everywhere makes none either, and nothing is wrong.
 
@@ -59,6 +67,8 @@ class SignalWatch:
         """Least and greatest mean reward of the steps in a row; empty where none had a reward."""
         self._is_uniform: bool = saved.get("is_uniform", True)
         """Whether all completions of each of these steps had the same reward, whatever the prompt."""
+        self._is_updated: bool = saved.get("is_updated", False)
+        """Whether one of these steps made an update all the same, by the other terms of the loss."""
         self._has_learned: bool = saved.get("has_learned", False)
         self._best: float | None = saved.get("best")
 
@@ -70,13 +80,14 @@ class SignalWatch:
             "step": self._step,
             "seen": self._seen,
             "is_uniform": self._is_uniform,
+            "is_updated": self._is_updated,
             "has_learned": self._has_learned,
             "best": self._best,
         }
 
     @property
     def is_over(self) -> bool:
-        """Whether as many steps in a row as the limit allows made no update."""
+        """Whether in as many steps in a row as the limit allows rewards made no update."""
         return 0 < self.limit <= self.num_in_a_row
 
     def after_step(self, step: int, metrics: Metrics, events: EventLog | None = None) -> None:
@@ -84,8 +95,8 @@ class SignalWatch:
         if self._teaches_nothing(metrics):
             self._count(step, metrics)
         else:
-            self.num_in_a_row, self._seen, self._is_uniform = 0, [], True
-        self._has_learned = self._has_learned or not metrics["skipped"]
+            self.num_in_a_row, self._seen, self._is_uniform, self._is_updated = 0, [], True, False
+        self._has_learned = self._has_learned or not is_untaught(metrics)
         if "reward" in metrics:
             self._best = max(metrics["reward"], metrics["reward"] if self._best is None else self._best)
         if is_time_to_tell(self.num_in_a_row):
@@ -105,12 +116,12 @@ class SignalWatch:
     def sentence(self) -> str:
         """What was seen, and what to do."""
         return (
-            f"step {self._step}: {self.num_in_a_row} steps in a row made no update, {self._describe_rewards()} "
-            f"({self._reason}): {REMEDIES[self._reason]}"
+            f"step {self._step}: {self.num_in_a_row} steps in a row made no update{BY_REWARDS * self._is_updated}, "
+            f"{self._describe_rewards()} ({self._reason}): {REMEDIES[self._reason]}"
         )
 
     def _teaches_nothing(self, metrics: Metrics) -> bool:
-        if not metrics["skipped"] or metrics["num_nonfinite"]:  # these have a limit of their own
+        if not is_untaught(metrics) or metrics["num_nonfinite"]:  # these have a limit of their own
             return False
         is_solved = (
             self._has_learned
@@ -123,6 +134,7 @@ class SignalWatch:
     def _count(self, step: int, metrics: Metrics) -> None:
         self.num_in_a_row += 1
         self._step, self._reason = step, why_skipped(metrics)
+        self._is_updated = self._is_updated or not metrics["skipped"]
         if "reward" in metrics:
             seen = [*self._seen, metrics["reward"]]
             self._seen = [min(seen), max(seen)]

@@ -77,6 +77,7 @@ def check_functions(config: Config, prompts: Sequence[Prompt], tokenizer: PreTra
         for prompt, (empty, answer) in zip(prompts, graded, strict=True)
     ]
     said += warn_of_equal_rewards(config.rollout, prompts, graded) + _warn_of_unscored(config.rollout, graded)
+    said += warn_of_missing_answers(config.rollout, prompts, graded)
     return said + asyncio.run(_converse(prompts, config.rollout, tokenizer))
 
 
@@ -112,6 +113,30 @@ def warn_of_equal_rewards(
             "wrong teaches nothing; look at the function, and at the form of `answer` in the rows"
         )
     ]
+
+
+def warn_of_missing_answers(
+    rollout: RolloutConfig, prompts: Sequence[Prompt], graded: Sequence[tuple[Sample, Sample]]
+) -> list[Caution]:
+    """A warning where whatever is said to a row without `answer` is worth as much as the right answer to another row.
+
+    Every text ends with the empty one, for instance, which is the answer of such a row.
+    """
+    pairs = [(prompt, empty.reward, answer.reward) for prompt, (empty, answer) in zip(prompts, graded, strict=True)]
+    scored = [(prompt, empty, answer) for prompt, empty, answer in pairs if empty is not None and answer is not None]
+    right = [(max(empty, answer), prompt) for prompt, empty, answer in scored if prompt.answer and empty != answer]
+    if not right:
+        return []
+    most, told_apart = max(right, key=lambda each: each[0])
+    return [
+        Caution(
+            f"{', '.join(rollout.reward_names)} gave every completion of prompt {prompt.id!r}, which has no `answer`, "
+            f"the reward {empty}, as the right one of prompt {told_apart.id!r}, which has one: give such rows an "
+            "`answer`, or have the function read the field that they have in its place"
+        )
+        for prompt, empty, answer in scored
+        if not prompt.answer and empty == answer and empty >= most
+    ][:1]
 
 
 def looks_at_answers(rollout: RolloutConfig) -> bool:

@@ -25,6 +25,7 @@ from rollouts_core.findings import Caution
 from rollouts_core.model.loading import (
     MODELS_OF_SHORT_ROWS,
     check_packable,
+    check_settings,
     describe_own_head,
     find_positions,
     find_rotation_limit,
@@ -57,6 +58,8 @@ def check_model_files(config: Config) -> None:
     """
     folder = Path(config.model.path)
     is_generating = config.evaluation.metric == "accuracy"
+    if folder.is_file():
+        raise ConfigError(f"model.path: {folder} is a file: give the folder of a Hugging Face checkpoint")
     if not folder.is_dir():
         is_path = config.model.path.startswith(("/", ".", "~"))
         if is_generating or is_path:
@@ -74,6 +77,7 @@ def check_model_files(config: Config) -> None:
             raise CheckpointError(
                 f"model.path: {folder} has no {what} ({' or '.join(patterns)}): give a whole checkpoint"
             )
+    check_settings(config.model)
     _check_weights(folder, config)
 
 

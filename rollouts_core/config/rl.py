@@ -46,9 +46,9 @@ class RLTrainingConfig(Record):
     max_skipped_updates: int = Field(10, ge=0, json_schema_extra=PLACEMENT)
     """How many updates in a row may be skipped for that before the run ends; 0 sets no limit."""
     max_steps_without_signal: int = Field(50, ge=0, json_schema_extra=PLACEMENT)
-    """How many steps in a row may make no update because their rewards tell nothing apart, before the run ends with a
-    checkpoint; 0 sets no limit. Steps in which a policy that has learned gets the highest reward for everything do not
-    count. A run that goes on counts on."""
+    """How many steps in a row may teach nothing because their rewards tell nothing apart, before the run ends with a
+    checkpoint; 0 sets no limit. An update by KL or entropy alone teaches nothing. Steps in which a policy that has
+    learned gets the highest reward for everything do not count. A run that goes on counts on."""
     sync_every: int = Field(1, ge=1)
     """Steps between two publications of the weights to the engines. Above 1 completions are of older weights than the
     trainer's, for which the loss should correct: ratio_base "rollout" does."""

@@ -403,13 +403,14 @@ def _check_parquet(path: Path) -> None:
 
 def _parse_line(line: bytes, path: str, number: int) -> Row:
     try:
-        row = _STRICT_JSON.decode(line.decode("utf-8-sig" if number == 1 else "utf-8"))  # editors of Windows mark it
+        text = line.decode("utf-8-sig" if number == 1 else "utf-8")  # editors of Windows mark it
+        row = _STRICT_JSON.decode(text.rstrip(" \t\r\n"))
     except UnicodeDecodeError as error:
         raise DataError(f"{path}, row {number}: not UTF-8 ({error.reason}): save the file as UTF-8") from error
     except (ValueError, RecursionError) as error:
         if number == 1 and line.lstrip().startswith(b"["):
             raise _is_array(path) from error
-        raise DataError(f"{path}, row {number}: not valid JSON: {error}") from error
+        raise DataError(f"{path}, row {number}: not valid JSON: {_describe_broken(error)}") from error
     if number == 1 and isinstance(row, list):
         raise _is_array(path)
     if not isinstance(row, dict):
@@ -417,6 +418,15 @@ def _parse_line(line: bytes, path: str, number: int) -> Row:
     if ESCAPED_SURROGATE.search(line):
         _check_text(row, path, number)
     return row
+
+
+def _describe_broken(error: ValueError | RecursionError) -> str:
+    """What is wrong with a line; json's own words count lines in it, which would be taken for those of the file."""
+    if not isinstance(error, json.JSONDecodeError):
+        return str(error)
+    if error.pos >= len(error.doc) or error.msg.startswith("Unterminated string"):
+        return "it ends amid an object: expected a whole JSON object in each line"
+    return f"{error.msg} at column {error.colno}"
 
 
 def _check_text(row: Row, path: str, number: int) -> None:

@@ -18,6 +18,7 @@ from functools import partial
 from typing import Any
 
 import anyio
+from jsonschema.exceptions import SchemaError
 
 from rollouts_core.config.messages import closest_name
 from rollouts_core.environments.json_schema import SchemaValidator
@@ -29,6 +30,7 @@ logger = logging.getLogger(__name__)
 OPENING, CLOSING = "<tool_call>", "</tool_call>"
 SEVERITY = (Outcome.OK, Outcome.TOOL_ERROR, Outcome.TIMEOUT, Outcome.PARSE_FAILURE)
 TOOL_TIMEOUT_S = 30.0
+SCHEMA_TYPES = "array, boolean, integer, null, number, object or string"
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +65,21 @@ async def answer_tool_calls(text: str, tools: Sequence[Tool], *, timeout_s: floa
         messages=tuple({"role": "tool", "name": call.name, "content": answers[i][0]} for i, call in enumerate(calls)),
         outcome=max((outcome for _, outcome in answers), key=SEVERITY.index, default=Outcome.OK),
     )
+
+
+def find_schema_problem(tool: Tool) -> str:
+    """Where and why the `parameters` of a tool are no JSON Schema of an object; empty where they are one."""
+    schema: object = tool.parameters  # whatever a user wrote
+    if not isinstance(schema, dict):
+        return f": expected an object, found {schema!r}"
+    try:
+        SchemaValidator.check_schema(schema)
+    except SchemaError as error:
+        place = "".join(f".{part}" for part in error.absolute_path)
+        if error.absolute_path and error.absolute_path[-1] == "type":
+            return f"{place}: expected {SCHEMA_TYPES}, found {error.instance!r}"
+        return f"{place}: {error.message}"
+    return ""
 
 
 def parse_tool_calls(text: str) -> list[ToolCall]:

@@ -38,7 +38,7 @@ from rollouts_core.rollout.manager import AsyncRolloutManager
 from rollouts_core.rollout.offline_rollouts import OfflineRollouts
 from rollouts_core.rollout.resolve import resolve_environment, resolve_generate_fn
 from rollouts_core.run_directory import RunDirectory
-from rollouts_core.signal_watch import REMEDIES, why_skipped
+from rollouts_core.signal_watch import BY_REWARDS, REMEDIES, is_untaught, why_skipped
 from rollouts_core.types import RolloutBatch
 
 logger = logging.getLogger(__name__)
@@ -154,7 +154,7 @@ async def run_rl_loop(
 
 
 def warn_of_skipped_steps(directory: RunDirectory, events: EventLog) -> dict[str, str]:
-    """The record's `warning` where many steps, or all, made no update; it is in the log and the events, too."""
+    """The record's `warning` where in many steps, or all, rewards made no update; log and events have it, too."""
     lines = read_metrics(directory.metrics)
     warning = describe_skipped_steps(lines)
     if not warning:
@@ -165,12 +165,12 @@ def warn_of_skipped_steps(directory: RunDirectory, events: EventLog) -> dict[str
 
 
 def describe_skipped_steps(lines: Sequence[Mapping[str, float]]) -> str:
-    """How many steps made no update, why, and what to do; empty where they are fewer than `MANY_SKIPPED`.
+    """In how many steps rewards made no update, why, and what to do; empty where they are fewer than `MANY_SKIPPED`.
 
     Args:
         lines: the metrics of the steps that were logged.
     """
-    skipped = [line for line in lines if line["skipped"]]
+    skipped = [line for line in lines if is_untaught(line)]
     if not skipped or len(skipped) < MANY_SKIPPED * len(lines):
         return ""
     reasons = Counter(map(why_skipped, skipped))
@@ -178,7 +178,8 @@ def describe_skipped_steps(lines: Sequence[Mapping[str, float]]) -> str:
     counted = ", ".join(f"{reason}: {count}" for reason, count in reasons.most_common())
     many = "no step" if len(skipped) == len(lines) else f"only {len(lines) - len(skipped)}"
     logged = " that were logged" * (len(lines) <= lines[-1]["step"] - lines[0]["step"])
-    return f"{many} of {len(lines)}{logged} made an update ({counted}): {REMEDIES[most]}"
+    by_rewards = BY_REWARDS * any(not line["skipped"] for line in skipped)
+    return f"{many} of {len(lines)}{logged} made an update{by_rewards} ({counted}): {REMEDIES[most]}"
 
 
 def write_rollouts(directory: RunDirectory, step: int, batch: RolloutBatch, *, temperature: float) -> None:

@@ -12,6 +12,7 @@ from pickle import UnpicklingError
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -25,6 +26,10 @@ from rollouts_core.model.logprobs import LogitTransform, transform_logits
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+UNLOADABLE = (OSError, ValueError, KeyError)
+"""What transformers raises where a folder lacks files, or has some of a kind of model that it does not know."""
+BAD_SETTINGS = (StrictDataclassError, TypeError, AttributeError, ArithmeticError)
+"""What it raises for a config.json with values that no model has, as they come."""
 LARGE_LOGIT = 100.0
 """A cap bends logits of this size, whatever it is."""
 KERNELS_OF_FLOAT32 = ("sdpa", "eager")
@@ -90,7 +95,7 @@ def load_hf_model(
         if attention in KERNELS_OF_FLOAT32:  # torch has them: it is something else that the model needs
             raise CheckpointError(_say_unloadable("model", config.path, error)) from error
         raise ConfigError(f"policy.attention {attention!r} cannot be used here: {first_line(error)}") from error
-    except (OSError, ValueError, KeyError, SafetensorError, UnpicklingError) as error:
+    except (*UNLOADABLE, *BAD_SETTINGS, SafetensorError, UnpicklingError) as error:
         raise CheckpointError(_say_unloadable("model", config.path, error)) from error
     if missing := sorted(loading["missing_keys"]):
         raise CheckpointError(f"the weights at {config.path} lack {len(missing)} tensors, {missing[0]} first")
@@ -215,9 +220,24 @@ def find_settings(config: ModelConfig) -> PreTrainedConfig | None:
         settings: PreTrainedConfig = AutoConfig.from_pretrained(
             config.path, revision=config.revision or None, trust_remote_code=config.trust_remote_code
         )
-    except (ImportError, OSError, ValueError, KeyError):
+    except (ImportError, *UNLOADABLE, *BAD_SETTINGS):
         return None
     return settings
+
+
+def check_settings(config: ModelConfig) -> None:
+    """Raise CheckpointError for a config.json with values that no model has; of others whoever loads it tells."""
+    try:
+        AutoConfig.from_pretrained(
+            config.path, revision=config.revision or None, trust_remote_code=config.trust_remote_code
+        )
+    except BAD_SETTINGS as error:
+        path = Path(config.path) / "config.json"
+        raise CheckpointError(
+            f"{path} cannot be used: {describe_unloadable(error)}: mend it, or copy it again"
+        ) from error
+    except (ImportError, *UNLOADABLE):
+        return
 
 
 def find_unmasked_layers(settings: PreTrainedConfig) -> str:
@@ -300,7 +320,7 @@ def _build_without_values(config: ModelConfig, *, dtype: torch.dtype, attention:
         settings = AutoConfig.from_pretrained(
             config.path, revision=config.revision or None, trust_remote_code=config.trust_remote_code
         )
-    except (OSError, ValueError, KeyError) as error:
+    except (*UNLOADABLE, *BAD_SETTINGS) as error:
         raise CheckpointError(_say_unloadable("model", config.path, error)) from error
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(
@@ -336,7 +356,7 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
         tokenizer = AutoTokenizer.from_pretrained(
             config.path, revision=config.revision or None, trust_remote_code=config.trust_remote_code
         )
-    except (OSError, ValueError, KeyError) as error:
+    except (*UNLOADABLE, *BAD_SETTINGS) as error:
         raise DataError(_say_unloadable("tokenizer", config.path, error)) from error
     if tokenizer.eos_token_id is None:
         raise DataError(f"the tokenizer at {config.path} has no eos_token: completions could never end")
@@ -348,10 +368,16 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
 
 def _say_unloadable(what: str, path: str, error: Exception) -> str:
     """Also that there is no such folder: a misspelt one is taken for a name of the hub, of which the error speaks."""
-    folder = Path(path).absolute()
+    folder, reason = Path(path).absolute(), describe_unloadable(error)
     if folder.exists():
-        return f"no {what} could be loaded from {path}: {first_line(error)}"
-    return f"no {what} could be loaded from {path}: {first_line(error).rstrip('.')}; and there is no folder {folder}"
+        return f"no {what} could be loaded from {path}: {reason}"
+    return f"no {what} could be loaded from {path}: {reason.rstrip('.')}; and there is no folder {folder}"
+
+
+def describe_unloadable(error: Exception) -> str:
+    """What an error says; one about a setting has it in its second line, as its cause."""
+    cause = error.__cause__ if isinstance(error, StrictDataclassError) else None
+    return first_line(cause or error)
 
 
 def check_vocabulary(num_embeddings: int, tokenizer: PreTrainedTokenizerBase, path: str | Path) -> None:

@@ -15,6 +15,7 @@ from rollouts_core.config import FilterConfig, RewardConfig, RolloutConfig, name
 from rollouts_core.config.messages import first_line
 from rollouts_core.environments import ENVIRONMENTS
 from rollouts_core.environments.protocol import Environment, Tool
+from rollouts_core.environments.tools import find_schema_problem
 from rollouts_core.errors import ConfigError, RolloutsError
 from rollouts_core.filters import FILTERS, BufferFilterFn, FilterFn, compose_filters
 from rollouts_core.reward_services import REWARD_SERVICES
@@ -107,6 +108,7 @@ def resolve_environment(config: RolloutConfig) -> Environment:
         environment = make()
         if hasattr(environment, "grade"):
             _check_tools(environment, config.environment)
+            _check_row_fields(environment, config.environment)
             return environment
     except TypeError as error:
         problem = first_line(error)
@@ -130,6 +132,21 @@ def _check_tools(environment: Environment, name: str) -> None:
             f"rollout.environment: {name} has among its tools something of the type {type(others[0]).__name__}: "
             "expected `tools` to be a sequence of rollouts_core.Tool, which has name, description, parameters (the "
             "JSON Schema) and function"
+        )
+    for tool in tools:
+        if problem := find_schema_problem(tool):
+            raise ConfigError(
+                f"rollout.environment: {name} has a tool {tool.name!r} whose parameters are no JSON Schema: "
+                f"parameters{problem}"
+            )
+
+
+def _check_row_fields(environment: Environment, name: str) -> None:
+    fields = getattr(environment, "row_fields", ())
+    if isinstance(fields, str):  # a tuple of one whose comma is missing; each letter would be taken for a field
+        raise ConfigError(
+            f"rollout.environment: {name} has the text {fields!r} as row_fields: expected a sequence of names, as "
+            f'("{fields}",)'
         )
 
 

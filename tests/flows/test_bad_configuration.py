@@ -220,8 +220,9 @@ def test_a_command_line_that_does_not_fit_is_explained_by_its_usage(arguments: l
     assert words in outcome.output
 
 
-GRADER = "class f:\n  def grade(self, sample): return 1.0\n"
+GRADER = "from rollouts_core import Tool\nclass f:\n  def grade(self, sample): return 1.0\n"
 """An environment, to which a mistake is added."""
+TOOL = "Tool(name='t', description='', parameters={'type': 'int'}, function=print)"
 
 
 @pytest.mark.slow
@@ -253,6 +254,16 @@ GRADER = "class f:\n  def grade(self, sample): return 1.0\n"
         ("environment", "class f:\n  def __init__(self): open('/none/x')", ":f cannot be made: it raised FileNot"),
         ("environment", f"{GRADER}  tools = [{{'type': 'function'}}]", "something of the type dict: expected `tools`"),
         ("environment", f"{GRADER}  tools = print", "something of the type builtin_function_or_method: expected"),
+        (
+            "environment",
+            f"{GRADER}  tools = [{TOOL}]",
+            "parameters.type: expected array,",
+        ),
+        (
+            "environment",
+            f"{GRADER}  row_fields = ('answer')",
+            "the text 'answer' as row_fields: expected a sequence of",
+        ),
         ("environment", f"{GRADER}  def check_row(self, row): row['x']", "it was given /"),
         ("environment", f"{GRADER}  def check_row(self, row): row['x']", ":f raised KeyError: 'x' (own_"),
         ("generate_fn", "def g(group): return group", "has no 'f'"),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -213,6 +213,16 @@ def break_the_index(model: Path) -> None:
     (model / "model.safetensors.index.json").write_text("{")
 
 
+def set_in_config(**values: object) -> Callable[[Path], None]:
+    """Edits config.json by hand."""
+
+    def edit(model: Path) -> None:
+        path = model / "config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+    return edit
+
+
 def leave_adapters(model: Path) -> None:
     """What PEFT saves of a model: its adapters and the tokenizer."""
     (model / "config.json").rename(model / "adapter_config.json")
@@ -225,6 +235,10 @@ def leave_adapters(model: Path) -> None:
         (shutil.rmtree, "base_model is not a folder: give that of a Hugging Face checkpoint"),
         (delete("tokenizer.json"), "base_model has no tokenizer (tokenizer.json or"),
         (delete("config.json"), "base_model has no configuration (config.json)"),
+        (
+            set_in_config(hidden_size="64"),
+            "base_model/config.json cannot be used: Field 'hidden_size' expected int, got",
+        ),
         (delete("model.safetensors"), "base_model has no weights (*.safetensors)"),
         (cut_weights, "model.safetensors was cut or is damaged"),
         (clone_without_lfs, "model.safetensors is a pointer of Git LFS in place of the weights: fetch them"),

@@ -415,7 +415,7 @@ def test_a_step_of_which_every_update_is_skipped_counts_as_skipped(base_model: M
     config = with_settings({"on_nonfinite": "skip"})
     backend = create_pytorch_backend(base_model, config.optim, nan_for("1/2", [], config), num_steps=10)
     metrics = asyncio.run(train_on_rollouts(backend, convert_to_batch(graded_samples()), config, pad_id=0))
-    assert metrics == {"skipped": 1.0, "num_updates": 0.0, "num_nonfinite": 1.0}
+    assert metrics == {"skipped": 1.0, "without_signal": 0.0, "num_updates": 0.0, "num_nonfinite": 1.0}
     assert backend.weight_version == 0
 
 

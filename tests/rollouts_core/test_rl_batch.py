@@ -18,6 +18,7 @@ from rollouts_core.algorithms.loss import TokenScores, policy_loss
 from rollouts_core.batch import TrainBatch, build_batch, group_sharers
 from rollouts_core.config import AdvantageConfig, LossConfig, PolicyConfig, RewardShapingConfig, RLTrainingConfig
 from rollouts_core.rl_batch import (
+    is_reinforced,
     places_to_score,
     plan_rows,
     prepare_grpo_batch,
@@ -467,3 +468,32 @@ def test_the_length_of_a_trajectory_is_that_of_all_its_samples() -> None:
     samples = [*in_parts, replace(make_sample(), index=1, turn=0)]
     advantages = assign_credit(samples, [1.0] * 4, config, RolloutScores()).advantages
     assert [float(advantage) for advantage in advantages] == [-0.5, -0.5, -0.5, 0.5]
+
+
+KL_IN_LOSS = RLTrainingConfig(advantage=MEAN_ONLY, loss=LossConfig(kl_coef=0.1))
+KL_IN_REWARD = RLTrainingConfig(advantage=MEAN_ONLY, reward_shaping=RewardShapingConfig(kl_coef=0.1))
+LENGTH = RewardShapingConfig(overlong_buffer_tokens=3, max_response_tokens=4)
+
+
+@pytest.mark.parametrize(
+    ("config", "is_equal", "expected"),
+    [
+        (KL_IN_LOSS, True, False),
+        (KL_IN_LOSS, False, True),
+        (KL_IN_REWARD, True, False),
+        (KL_IN_LOSS.model_copy(update={"reward_shaping": LENGTH}), True, True),  # lengths differ
+        (RLTrainingConfig(advantage=AdvantageConfig(estimator="constant", baseline=0.5)), True, True),
+        (RLTrainingConfig(advantage=AdvantageConfig(estimator="constant")), True, False),
+        (RLTrainingConfig(advantage=AdvantageConfig(estimator="gae")), True, True),  # its value head learns
+    ],
+)
+def test_penalties_alone_do_not_reinforce(config: RLTrainingConfig, is_equal: bool, expected: bool) -> None:
+    samples = graded_samples()
+    rewards = [0.0 if is_equal else sample.reward or 0.0 for sample in samples]
+    assert is_reinforced(samples, rewards, config) == expected
+
+
+def test_what_is_masked_does_not_reinforce() -> None:
+    config = RLTrainingConfig(reward_shaping=RewardShapingConfig(mask_truncated=True), loss=LossConfig(kl_coef=0.1))
+    samples = [replace(sample, status=Status.TRUNCATED) for sample in graded_samples()]
+    assert not is_reinforced(samples, [sample.reward or 0.0 for sample in samples], config)

@@ -26,6 +26,11 @@ def live(reward: float = 0.5) -> Metrics:
     return {"skipped": 0.0, "num_nonfinite": 0.0, "signal_share": 0.5, "reward": reward, "reward_std": 0.4}
 
 
+def regularized(reward: float = 0.0) -> Metrics:
+    """A step with an update by KL or entropy alone."""
+    return {**dead(reward), "skipped": 0.0, "without_signal": 1.0}
+
+
 NONFINITE: Metrics = {**live(), "skipped": 1.0, "num_nonfinite": 1.0}
 
 
@@ -51,6 +56,10 @@ def watch_steps(steps: list[Metrics], *, limit: int = 3, events: EventLog | None
         ([dead(), dead(), NONFINITE, dead()], False),  # these have a limit of their own
         ([dead(None)] * 3, True),
         ([dead(signal_share=0.5)] * 3, True),  # masked away
+        ([regularized()] * 3, True),
+        ([regularized(1.0)] * 3, True),  # such updates have solved nothing
+        ([regularized(), dead(), live(), regularized(), dead()], False),
+        ([live(), *[regularized(1.0)] * 9], False),  # solved
     ],
 )
 def test_only_steps_in_a_row_that_teach_nothing_end_a_training(steps: list[Metrics], is_over: bool) -> None:
@@ -68,6 +77,8 @@ def test_without_a_limit_nothing_ends() -> None:
     [
         ([dead()] * 3, "step 3: 3 steps in a row made no update, all rewards were 0 (completions of each prompt had"),
         ([dead(1.0)] * 3, "all rewards were 1 ("),
+        ([dead(), regularized(), dead()], "made no update by rewards, only by the other terms of the loss, all"),
+        ([regularized(), live(), *[dead()] * 3], "step 5: 3 steps in a row made no update, all rewards were 0 ("),
         ([dead(0.0), dead(0.25, std=0.4), dead()], "mean rewards were 0 to 0.25 ("),
         ([dead(0.5, std=0.5)] * 3, "mean rewards were 0.5 ("),
         ([dead(None)] * 3, "no completion had a reward ("),
@@ -84,7 +95,7 @@ def test_the_end_says_what_was_seen_and_what_to_do(steps: list[Metrics], words: 
 
 def test_a_run_that_goes_on_counts_on_and_ends_at_once_where_it_was_over() -> None:
     """Else each start would sample for another so many steps before it says the same."""
-    steps = [live(), *[dead()] * 3, dead(0.25, std=0.4)]
+    steps = [live(), *[dead()] * 2, regularized(), dead(0.25, std=0.4)]
     whole = watch_steps(steps, limit=5)
     for cut in range(len(steps) + 1):
         resumed = SignalWatch(5, json.loads(json.dumps(watch_steps(steps[:cut], limit=5).state_dict())))

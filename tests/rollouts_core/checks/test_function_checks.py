@@ -149,6 +149,27 @@ def test_rewards_that_differ_for_one_prompt_alone_are_no_reason_to_warn(tokenize
     assert not any(isinstance(each, Caution) for each in said)
 
 
+def ends_with_answer(sample: Sample) -> float:
+    """Right for whatever is said where there is no answer."""
+    return float(sample.response.endswith(sample.metadata["answer"]))
+
+
+def wrong_without_answer(sample: Sample) -> float:
+    return ends_with_answer(sample) if sample.metadata["answer"] else -1.0
+
+
+@pytest.mark.parametrize(("name", "is_warned"), [("ends_with_answer", True), ("wrong_without_answer", False)])
+def test_a_reward_that_takes_whatever_is_said_to_a_row_without_answer_for_right_is_warned_of(
+    name: str, is_warned: bool, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    usual, odd = (replace(prompt, answer=answer) for prompt, answer in zip(make_prompts(2), ("12", ""), strict=True))
+    said = check_functions(with_rollout(reward_fn=f"{__name__}:{name}"), [usual, odd], tokenizer)
+    cautions = [each for each in said if isinstance(each, Caution)]
+    assert [f"every completion of prompt {odd.id!r}, which has no `answer`" in each for each in cautions] == (
+        [True] * is_warned
+    )
+
+
 @pytest.mark.parametrize("rollout", [{}, {"rewards": (RewardConfig(), RewardConfig(name="exact_match"))}])
 def test_without_a_grader_nothing_is_graded_and_those_that_ship_are_named(rollout: dict[str, Any]) -> None:
     """A grader that is taken in silence gives every answer of another form 0, to the last step."""

@@ -133,6 +133,17 @@ def test_a_model_that_an_engine_is_to_serve_and_that_is_no_folder_is_downloaded_
     assert str(refused.value) == f"model.path: {path} is not a folder: give that of a Hugging Face checkpoint{advice}"
 
 
+def test_a_model_that_is_a_file_is_not_looked_for_at_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    weights = Path("small") / "model.safetensors"
+    weights.parent.mkdir()
+    weights.touch()
+    data = {name: f"{name}.jsonl" for name in ("sft", "selection", "heldout")}
+    with pytest.raises(ConfigError) as refused:
+        check_model_files(Config.model_validate({"mode": "sft", "model": {"path": str(weights)}, "data": data}))
+    assert str(refused.value) == f"model.path: {weights} is a file: give the folder of a Hugging Face checkpoint"
+
+
 @pytest.mark.slow
 @pytest.mark.matrix
 def test_models_that_cannot_be_told_positions_are_known() -> None:

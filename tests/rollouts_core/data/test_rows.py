@@ -48,6 +48,25 @@ def test_a_line_that_is_no_json_object_is_named_by_its_row(tmp_path: Path, line:
         list(load_rows(path))
 
 
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ("{", "it ends amid an object"),  # an object over several lines
+        ('{"messages": [', "it ends amid an object"),
+        ('{"prompt": "x', "it ends amid an object"),
+        ('{"prompt": "x"}, ', "Extra data at column 16"),
+        ("{'prompt': 'x'}", "Expecting property name enclosed in double quotes at column 2"),
+    ],
+)
+@pytest.mark.parametrize("newline", ["\n", "\r\n"])
+def test_broken_json_is_told_by_its_place_in_the_row(tmp_path: Path, line: str, reason: str, newline: str) -> None:
+    (tmp_path / "rows.jsonl").write_bytes(f'{{"prompt": "x"}}{newline}{line}{newline}"y"}}{newline}'.encode())
+    with pytest.raises(DataError) as refused:
+        list(load_rows(tmp_path / "rows.jsonl"))
+    told = f"{tmp_path / 'rows.jsonl'}, row 2: not valid JSON: {reason}"
+    assert str(refused.value).removesuffix(": expected a whole JSON object in each line") == told
+
+
 @pytest.mark.parametrize("half", [r"\ud83d", r"\uDE00", r"\ude00\ud83d"])
 @pytest.mark.parametrize("read", [lambda path: list(load_rows(path)), lambda path: open_rows(path).read([0, 1])])
 def test_half_of_a_character_is_named_by_its_row(tmp_path: Path, read: Callable[[Path], object], half: str) -> None:

@@ -16,7 +16,7 @@ import pytest
 
 from rollouts_core.environments.calculator import CALCULATOR
 from rollouts_core.environments.protocol import Outcome, Reply, Tool
-from rollouts_core.environments.tools import ToolCall, answer_tool_calls, parse_tool_calls
+from rollouts_core.environments.tools import ToolCall, answer_tool_calls, find_schema_problem, parse_tool_calls
 
 
 def call(name: str = "calculator", **arguments: Any) -> str:
@@ -49,6 +49,24 @@ def test_a_policy_that_repeats_itself_is_answered_at_once(text: str) -> None:
     began = time.perf_counter()
     assert answer(text).outcome is Outcome.PARSE_FAILURE
     assert time.perf_counter() - began < 5.0
+
+
+@pytest.mark.parametrize(
+    ("schema", "problem"),
+    [
+        (CALCULATOR.parameters, ""),
+        ({"type": "object", "properties": {"a": {"type": "int"}}}, ".properties.a.type: expected array, boolean, int"),
+        (
+            {"type": "function", "function": {"name": "add"}},
+            ".type: expected array, boolean, integer, null, number, obj",
+        ),
+        ({"properties": ["a"]}, ".properties: ['a'] is not of type 'object'"),
+        (None, ": expected an object, found None"),
+    ],
+)
+def test_a_schema_that_is_none_is_told_by_its_place(schema: Any, problem: str) -> None:
+    found = find_schema_problem(replace(CALCULATOR, parameters=schema))
+    assert found.startswith(problem) if problem else not found
 
 
 def test_each_call_gets_an_answer_in_order() -> None:

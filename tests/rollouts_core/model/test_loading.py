@@ -41,7 +41,9 @@ from rollouts_core.errors import CheckpointError, ConfigError, DataError
 from rollouts_core.model.loading import (
     check_attention,
     check_logits,
+    check_settings,
     check_vocabulary,
+    find_settings,
     load_hf_model,
     load_tokenizer,
     pad_token_id,
@@ -206,6 +208,30 @@ def test_a_folder_without_a_tokenizer_is_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no tokenizer could be loaded from") as caught:
         load_tokenizer(ModelConfig(path=str(tmp_path)))
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("load", [load_tokenizer, load_hf_model, partial(load_hf_model, device="meta"), check_settings])
+@pytest.mark.parametrize(
+    ("values", "reason"),
+    [
+        (
+            {"num_hidden_layers": 1, "layer_types": ["full_attention"] * 2},
+            r"`num_hidden_layers` \(1\) must be equal to",
+        ),
+        ({"hidden_size": "64"}, "Field 'hidden_size' expected int, got str"),
+        ({"quantization_config": "x"}, "'str' object has no attribute"),
+    ],
+)
+def test_a_config_with_values_that_no_model_has_is_one_sentence(
+    quickstart_dir: Path, tmp_path: Path, load: Callable[[ModelConfig], object], values: dict[str, object], reason: str
+) -> None:
+    config = ModelConfig(path=str(shutil.copytree(quickstart_dir / "base_model", tmp_path / "model")))
+    path = tmp_path / "model" / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "model_type": "qwen3", **values}))
+    with pytest.raises((CheckpointError, DataError), match=reason) as caught:
+        load(config)
+    assert "\n" not in str(caught.value)
+    assert find_settings(config) is None
 
 
 @pytest.mark.parametrize("load", [load_tokenizer, load_hf_model, partial(load_hf_model, device="meta")])

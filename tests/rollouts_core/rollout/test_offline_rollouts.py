@@ -161,6 +161,21 @@ def test_an_offline_job_leaves_checkpoints_and_metrics(
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
 
+def test_updates_that_only_hold_the_policy_to_the_start_model_do_not_keep_a_training_without_signal_going(
+    base_model: ModelConfig, tmp_path: Path
+) -> None:
+    folder = tmp_path / "recorded"
+    folder.mkdir()
+    for step in range(1, 5):
+        samples = [replace(sample, reward=0.0) for sample in make_groups(2, 4, seed=step)]
+        write_samples(folder / f"step_{step:06d}.jsonl", samples)
+    loss, run = TRAINING.loss.model_copy(update={"kl_coef": 0.1}), RunDirectory(tmp_path / "run")
+    assert train_on_steps(base_model, folder, run, num_steps=4, max_steps_without_signal=3, loss=loss) == 2
+    assert [(line["skipped"], line["without_signal"]) for line in read_metrics(run.metrics)] == [(0.0, 1.0)] * 3
+    [told] = [line["message"] for line in read_json_lines(run.events) if line["event"] == "failed"]
+    assert told.startswith("step 3: 3 steps in a row made no update by rewards, only by the other terms of the loss")
+
+
 def test_a_training_without_signal_ends_with_a_checkpoint_and_goes_on_only_when_it_is_told_to(
     base_model: ModelConfig, tmp_path: Path
 ) -> None:
@@ -196,16 +211,18 @@ def test_a_training_without_signal_ends_with_a_checkpoint_and_goes_on_only_when_
 
 
 @pytest.mark.parametrize(
-    ("num_equal", "log_every", "sentence"),
+    ("num_equal", "log_every", "kl_coef", "sentence"),
     [
-        (1, 1, None),
-        (2, 1, "only 1 of 3 made an update (completions of each prompt had equal rewards: 2): look at what was said"),
-        (3, 1, "no step of 3 made an update (completions of each prompt had equal rewards: 3): look at what was said"),
-        (2, 3, "only 1 of 2 that were logged made an update (completions of each prompt had equal rewards: 1): look"),
+        (1, 1, 0.0, None),
+        (2, 1, 0.0, "only 1 of 3 made an update (completions of each prompt had equal rewards: 2): look at what was"),
+        (3, 1, 0.0, "no step of 3 made an update (completions of each prompt had equal rewards: 3): look at what was"),
+        (2, 3, 0.0, "only 1 of 2 that were logged made an update (completions of each prompt had equal rewards: 1): l"),
+        (1, 1, 0.1, None),
+        (2, 1, 0.1, "only 1 of 3 made an update by rewards, only by the other terms of the loss (completions of each"),
     ],
 )
 def test_a_training_of_which_many_steps_made_no_update_says_so(
-    base_model: ModelConfig, tmp_path: Path, num_equal: int, log_every: int, sentence: str | None
+    base_model: ModelConfig, tmp_path: Path, num_equal: int, log_every: int, kl_coef: float, sentence: str | None
 ) -> None:
     folder, run = tmp_path / "recorded", RunDirectory(tmp_path / "run")
     folder.mkdir()
@@ -213,7 +230,8 @@ def test_a_training_of_which_many_steps_made_no_update_says_so(
     for step in (1, 2, 3):
         samples = [replace(s, reward=0.0) if step <= num_equal else s for s in make_groups(2, 4, seed=step)]
         write_samples(folder / f"step_{step:06d}.jsonl", samples)
-    job = job_on(folder, base_model, TRAINING.model_copy(update={"log_every": log_every}))
+    settings = {"log_every": log_every, "loss": TRAINING.loss.model_copy(update={"kl_coef": kl_coef})}
+    job = job_on(folder, base_model, TRAINING.model_copy(update=settings))
     run.job.write_text(job.model_dump_json())
     assert main(["rl", str(run.job)]) == 0
     warning = json.loads(run.result.read_text()).get("warning")
