@@ -61,6 +61,10 @@ class JSONLLogger:
         line = {"step": step, "attempt": self.attempt, "time": round(time.time(), 3), **metrics}
         append_line(self._file, line)
 
+    def sync(self) -> None:
+        """Have everything logged survive a power cut."""
+        os.fsync(self._file.fileno())
+
     def close(self) -> None:
         """Close the file; everything logged is already in it."""
         self._file.close()
@@ -72,6 +76,12 @@ class JSONLLogger:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def keep_logged(metrics_logger: MetricsLogger | None) -> None:
+    """Have what was logged survive a power cut, where it is in a file of ours: other loggers see to it themselves."""
+    if isinstance(metrics_logger, JSONLLogger):
+        metrics_logger.sync()
 
 
 class EventLog:
