@@ -245,10 +245,11 @@ async def _copy(weights: Mapping[str, Tensor], version: str, target: PublishTarg
 
 
 def _folder_with_config(target: PublishTarget) -> Path:
-    folder = target.weights_dir
-    if not (folder / "config.json").exists():
+    folder, config = target.weights_dir, target.weights_dir / "config.json"
+    content = target.model_config.read_bytes()
+    if not config.is_file() or config.read_bytes() != content:  # an earlier attempt's may be damaged
         folder.mkdir(parents=True, exist_ok=True)
-        write_atomically(folder / "config.json", target.model_config.read_bytes())
+        write_atomically(config, content)
     return folder
 
 
