@@ -359,10 +359,11 @@ def test_a_checkpoint_without_samples_is_left_out_of_the_transcripts(full_report
 
 def test_damaged_files_do_not_stop_the_report(full_report: ReportInput) -> None:
     """Each run with the same settings reuses the stages, and would end here for ever."""
-    for directory in (full_report.sft_dir, full_report.rl_dir, full_report.evaluation_dir):
-        for path in directory.rglob("*.jsonl"):
-            content = path.read_bytes()
-            path.write_bytes(content[: len(content) // 2] + b"\0" * 10 + content[len(content) // 2 :])
+    damaged = list(full_report.evaluation_dir.parent.rglob("*.jsonl"))
+    assert {path.parent.name for path in damaged} >= {"sft", "rl", "samples"}
+    for path in damaged:
+        content = path.read_bytes()
+        path.write_bytes(content[: len(content) // 2] + b"\0" * 10 + content[len(content) // 2 :])
     assert "RL beats the selected SFT checkpoint." in render_report(full_report)
 
 
