@@ -73,6 +73,7 @@ OWN_API_URL = "ROLLOUTS_OWN_API_URL"
 """Set beside PREFECT_API_URL by `prefect_environment`, so that this process and its children can tell whether
 the user named a server or this module did."""
 
+FULL_DISK = "the disk of the store, or of temporary files (TMPDIR), is full: make room there, or choose another one"
 KNOWN_DEATHS = (
     (
         "unexpected keyword argument 'min_items'",
@@ -83,8 +84,8 @@ KNOWN_DEATHS = (
         f"Prefect is not installed for {sys.executable}: pip install 'prefect<3.9'",
     ),
     ("Can't locate revision", "another version of Prefect wrote the database: install that version again"),
-    ("No space left on device", "the disk is full: make room, or choose another store"),
-    ("database or disk is full", "the disk is full: make room, or choose another store"),
+    ("No space left on device", FULL_DISK),
+    ("database or disk is full", FULL_DISK),
     (
         "file is not a database",
         "prefect.db is not a database any more: move it away, past runs are lost with it",

@@ -260,7 +260,8 @@ def require_finished(session: Session, status: JobStatus) -> JobStatus:
 
     Raises:
         JobLostError: it is LOST; starting it again resumes it.
-        JobFailedError: it is EXITED, ABSENT or RUNNING; the message says why and ends with the last lines of its log.
+        PermanentInfraError: it is ABSENT: its directory was moved or deleted.
+        JobFailedError: it is EXITED or RUNNING; the message says why and ends with the last lines of its log.
     """
     if status.state != JobState.FINISHED:
         raise_failure(session, status, wanted=JobState.FINISHED)
@@ -277,10 +278,16 @@ def raise_failure(
 
     Raises:
         JobLostError: its supervisor is gone.
+        PermanentInfraError: its directory is gone.
         JobFailedError: anything else, with the reason and the last lines of its log.
     """
     if status.state == JobState.LOST:
         raise JobLostError(status.run_dir, status.attempt, status.reason)
+    if status.state == JobState.ABSENT:
+        raise PermanentInfraError(
+            f"{status.run_dir} was moved or deleted while its job was under way: put it back and start again, which "
+            "goes on with what it has; without it the next start begins anew"
+        )
     if status.exit is None:
         raise JobFailedError(status.run_dir, status.attempt, -1, f"it is {status.state}, not {wanted}")
     log = read_log_tail(session, status.run_dir)

@@ -3,7 +3,7 @@
 Not here: what is measured (the loops), how it is drawn (report/).
 
 A line is written whole and flushed; a line that a crash tore is cut off when the file is opened again. A resumed run
-writes some steps a second time, so readers keep the last line per step.
+writes some steps a second time, so readers keep the last line per step. Lines that a disk damaged are passed over.
 """
 
 from __future__ import annotations
@@ -61,6 +61,10 @@ class JSONLLogger:
         line = {"step": step, "attempt": self.attempt, "time": round(time.time(), 3), **metrics}
         append_line(self._file, line)
 
+    def sync(self) -> None:
+        """Have everything logged survive a power cut."""
+        os.fsync(self._file.fileno())
+
     def close(self) -> None:
         """Close the file; everything logged is already in it."""
         self._file.close()
@@ -72,6 +76,12 @@ class JSONLLogger:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def keep_logged(metrics_logger: MetricsLogger | None) -> None:
+    """Have what was logged survive a power cut, where it is in a file of ours: other loggers see to it themselves."""
+    if isinstance(metrics_logger, JSONLLogger):
+        metrics_logger.sync()
 
 
 class EventLog:
@@ -102,7 +112,7 @@ class EventLog:
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:  # Any: JSON
-    """The whole lines of a metrics, event or sample file; a torn last line is left out."""
+    """The whole lines of a metrics, event or sample file; torn and damaged ones are left out."""
     if not path.is_file():
         return []
     with path.open("rb") as lines:
@@ -148,7 +158,16 @@ def read_last_lines(path: Path, max_bytes: int = LAST_BYTES) -> list[dict[str, A
 
 
 def _whole_objects(lines: Iterable[bytes]) -> list[dict[str, Any]]:  # Any: JSON
-    return [json.loads(line) for line in lines if line.endswith(b"\n")]
+    return [found for line in lines if line.endswith(b"\n") and (found := parse_line(line)) is not None]
+
+
+def parse_line(line: bytes) -> dict[str, Any] | None:  # Any: JSON
+    """The object in a line of such a file; None of one that a disk, or somebody, damaged."""
+    try:
+        found = json.loads(line)
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) else None
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:

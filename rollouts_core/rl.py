@@ -35,7 +35,7 @@ from rollouts_core.data.data_buffer import DataBuffer
 from rollouts_core.engines import InferenceEngine, PublishTarget, memory_handed_over, open_target, publish_weights
 from rollouts_core.environments.protocol import Outcome
 from rollouts_core.errors import DataError, RewardError
-from rollouts_core.metrics import EventLog, MetricsLogger, average_metrics, read_json_lines
+from rollouts_core.metrics import EventLog, MetricsLogger, average_metrics, keep_logged, read_json_lines
 from rollouts_core.rl_batch import is_reinforced, places_to_score, plan_rows, prepare_updates
 from rollouts_core.rollout.group_order import Schedule
 from rollouts_core.rollout.manager import AsyncRolloutManager
@@ -100,6 +100,7 @@ async def run_rl_training(
             scored_by="reward_unfiltered" if rollout.is_filtered and data_buffer else "reward",
             events=events,
             is_end_asked=is_end_asked,
+            before_save=partial(keep_logged, metrics_logger),
         ) as checkpoints,
     ):
         handed_over = partial(memory_handed_over, trainer, inference_engines, is_colocated=is_colocated)

@@ -71,6 +71,7 @@ class RunCheckpoints:
         settings: what `describe_settings` gave: a checkpoint of others is refused.
         scored_by: what `score_steps` reads; a checkpoint of steps that do not have it has no score.
         is_end_asked: looked at after every step; True ends the training there, with a checkpoint.
+        before_save: called before a checkpoint is written, when its steps are done and logged.
     """
 
     def __init__(
@@ -83,6 +84,7 @@ class RunCheckpoints:
         scored_by: ScoredBy = "loss",
         events: EventLog | None = None,
         is_end_asked: Callable[[], bool] = lambda: False,
+        before_save: Callable[[], None] = lambda: None,
     ) -> None:
         self.backend = backend
         self.directory = directory
@@ -91,6 +93,7 @@ class RunCheckpoints:
         self.scored_by = scored_by
         self.events = events
         self.is_end_asked = is_end_asked
+        self.before_save = before_save
         self.changed: list[str] = []
         """Settings and inputs that differ, as is allowed, from those of the checkpoint that `resume` went on from."""
         self._saving: _Save | None = None
@@ -176,6 +179,7 @@ class RunCheckpoints:
             **({"is_early": True} if not self.is_due(step) else {}),
             **cursors(),
         }
+        self.before_save()
         path = step_directory(self.directory, step)
         self._saving = _Save(path, step, self.backend.save_checkpoint(path, state))
         return ends_here

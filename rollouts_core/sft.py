@@ -13,6 +13,7 @@ import hashlib
 import itertools
 from array import array
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 
@@ -23,7 +24,7 @@ from rollouts_core.config import SFTTrainingConfig
 from rollouts_core.data.packing import pack_rows
 from rollouts_core.data.steps import Cursor, Samples, iterate_sft_steps
 from rollouts_core.errors import DataError
-from rollouts_core.metrics import EventLog, MetricsLogger
+from rollouts_core.metrics import EventLog, MetricsLogger, keep_logged
 from rollouts_core.saving import RunCheckpoints, describe_settings
 from rollouts_core.types import Sample
 from rollouts_core.update import SkipCounter, update_policy
@@ -73,6 +74,7 @@ async def run_sft_training(
         scored_by="eval_loss" if eval_samples else "loss",
         events=events,
         is_end_asked=is_end_asked,
+        before_save=partial(keep_logged, metrics_logger),
     ) as checkpoints:
         state = await checkpoints.resume()
         start_step = state["step"] if state else 0

@@ -93,6 +93,9 @@ def begin_with_earlier(stage: Stage) -> str:
     with locked(own.root / ".begin.lock"):
         if own.result.is_file() or list_checkpoints(own.checkpoints):
             return ""
+        # Before the first checkpoint: where this is broken off, that says that the steps before it are done and logged.
+        with suppress(FileNotFoundError):
+            shutil.copyfile(earlier.metrics, own.metrics)
         for path in list_checkpoints(earlier.checkpoints):
             try:
                 verify_checkpoint(path)
@@ -100,8 +103,6 @@ def begin_with_earlier(stage: Stage) -> str:
                 logger.warning("training goes on from before %s: %s", path.name, error)
                 break
             adopt_checkpoint(path, own.checkpoints)
-        with suppress(FileNotFoundError):
-            shutil.copyfile(earlier.metrics, own.metrics)
     found = list_checkpoints(own.checkpoints)
     return f"has the checkpoints up to {found[-1].name} of {earlier.root}, which ended early" if found else ""
 

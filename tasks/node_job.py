@@ -21,6 +21,8 @@ from tasks.records import RunScope, Stage
 
 GRACE_S = 10.0
 """Between asking a job to end and killing it."""
+USER_ERROR_CODE = 2
+"""Exit code of a job that refuses its settings or its inputs."""
 COUNTED_BY_BUS = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 """GPUs are counted as nvidia-smi counts, which is how locks are named: CUDA itself counts the fastest GPU first, so the
 first one would be another than the one that a job waited for."""

@@ -18,7 +18,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import TypeVar
 
 import rollouts_core
@@ -30,7 +30,7 @@ from infra.stores.direct import fetch_on_node
 from infra.stores.object_store import ObjectStore
 from infra.stores.presigned import can_presign
 from infra.sync.mirror import LOCK, is_behind
-from infra.sync.push import is_executable, publish_files
+from infra.sync.push import has_files, is_executable, publish_files
 from rollouts_core.checkpoint import find_checkpoint, list_checkpoints
 from rollouts_core.config import RewardConfig, RLTrainingConfig, RolloutConfig, SFTTrainingConfig
 from rollouts_core.data.rows import KEPT_BESIDE, WEIGHTS, digest_path
@@ -49,7 +49,7 @@ from rollouts_core.job import (
 )
 from rollouts_core.user_code.own_files import own_code
 from tasks.inputs import find_origin, keys_at_origin
-from tasks.node_job import GRACE_S
+from tasks.node_job import GRACE_S, USER_ERROR_CODE
 from tasks.records import Stage
 
 TrainingT = TypeVar("TrainingT", SFTTrainingConfig, RLTrainingConfig)
@@ -81,10 +81,13 @@ def place_stage(session: Session, stage: Stage, node: Node, *, say: Callable[[st
     """
     if not node.is_remote:
         return Placement(stage, "")
-    inputs = NodeInputs(session, node, say)
+    run_dir = node.path_on_node(stage.run_dir)
+    ended = job_status(session, run_dir).exit
+    is_doubtful = ended is not None and ended.code == USER_ERROR_CODE
+    inputs = NodeInputs(session, node, say, is_doubtful=is_doubtful)
     job = place_job(JOB_TYPES[stage.kind].model_validate(stage.job), inputs)
-    placed = stage.model_copy(update={"job": job.model_dump(mode="json"), "run_dir": node.path_on_node(stage.run_dir)})
-    bring_earlier_work(session, Path(stage.run_dir), placed.run_dir)
+    placed = stage.model_copy(update={"job": job.model_dump(mode="json"), "run_dir": run_dir})
+    bring_earlier_work(session, Path(stage.run_dir), run_dir)
     return Placement(placed, place_code(session, node, getattr(job, "rollout", None)))
 
 
@@ -122,9 +125,15 @@ def place_job(job: Job, inputs: NodeInputs) -> Job:
 
 
 class NodeInputs:
-    """The inputs on a node, by their content."""
+    """The inputs on a node, by their content.
 
-    def __init__(self, session: Session, node: Node, say: Callable[[str], None]) -> None:
+    Args:
+        is_doubtful: an attempt at the job refused what it found. What lies there may have its size alone, and is
+            compared by content.
+    """
+
+    def __init__(self, session: Session, node: Node, say: Callable[[str], None], *, is_doubtful: bool = False) -> None:
+        self._is_doubtful = is_doubtful
         self._session = session
         self._node = node
         self._say = say
@@ -183,17 +192,17 @@ class NodeInputs:
         path = Path(given)
         if not path.exists():  # of a hub
             return given
+        below = files_below(path, path.name)
+        wanted = [name for name in below if KEPT_BESIDE.isdisjoint(Path(name).parts[1:-1])]
+        files = {name: below[name] for name in wanted if not name.endswith(without)}
         if path.is_relative_to(self._node.local_root):
             own = self._node.path_on_node(given)
-            if exists_on_node(self._session, own):
+            if self._has(files, str(PurePosixPath(own).parent)):
                 return own
         identity = " ".join([digest, path.name, *without])
         key = hashlib.sha256(identity.encode(errors="surrogateescape")).hexdigest()[:_DIGEST_CHARS]
         folder = f"{self._node.root}/inputs/{key}"
-        if not exists_on_node(self._session, f"{folder}/{path.name}"):  # a cleaner may have left the folder
-            below = files_below(path, path.name)
-            wanted = [name for name in below if KEPT_BESIDE.isdisjoint(Path(name).parts[1:-1])]
-            files = {name: below[name] for name in wanted if not name.endswith(without)}
+        if not self._has(files, folder):  # a cleaner, or a power cut, may have left a part of it
             before = _versions_of(files.values())
             if digest_now(given) != digest:
                 raise ConfigError(f"{path} changed since the stage was planned: start the run again")
@@ -201,6 +210,10 @@ class NodeInputs:
                 publish_files(self._session, files, folder)
             _check_unedited(self._session, before, folder)
         return f"{folder}/{path.name}"
+
+    def _has(self, files: Mapping[str, Path], folder: str) -> bool:
+        """Whether files that are used where they lie are there, below a folder of the node."""
+        return not self._is_doubtful and has_files(self._session, files, folder)
 
     def _is_fetched(self, path: Path, files: Mapping[str, Path], folder: str) -> bool:
         """Whether the node has fetched the input into the folder, from where a URL named it."""
@@ -268,7 +281,7 @@ def place_code(
         digest.update(f"{name}{mode}\0".encode(errors="surrogateescape"))  # what is refused is said by the copy
         digest.update(hashlib.sha256(path.read_bytes()).digest())
     folder = f"{node.root}/code/{digest.hexdigest()[:_DIGEST_CHARS]}"
-    if not exists_on_node(session, folder):
+    if not has_files(session, files, folder):
         say(f"sends code: {', '.join(describe_files(name, part) for name, part in parts.items())}")
         publish_files(session, files, folder)
         _check_unedited(session, before, folder)

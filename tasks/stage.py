@@ -41,7 +41,7 @@ from tasks.closest_stage import describe_difference
 from tasks.earlier_scores import take_earlier_scores
 from tasks.early_end import begin_with_earlier, check_own_end, read_early_end, requests_passed_on
 from tasks.leases import has_lease
-from tasks.node_job import GRACE_S, gpus_of, job_spec
+from tasks.node_job import GRACE_S, USER_ERROR_CODE, gpus_of, job_spec
 from tasks.placement import place_stage
 from tasks.plan import check_plugins
 from tasks.progress import StageProgress
@@ -49,8 +49,6 @@ from tasks.records import How, RunScope, Stage, StageRecord
 from tasks.tracking import tracked
 from tasks.trainer_nodes import start_in_turn, trainers_beside
 from tasks.unit_keys import own_keys
-
-USER_ERROR_CODE = 2
 
 logger = logging.getLogger(__name__)
 

@@ -26,7 +26,7 @@ from typing import Any
 
 from infra.locks import locked
 from rollouts_core.config.messages import first_line
-from rollouts_core.metrics import read_metrics
+from rollouts_core.metrics import parse_line, read_metrics
 from rollouts_core.run_directory import RunDirectory
 from rollouts_core.system.files import write_json
 from tasks.records import RunScope, Stage
@@ -151,7 +151,7 @@ def _whole_lines(path: Path, position: int) -> tuple[int, list[dict[str, Any]]]:
         file.seek(start)
         content = file.read()
         whole = content[: content.rfind(b"\n") + 1]
-        return start + len(whole), [json.loads(line) for line in whole.splitlines()]
+        return start + len(whole), list(filter(None, map(parse_line, whole.splitlines())))
     return 0, []
 
 

@@ -81,6 +81,14 @@ def publish_files(session: Session, files: Mapping[str, Path], destination: str)
     return _publish(session, files, sizes, destination)
 
 
+def has_files(session: Session, files: Mapping[str, Path], directory: str) -> bool:
+    """Whether all of the files are below a directory of the node, by their sizes: none is read."""
+    sizes = {name: _checked_size(path, name) for name, path in files.items()}
+    request = json.dumps({"names": list(sizes)}).encode()
+    there = _call(session, ["sizes", directory], stdin=request, may_repeat=True)["sizes"]
+    return bool(there == sizes)
+
+
 def publish_filled(
     session: Session, destination: str, num_bytes: int, fill: Callable[[str], Mapping[str, Sequence[Any]]]
 ) -> None:

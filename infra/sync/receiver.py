@@ -8,6 +8,7 @@ code 1 when it refuses.
                                             what lies there now, and what could be used again, with digests of its
                                             chunks: {"files": {name: size} or null, "digest": the name of the digest,
                                             "usable": [[directory, name, size, mtime_ns, [digest]]]}
+    sizes DIRECTORY                         (on stdin {"names": [name]}) the sizes of those files that are below it
     prepare DESTINATION INCOMING BYTES      (a line {"reused", "chunk_bytes", "digest"} on stdin, see take_files) make
                                             the directory INCOMING beside it, take those files and chunks into it, and
                                             see whether the disk has room: {"taken": {name: [chunk number]}}. Goes on
@@ -82,6 +83,8 @@ def main(argv: list[str]) -> int:
         if verb == "describe":
             request = json.loads(sys.stdin.buffer.read())
             answer = describe_destination(Path(parameters[0]), request["sizes"], request["chunk_bytes"])
+        elif verb == "sizes":
+            answer = {"sizes": find_sizes(Path(parameters[0]), json.loads(sys.stdin.buffer.read())["names"])}
         elif verb == "prepare":
             hold_directory(Path(parameters[0]), Path(parameters[1]), int(parameters[2]))
         elif verb == "accept":
@@ -132,6 +135,12 @@ def describe_destination(destination: Path, sizes: dict[str, int], chunk_bytes: 
         if directory == destination:
             files = found
     return {"files": files, "digest": algorithm, "usable": list(usable.values())}
+
+
+def find_sizes(directory: Path, names: list[str]) -> dict[str, int]:
+    """The sizes of the files that there are, of some below a directory."""
+    paths = {name: directory / name for name in names}
+    return {name: path.stat().st_size for name, path in paths.items() if path.is_file()}
 
 
 def describe_directory(directory: Path, *, without_digest: frozenset[str]) -> dict[str, list[Any]] | None:

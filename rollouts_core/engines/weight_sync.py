@@ -221,7 +221,7 @@ async def publish_weights(backend: TrainingBackend, engines: Sequence[InferenceE
     )
     if failed := [result for result in results if result.error]:
         raise WeightSyncError("; ".join(f"{result.engine}: {result.error}" for result in failed))
-    remove_old_versions(target.weights_dir)
+    remove_old_versions(target.weights_dir, newest=version)
     return version
 
 
@@ -245,10 +245,11 @@ async def _copy(weights: Mapping[str, Tensor], version: str, target: PublishTarg
 
 
 def _folder_with_config(target: PublishTarget) -> Path:
-    folder = target.weights_dir
-    if not (folder / "config.json").exists():
+    folder, config = target.weights_dir, target.weights_dir / "config.json"
+    content = target.model_config.read_bytes()
+    if not config.is_file() or config.read_bytes() != content:  # an earlier attempt's may be damaged
         folder.mkdir(parents=True, exist_ok=True)
-        write_atomically(folder / "config.json", target.model_config.read_bytes())
+        write_atomically(config, content)
     return folder
 
 
@@ -263,11 +264,16 @@ async def _write_directory(weights: Mapping[str, Tensor], version: str, target: 
     return target.weights_dir / version
 
 
-def remove_old_versions(weights_dir: Path) -> None:
-    """Delete published directories but the newest, and passing copies of the others."""
+def remove_old_versions(weights_dir: Path, *, newest: str) -> None:
+    """Delete published directories but the newest and those that came last before it, and passing copies of the others.
+
+    Args:
+        newest: what engines serve: it stays whatever the clock said when it, and others, were written.
+    """
     folders = [path for path in weights_dir.iterdir() if path.is_dir()]
     versions = sorted(
-        (path for path in folders if not path.name.startswith(".")), key=lambda path: path.stat().st_mtime
+        (path for path in folders if not path.name.startswith(".")),
+        key=lambda path: (path.name == newest, path.stat().st_mtime),
     )
     for path in versions[:-KEPT_VERSIONS]:
         shutil.rmtree(path)

@@ -168,7 +168,7 @@ def newest_samples(directory: Path) -> tuple[str, tuple[ShownSample, ...]]:
     for path in reversed(paths[-2:]):  # the newest may have no whole line yet
         with path.open("rb") as file:
             lines = [line for line in file.readlines(MAX_SAMPLE_BYTES) if line.endswith(b"\n")]
-        samples = [read_without_tokens(line) for line in lines]
+        samples = list(filter(None, map(read_without_tokens, lines)))
         if samples:
             graded = sorted((sample for sample in samples if sample.reward is not None), key=lambda s: s.reward or 0.0)
             chosen = [samples[0], *graded[-1:], *graded[:1]]

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from rollouts_core.metrics import parse_line
 from rollouts_core.report.inputs import LABELS
 from rollouts_core.run_directory import RunDirectory
 from rollouts_core.types import Sample, Status, sample_from_json
@@ -112,13 +112,16 @@ def _first_samples(path: Path) -> dict[int, Sample]:
 
 
 def iterate_samples(path: Path) -> Iterator[Sample]:
-    with path.open(encoding="utf-8") as lines:
-        yield from map(read_without_tokens, lines)
+    with path.open("rb") as lines:
+        yield from filter(None, map(read_without_tokens, lines))
 
 
-def read_without_tokens(line: str | bytes) -> Sample:
-    """The sample in a line of a file of samples, of which a page shows no token."""
-    return sample_from_json({**json.loads(line), "tokens": [], "loss_mask": [], "rollout_log_probs": None})
+def read_without_tokens(line: bytes) -> Sample | None:
+    """The sample in a line of a file of samples, of which a page shows no token; None of a line that is damaged."""
+    record = parse_line(line)
+    if record is None:
+        return None
+    return sample_from_json({**record, "tokens": [], "loss_mask": [], "rollout_log_probs": None})
 
 
 def _describe_transcript(samples: Mapping[str, Sample]) -> Transcript:

@@ -10,6 +10,7 @@ weights that the recorded step gave.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,6 @@ from typing import Any
 from rollouts_core.config import RolloutConfig
 from rollouts_core.config.messages import first_line
 from rollouts_core.errors import DataError
-from rollouts_core.metrics import read_json_lines
 from rollouts_core.rewards import RewardFn
 from rollouts_core.rollout.group_order import Schedule
 from rollouts_core.rollout.rollout_batch import convert_to_batch
@@ -81,10 +81,13 @@ def read_rollouts(path: Path, *, temperature: float) -> list[Sample]:
         DataError: something else than samples, or none; or samples of another temperature, where they say it.
     """
     try:
-        records = read_json_lines(path)
+        # Every line: of a file that was cut, the samples before would pass for the whole step.
+        records = [json.loads(line) for line in path.read_bytes().splitlines()]
         samples = [sample_from_json(record) for record in records]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DataError(f"{path} holds no rollouts ({first_line(error)}): give what an RL stage recorded") from error
+        raise DataError(
+            f"{path} holds no rollouts, or a part of them ({first_line(error)}): give what an RL stage recorded"
+        ) from error
     if not any(any(sample.loss_mask) for sample in samples):
         raise DataError(f"{path} holds no sampled token: give what an RL stage recorded")
     for recorded in {record.get("temperature", temperature) for record in records}:

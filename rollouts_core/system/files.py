@@ -18,12 +18,18 @@ from typing import Any
 def write_atomically(path: Path, content: str | bytes) -> None:
     """Replace `path` by `content` in one step: a temporary file, fsync, rename."""
     raw = content.encode() if isinstance(content, str) else content
+    with _appearing_whole(path) as partial, partial.open("wb") as file:
+        file.write(raw)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+@contextmanager
+def _appearing_whole(path: Path) -> Iterator[Path]:
+    """A temporary file that replaces `path` when the block, which syncs it, succeeds, and vanishes when it fails."""
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
-        with partial.open("wb") as file:
-            file.write(raw)
-            file.flush()
-            os.fsync(file.fileno())
+        yield partial
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
@@ -79,12 +85,14 @@ def remove_partial_directories(parent: Path) -> None:
 
 
 def link_or_copy(source: Path, destination: Path) -> None:
-    """The file at a second place, without a second copy where the file system allows that."""
+    """The file at a second place, whole or not at all, without a second copy where the file system allows that."""
     destination.parent.mkdir(parents=True, exist_ok=True)
     try:
         destination.hardlink_to(source.resolve())  # where it is a link itself: to a link the way would be another
     except OSError:  # another file system, or one without hard links
-        shutil.copyfile(source, destination)
+        with _appearing_whole(destination) as partial:
+            shutil.copyfile(source, partial)
+            _fsync_file(partial)
 
 
 def _fsync_file(path: Path) -> None:

@@ -206,6 +206,14 @@ def test_a_stage_says_how_far_it_is_and_what_happened_last(tmp_path: Path) -> No
     assert finished.state == "finished" and finished.done == 0.0
 
 
+def test_lines_that_a_disk_damaged_are_no_error(tmp_path: Path) -> None:
+    run_dir = write_rl(tmp_path / "rl")
+    for path in run_dir.rglob("*.jsonl"):
+        path.write_bytes(b'{"half": \0\0\n' + path.read_bytes())
+    shown = describe_stage(LiveStage(name="rl", run_dir=run_dir, num_steps=10, began_at=NOW), now=NOW)
+    assert shown.done == 50.0 and len(shown.samples) == 2
+
+
 def test_a_number_that_is_none_is_shown_as_it_is(tmp_path: Path) -> None:
     line = {"step": 1, "attempt": 1, "time": NOW, "loss": -0.0, "reward": 0.5, "entropy": math.nan}
     (tmp_path / "metrics.jsonl").write_text(json.dumps(line) + "\n")

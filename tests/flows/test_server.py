@@ -31,6 +31,7 @@ from flows.server import (
     run_url,
 )
 from tests.flows.conftest import copy_home
+from tests.mounts import fill, mounted_tmpfs
 from tests.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -389,6 +390,18 @@ def test_a_fastapi_that_is_too_new_is_named_as_the_reason(tmp_path: Path, monkey
     with pytest.raises(ServerError, match="fastapi is too new"), local_server(tmp_path / "store"):
         pass
     assert not processes_of(tmp_path)
+
+
+def test_a_full_disk_of_temporary_files_is_not_taken_for_that_of_the_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SQLite writes there while a new database is migrated."""
+    with mounted_tmpfs(tmp_path / "temporary", "size=16k") as disk:
+        fill(disk)
+        monkeypatch.setenv("TMPDIR", str(disk))
+        with pytest.raises(ServerError, match=r"temporary files \(TMPDIR\), is full"), local_server(tmp_path / "store"):
+            pass
+        wait_until(lambda: not processes_of(tmp_path), what="the end of the server")
 
 
 def test_a_store_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:

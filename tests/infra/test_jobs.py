@@ -243,6 +243,18 @@ def test_a_zero_byte_in_an_argument_is_an_error_and_no_attempt(session: Session,
     assert job_status(session, str(run_dir)).state == JobState.ABSENT
 
 
+def test_a_directory_that_is_moved_away_amid_its_job_is_said_and_found_when_it_is_back(
+    session: Session, run_dir: Path
+) -> None:
+    started = start_or_attach(session, shell_spec(run_dir, "sleep 60"))
+    elsewhere = run_dir.with_name("elsewhere")
+    run_dir.rename(elsewhere)
+    with pytest.raises(PermanentInfraError, match=f"{run_dir} was moved or deleted while its job was under way: put"):
+        require_finished(session, wait_for_end(session, run_dir))
+    elsewhere.rename(run_dir)
+    assert job_status(session, str(run_dir)).pid == started.pid
+
+
 def test_kill_9_of_the_program_is_recorded_with_its_signal(session: Session, run_dir: Path) -> None:
     status = start_or_attach(session, shell_spec(run_dir, "sleep 60"))
     assert status.pid is not None

@@ -88,6 +88,14 @@ def test_a_torn_last_line_is_left_out_by_readers(tmp_path: Path) -> None:
     assert read_json_lines(tmp_path / "m.jsonl") == [{"step": 1}]
 
 
+@pytest.mark.parametrize("damage", [b"\0\0\0\n", b'{"step": 2, "lo\0\0\0\n', b"\xff\n", b"[2]\n"])
+def test_a_line_that_a_disk_damaged_is_passed_over_by_readers(tmp_path: Path, damage: bytes) -> None:
+    path = tmp_path / "m.jsonl"
+    path.write_bytes(b'{"step": 1}\n' + damage + b'{"step": 3}\n')
+    for lines in (read_json_lines(path), read_last_lines(path), read_spread_lines(path, 10), read_metrics(path)):
+        assert lines == [{"step": 1}, {"step": 3}]
+
+
 def test_reopening_keeps_the_lines_before(tmp_path: Path) -> None:
     for attempt in (1, 2):
         with JSONLLogger(tmp_path / "m.jsonl", attempt=attempt) as logger:

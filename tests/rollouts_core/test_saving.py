@@ -6,6 +6,7 @@ last one is half on disk.
 
 import asyncio
 import logging
+import os
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -28,12 +29,18 @@ from rollouts_core.config import (
     SFTTrainingConfig,
 )
 from rollouts_core.errors import CheckpointError
-from rollouts_core.metrics import EventLog, read_json_lines
+from rollouts_core.jobs.rl_job import write_rollouts
+from rollouts_core.metrics import EventLog, JSONLLogger, read_json_lines, read_metrics
+from rollouts_core.rl import run_rl_training
+from rollouts_core.rollout.offline_rollouts import OfflineRollouts
+from rollouts_core.rollout.rollout_batch import convert_to_batch
+from rollouts_core.run_directory import RunDirectory
 from rollouts_core.saving import RunCheckpoints, ScoredBy, check_same_settings, describe_settings, score_steps
 from rollouts_core.sft import run_sft_training
 from rollouts_core.types import Sample
 from tests.rollouts_core.histories import without_times
-from tests.rollouts_core.make import make_random_samples
+from tests.rollouts_core.make import make_groups, make_random_samples
+from tests.rollouts_core.test_rl import make_backend
 
 CONFIG = SFTTrainingConfig(num_steps=8, checkpoint_every=2, keep_checkpoints=1)
 CONSTANT = OptimConfig(lr=0.01, schedule="constant")
@@ -360,6 +367,7 @@ def train(
     samples: list[Sample] = SAMPLES,
     inputs: Mapping[str, str] | None = None,
     eval_samples: Sequence[Sample] = (),
+    metrics_logger: JSONLLogger | None = None,
     **changes: Any,
 ) -> list[Metrics]:
     """Train in a directory, from whatever lies there, with changes to `TRAINING`."""
@@ -373,6 +381,7 @@ def train(
                 backend,
                 samples,
                 config,
+                metrics_logger,
                 checkpoint_dir=directory / "checkpoints",
                 inputs=inputs,
                 events=events,
@@ -485,6 +494,39 @@ def test_another_run_goes_on_from_the_newest_checkpoint_of_the_first(base_model:
     own = [path.name for path in list_checkpoints(tmp_path / "second" / "checkpoints")]
     assert own == ["step_000004", "step_000006"]  # selection sees where it began
     assert train(base_model, tmp_path / "second", num_steps=6, resume_from=str(tmp_path / "gone")) == []
+
+
+@pytest.mark.parametrize("kind", ["sft", "rl"])
+def test_the_metrics_of_a_checkpoints_steps_are_on_disk_before_it_is(
+    kind: str, base_model: ModelConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a power cut nobody logs them again: the training goes on from behind them."""
+    metrics, checkpoints = tmp_path / "metrics.jsonl", tmp_path / "checkpoints"
+    found: list[tuple[list[float], list[str]]] = []
+    synced = os.fsync
+
+    def note_metrics(descriptor: int) -> None:
+        synced(descriptor)
+        if os.path.samestat(os.fstat(descriptor), metrics.stat()):
+            steps = [row["step"] for row in read_metrics(metrics)]
+            found.append((steps, [path.name for path in list_checkpoints(checkpoints)]))
+
+    monkeypatch.setattr(os, "fsync", note_metrics)
+    with JSONLLogger(metrics) as metrics_logger:
+        train_logged(kind, base_model, tmp_path, metrics_logger)
+    assert found == [([1, 2], []), ([1, 2, 3, 4], ["step_000002"])]
+
+
+def train_logged(kind: str, model: ModelConfig, directory: Path, metrics_logger: JSONLLogger) -> None:
+    """Four steps, each logged, with a checkpoint after two."""
+    if kind == "sft":
+        train(model, directory, metrics_logger=metrics_logger, log_every=1, checkpoint_every=2)
+        return
+    config = RLTrainingConfig(num_steps=4, checkpoint_every=2)
+    write_rollouts(RunDirectory(directory), 1, convert_to_batch(make_groups(2, 4)), temperature=1.0)
+    source = OfflineRollouts(directory / "samples", RolloutConfig())
+    backend, checkpoints = make_backend(model, config), directory / "checkpoints"
+    asyncio.run(run_rl_training(backend, None, source, [], config, metrics_logger, checkpoint_dir=checkpoints))
 
 
 def test_leftovers_of_a_killed_save_are_removed(base_model: ModelConfig, tmp_path: Path) -> None:

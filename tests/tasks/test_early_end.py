@@ -13,7 +13,7 @@ import pytest
 
 from infra.node import LocalNode
 from infra.providers import provision_node
-from rollouts_core.checkpoint import list_checkpoints, new_checkpoint
+from rollouts_core.checkpoint import adopt_checkpoint, list_checkpoints, new_checkpoint
 from rollouts_core.run_directory import RunDirectory
 from tasks.early_end import (
     EndedForAnotherRunError,
@@ -90,6 +90,28 @@ def test_a_stage_begins_with_the_whole_checkpoints_of_the_shortened_one_once(tmp
     assert begin_with_earlier(second) == ""  # it has some of its own by now
     assert len(list_checkpoints(RunDirectory(Path(first.run_dir)).checkpoints)) == 3
     assert begin_with_earlier(first) == ""
+
+
+def test_a_start_that_is_broken_off_leaves_no_checkpoint_without_the_metrics_before_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = planned(tmp_path, "first")
+    train(first, 20, 27, ended_by="first")
+    (Path(first.run_dir) / "metrics.jsonl").write_text('{"step": 20}\n')
+    second = planned(tmp_path, "second")
+    own = RunDirectory(Path(second.run_dir))
+
+    def adopt_one(source: Path, parent: Path) -> Path:
+        if list_checkpoints(parent):
+            raise KeyboardInterrupt
+        return adopt_checkpoint(source, parent)
+
+    monkeypatch.setattr("tasks.early_end.adopt_checkpoint", adopt_one)
+    with pytest.raises(KeyboardInterrupt):
+        begin_with_earlier(second)
+    begin_with_earlier(second)
+    assert [path.name for path in list_checkpoints(own.checkpoints)] == ["step_000020"]
+    assert own.metrics.read_text() == '{"step": 20}\n', "nobody logs these steps again"
 
 
 def test_who_attached_to_a_job_that_ended_for_another_run_is_told(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -25,6 +26,7 @@ from infra.stores.object_store import ObjectStore
 from infra.stores.publication import publish_run
 from infra.sync.mirror import pull_run
 from infra.sync.push import publish_files
+from rollouts_core import sft as sft_module
 from rollouts_core.checkpoint import list_checkpoints, load_manifest
 from rollouts_core.config import Config, ModelConfig, RolloutConfig
 from rollouts_core.data.rows import digest_path
@@ -133,6 +135,70 @@ def test_a_file_that_a_cleaner_took_from_the_node_is_sent_again(
     assert inputs.place_file(file).path == str(placed) and placed.read_text() == "{}\n"
 
 
+def break_file(path: Path, how: str) -> None:
+    """As a cleaner, a disk that is full or a power cut leaves a file, or a disk with a fault, after some weeks."""
+    content = path.read_bytes()
+    path.unlink()  # not in its place: it may be a link to what was sent
+    if how != "gone":
+        path.write_bytes({"empty": b"", "half": content[: len(content) // 2], "flipped": bytes(len(content))}[how])
+
+
+@pytest.mark.parametrize("how", ["gone", "empty", "half"])
+def test_a_model_of_which_the_node_has_not_all_any_more_is_sent_again(
+    session: CountingSession, config: Config, node: Node, how: str
+) -> None:
+    (Path(config.model.path) / "model.safetensors").write_bytes(b"weights")
+    inputs, model = NodeInputs(session, node, print), base_model(config)
+    placed = Path(inputs.place_model(model).model.path)
+    break_file(placed / "model.safetensors", how)
+    assert inputs.place_model(model).model.path == str(placed)
+    assert digest_model(ModelConfig(path=str(placed))) == model.digest
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["gone", "empty"])
+def test_code_of_which_the_node_has_not_all_any_more_is_sent_again(
+    session: CountingSession, node: Node, how: str
+) -> None:
+    folder = Path(place_code(session, node, None))
+    (folder / "rollouts_core" / "__pycache__").mkdir()  # as Python leaves it
+    break_file(folder / "rollouts_core" / "sft.py", how)
+    assert Path(place_code(session, node, None)) == folder
+    assert (folder / "rollouts_core" / "sft.py").read_bytes() == Path(sft_module.__file__).read_bytes()
+    assert place_code(session, node, None) and session.num_published == 2
+
+
+@pytest.mark.parametrize("how", ["gone", "empty", "half"])
+def test_a_checkpoint_of_which_the_node_has_not_all_any_more_comes_from_the_store(
+    session: CountingSession, config: Config, scope: RunScope, node: Node, how: str
+) -> None:
+    sft = plan_sft(config, scope, node)
+    trained = checkpoint(Path(sft.run_dir) / "checkpoints" / "step_000020", b"weights")
+    there = Path(node.path_on_node(trained.model.path))
+    shutil.copytree(trained.model.path, there)
+    break_file(there / "model.safetensors", how)
+    placed = Path(NodeInputs(session, node, print).place_model(trained).model.path)
+    assert placed != there
+    assert load_manifest(placed).digest == trained.digest and (placed / "model.safetensors").read_bytes() == b"weights"
+
+
+@pytest.mark.slow
+def test_what_a_job_found_changed_on_the_node_is_compared_and_sent_again(
+    session: CountingSession, config: Config, scope: RunScope, node: Node
+) -> None:
+    """Its sizes are right, so nothing else tells: the job would be started with it, and refuse it, for ever."""
+    stage = plan_sft(config, scope, node)
+    placement = place_stage(session, stage, node)
+    data = Path(placement.stage.job["data"][0]["path"])
+    break_file(data, "flipped")
+    assert place_stage(session, stage, node) == placement and not data.read_bytes().strip(b"\0")
+    start_or_attach(session, shell_spec(Path(placement.stage.run_dir), "exit 2"))
+    wait_for_end(session, Path(placement.stage.run_dir))
+    assert place_stage(session, stage, node) == placement
+    assert digest_path(data) == stage.job["data"][0]["digest"]
+    assert session.num_published == 4, "what is right was sent, too"
+
+
 def test_what_a_clone_or_a_download_keeps_beside_a_model_stays_here(
     session: CountingSession, config: Config, node: Node
 ) -> None:
@@ -219,7 +285,7 @@ def test_a_checkpoint_that_its_job_left_on_the_node_is_used_where_it_lies(
     sft = plan_sft(config, scope, node)
     trained = checkpoint(Path(sft.run_dir) / "checkpoints" / "step_000020", b"weights")
     there = Path(node.path_on_node(trained.model.path))
-    checkpoint(there, b"weights")
+    shutil.copytree(trained.model.path, there)
     placed = place_stage(session, plan_rl(trained, config, scope, node), node)
     assert placed.stage.job["model"]["model"]["path"] == str(there)
 

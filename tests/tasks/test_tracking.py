@@ -133,6 +133,8 @@ def test_every_step_is_shown_once_while_and_after_a_training_is_resumed(
         with (Path(stage.run_dir) / "metrics.jsonl").open("a") as file:
             file.write('{"step": 4, "torn')
     write_steps(stage, range(3, 7), attempt=2)
+    with (Path(stage.run_dir) / "metrics.jsonl").open("ab") as file:
+        file.write(b'{"step": 7, "lo\0\0\n')  # as a damaged disk leaves one
     with tracked(stage, scope, said.append):
         pass
     assert tensorboard_steps(tmp_path) == wandb_steps(tmp_path) == steps(range(1, 7))

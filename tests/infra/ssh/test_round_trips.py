@@ -88,11 +88,12 @@ def test_a_machine_that_is_ready_gets_no_files_and_runs_no_installer(ssh_server:
         assert {"environment_builder", "supervisor", "receiver", "node_probe"} <= first
         [code] = (tmp_path / "root/code").iterdir()
         probe = next((tmp_path / "programs").glob("node_probe-*.py")).name
+        receiver = next(name for _, name, *_ in session.asked if name.startswith("receiver-"))
         nothing_new = [
             ("read", "result.json"),
             ("run", "python", ISOLATED, "-c", Path(LOOK).name),
             ("run", "python", "-Xutf8", probe, "probe", "root"),
-            ("run", "test", "-e", code.name),
+            ("run", receiver, "sizes", code.name),
         ]
         assert make_ready(session) == nothing_new
     with NotingSession(ssh_server.access, tmp_path / "programs") as session:  # of the next run

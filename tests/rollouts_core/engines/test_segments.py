@@ -144,6 +144,19 @@ def test_a_publish_in_memory_is_served_and_proved_and_writes_no_weights(model_di
     assert [path.name for path in target.weights_dir.iterdir()] == ["config.json"]
 
 
+def test_a_damaged_config_of_an_earlier_attempt_is_replaced(model_dir: Path, target: PublishTarget) -> None:
+    """Engines read it at every publication, so no attempt would come further."""
+    target.weights_dir.mkdir()
+    (target.weights_dir / "config.json").write_bytes(b"")
+
+    async def publish(engine: SGLangEngine, scheduler: Scheduler) -> str:
+        await publish_weights(make_backend(model_dir), [engine], target)
+        return await engine.weight_version()
+
+    assert served(model_dir, publish) == "run-0"
+    assert (target.weights_dir / "config.json").read_bytes() == target.model_config.read_bytes()
+
+
 def test_an_embedded_engine_on_another_machine_is_given_what_changed_in_files(
     model_dir: Path, target: PublishTarget, loaded_names: list[set[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -30,13 +30,20 @@ def names_in(folder: Path) -> set[str]:
 def test_the_newest_versions_stay_and_no_copy_of_them_counts_as_one(tmp_path: Path) -> None:
     """Two engines are given p-2 while it is published: each reads a copy of it, which consists of links to it."""
     make_folders(tmp_path, "p-0", "p-1", "p-2", ".p-2-untied-a", ".p-2-untied-b")
-    remove_old_versions(tmp_path)
+    remove_old_versions(tmp_path, newest="p-2")
     assert names_in(tmp_path) == {"p-1", "p-2", ".p-2-untied-a", ".p-2-untied-b"}
+
+
+def test_what_engines_serve_stays_after_the_clock_was_set_back(tmp_path: Path) -> None:
+    """An engine that is started anew is given it again."""
+    make_folders(tmp_path, "p-3", "p-1", "p-2")
+    remove_old_versions(tmp_path, newest="p-3")
+    assert names_in(tmp_path) == {"p-2", "p-3"}
 
 
 def test_what_a_killed_trainer_left_goes(tmp_path: Path) -> None:
     make_folders(tmp_path, "p-1", ".p-1-untied-a", "p-2", "p-3", ".p-4.partial-a", ".p-2-untied-b")
-    remove_old_versions(tmp_path)
+    remove_old_versions(tmp_path, newest="p-3")
     assert names_in(tmp_path) == {"p-2", ".p-2-untied-b", "p-3"}
 
 

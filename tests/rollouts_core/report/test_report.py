@@ -357,6 +357,16 @@ def test_a_checkpoint_without_samples_is_left_out_of_the_transcripts(full_report
     assert [answer.name for answer in transcripts[0].answers] == ["sft", "rl"]
 
 
+def test_damaged_files_do_not_stop_the_report(full_report: ReportInput) -> None:
+    """Each run with the same settings reuses the stages, and would end here for ever."""
+    damaged = list(full_report.evaluation_dir.parent.rglob("*.jsonl"))
+    assert {path.parent.name for path in damaged} >= {"sft", "rl", "samples"}
+    for path in damaged:
+        content = path.read_bytes()
+        path.write_bytes(content[: len(content) // 2] + b"\0" * 10 + content[len(content) // 2 :])
+    assert "RL beats the selected SFT checkpoint." in render_report(full_report)
+
+
 def test_missing_files_of_the_training_stages_do_not_stop_the_report(full_report: ReportInput) -> None:
     assert full_report.sft_dir and full_report.rl_dir and full_report.rl_selection_dir
     RunDirectory(full_report.sft_dir).metrics.unlink()

@@ -305,6 +305,19 @@ def test_a_file_that_holds_no_rollouts_is_named(tmp_path: Path, damage: Callable
         read_rollouts(path, temperature=1.0)
 
 
+@pytest.mark.parametrize("at", ["middle", "end"])
+def test_half_of_a_recorded_step_is_not_taken_for_the_step(tmp_path: Path, at: str) -> None:
+    path = tmp_path / "step_000001.jsonl"
+    write_samples(path, make_groups(2, 2))
+    content = path.read_bytes()
+    assert len(read_rollouts(path, temperature=1.0)) == 4
+    path.write_bytes(content[:-10] if at == "end" else content[: len(content) // 2] + b"\n")
+    with pytest.raises(DataError, match=f"{path} holds no rollouts, or a part of them"):
+        read_rollouts(path, temperature=1.0)
+    path.write_bytes(content[:-1])  # some editors leave out the last newline
+    assert len(read_rollouts(path, temperature=1.0)) == 4
+
+
 def test_rollouts_of_another_tokenizer_are_refused_before_the_run(tmp_path: Path) -> None:
     samples = make_groups(2, 2)
     samples[3] = replace(samples[3], tokens=[*samples[3].tokens[:-1], 29])

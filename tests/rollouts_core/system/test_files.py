@@ -8,7 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from rollouts_core.system.files import new_directory, remove_partial_directories, write_atomically, write_json
+from rollouts_core.system.files import (
+    link_or_copy,
+    new_directory,
+    remove_partial_directories,
+    write_atomically,
+    write_json,
+)
+from tests.mounts import mounted_tmpfs
 
 
 class CrashError(Exception):
@@ -83,3 +90,16 @@ def test_leftovers_of_a_killed_process_are_removed_and_nothing_else(tmp_path: Pa
         (tmp_path / name / "file").write_text("x")
     remove_partial_directories(tmp_path)
     assert sorted(p.name for p in tmp_path.iterdir()) == [".hidden", "step_000005"]
+
+
+def test_a_copy_to_a_disk_that_fills_up_leaves_no_half_of_it(tmp_path: Path) -> None:
+    """Whoever comes next takes a file that is there for the whole one."""
+    source = tmp_path / "samples.jsonl"
+    source.write_bytes(bytes(128 << 10))
+    with mounted_tmpfs(tmp_path / "disk", "size=64k") as disk:
+        with pytest.raises(OSError, match="No space left"):
+            link_or_copy(source, disk / "run" / "samples.jsonl")
+        assert list((disk / "run").iterdir()) == []
+        source.write_bytes(b"short")
+        link_or_copy(source, disk / "run" / "samples.jsonl")
+        assert (disk / "run" / "samples.jsonl").read_bytes() == b"short"
