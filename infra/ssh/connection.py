@@ -30,6 +30,7 @@ from infra.foreign_text import shown_line
 from infra.node import SSHAccess
 from infra.ssh.heard_socket import HeardSocket
 from infra.ssh.host_keys import HostKey, HostKeyEvidence, HostKeyPolicy
+from infra.ssh.key_agent import SigningRefusedError, public_half
 from infra.ssh.login_keys import LoginKeys, load_keys
 from infra.ssh.proxy_jump import explain_proxy, open_proxy
 
@@ -234,6 +235,22 @@ def connect(access: SSHAccess) -> SSHConnection:
         NameUnknownError: nobody knows the name of one whose key is not.
     """
     keys = load_keys(access)
+    while True:
+        try:
+            return _connect(access, keys)
+        except SigningRefusedError as error:  # the connection does not outlive that
+            refusal = f"{error} with {_fingerprint(error.key)}: unlock it, or allow what it asks"
+            keys = keys.without(error.key, refusal)
+            if not keys.keys:
+                raise LoginError(access.address, refusal) from error
+
+
+def _connect(access: SSHAccess, keys: LoginKeys) -> SSHConnection:
+    """As `connect`, with these keys.
+
+    Raises:
+        SigningRefusedError: the agent does not sign with one of them.
+    """
     policy = HostKeyPolicy(
         host=access.host,
         port=access.port,
@@ -394,6 +411,7 @@ def _log_in(transport: Any, access: SSHAccess, keys: LoginKeys) -> str:  # Any: 
 
     Raises:
         LoginError: the node takes none of them, or none alone.
+        SigningRefusedError: the agent does not sign with one of them.
         NodeUnreachableError: the connection broke, or the node says neither yes nor no.
     """
     wanted_besides: list[str] = []
@@ -413,6 +431,8 @@ def _log_in(transport: Any, access: SSHAccess, keys: LoginKeys) -> str:  # Any: 
             # So it also calls a connection that breaks just now, and a server that says neither yes nor no in time.
             if not transport.is_active() or "timeout" in describe(error):
                 raise NodeUnreachableError(access.address, describe(error)) from error
+        except SigningRefusedError:
+            raise
         except _DROPPED as error:
             raise NodeUnreachableError(access.address, describe(error)) from error
         if transport.is_authenticated():
@@ -420,9 +440,13 @@ def _log_in(transport: Any, access: SSHAccess, keys: LoginKeys) -> str:  # Any: 
     if wanted_besides:
         ways = ", ".join(wanted_besides)
         raise LoginError(access.address, f"it takes a key of ours, and wants {ways} besides: let the key do there")
-    names = ", ".join(sorted({HostKey(each.key.get_name(), each.key.asbytes()).fingerprint for each in keys.keys}))
+    names = ", ".join(sorted({_fingerprint(each.key) for each in keys.keys}))
     remedy = "; not tried: ".join(["put the public key into ~/.ssh/authorized_keys there", *keys.left_out])
     raise LoginError(access.address, f"user {access.user} is not let in with {names}: {remedy}")
+
+
+def _fingerprint(key: Any) -> str:  # Any: paramiko has no types
+    return HostKey(key.get_name(), public_half(key)).fingerprint
 
 
 def describe(error: BaseException) -> str:
