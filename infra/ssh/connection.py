@@ -254,6 +254,7 @@ def _connect(access: SSHAccess, keys: LoginKeys) -> SSHConnection:
     policy = HostKeyPolicy(
         host=access.host,
         port=access.port,
+        alias=access.host_key_alias,
         pinned=access.host_key,
         known_hosts=tuple(Path(path).expanduser() for path in access.known_hosts),
         first_use_file=Path(access.first_use_file) if access.first_use_file else None,
