@@ -55,6 +55,8 @@ _NEAR_S = 0.005
 _NEAR_WINDOW_BYTES, _FAR_WINDOW_BYTES = 2 << 20, 16 << 20
 """Over a long way the window limits the speed; over a short one a large window costs two fifths of it. This is the
 window of what we receive; the server decides on the other."""
+_PROHIBITED = 1
+"""Why a channel is not opened: the server's configuration. Others say that it cannot be now."""
 _DROPPED = (paramiko.SSHException, OSError, EOFError)
 
 logger = logging.getLogger(__name__)
@@ -200,6 +202,7 @@ class SSHConnection:
         Raises:
             NodeUnreachableError: the connection has broken.
             TransientInfraError: nobody listens there.
+            PermanentInfraError: the server forwards no connections, or none to there.
         """
         return SSHChannel(self._open("direct-tcpip", (host, port), ("127.0.0.1", 0)), self.address)
 
@@ -213,6 +216,11 @@ class SSHConnection:
         try:
             return self._transport.open_channel(kind, *addresses, window_size=window, timeout=CHANNEL_TIMEOUT_S)
         except paramiko.ChannelException as error:
+            if addresses and error.code == _PROHIBITED:
+                raise PermanentInfraError(
+                    f"{self.address} forwards no connections, by which engines there are reached: let its sshd_config "
+                    "allow TCP forwarding (AllowTcpForwarding, DisableForwarding, PermitOpen), and authorized_keys, too"
+                ) from error
             raise TransientInfraError(f"{self.address} opens no more channels now ({error}): try again") from error
         except _DROPPED as error:
             raise NodeUnreachableError(self.address, describe(error)) from error

@@ -37,6 +37,7 @@ from tests.flows.refusals import (
     write_function,
     write_rows,
 )
+from tests.infra.ssh_server import running_server
 from tests.mounts import fill, mounted_tmpfs
 from tests.waiting import wait_until
 
@@ -101,6 +102,21 @@ def test_an_engine_port_in_use_is_named(folder: Path) -> None:
     with taken_port() as port:
         words = f"deployment.engine_port: port {port} is in use by another process: choose another, or 0"
         assert_refused(write_config(folder, deployment__engine_port=port), words)
+
+
+@pytest.mark.slow
+def test_a_machine_whose_engines_could_not_be_asked_is_named_before_anything_starts(folder: Path) -> None:
+    with running_server(folder / "sshd", more_config="AllowTcpForwarding no") as server:
+        node = {
+            "provider": "ssh",
+            "host": f"{server.access.user}@127.0.0.1:{server.port}",
+            "python": sys.executable,
+            "root": str(folder / "root"),
+            "key_file": str(server.client_key_file),
+            "host_key": server.access.host_key,
+            "min_free_gb": 0.1,
+        }
+        assert_refused(write_config(folder, node=node), "forwards no connections, by which engines there are reached")
 
 
 def test_a_server_port_in_use_is_named(folder: Path) -> None:
