@@ -74,7 +74,7 @@ class _Transport(paramiko.Transport):  # type: ignore[misc]  # paramiko has no t
 
     def _parse_disconnect(self, message: Any) -> None:  # Any: as above
         message.get_int()  # a number for the kind of reason
-        self.goodbye = shown_line(message.get_text())
+        self.goodbye = shown_line(message.get_string().decode(errors="replace"))
 
 
 class Channel(Protocol):
