@@ -20,6 +20,7 @@ from typing import Any, Protocol
 import paramiko
 
 from infra.errors import (
+    KeyAgentError,
     LoginError,
     NameUnknownError,
     NodeUnreachableError,
@@ -30,7 +31,7 @@ from infra.foreign_text import shown_line
 from infra.node import SSHAccess
 from infra.ssh.heard_socket import HeardSocket
 from infra.ssh.host_keys import HostKey, HostKeyEvidence, HostKeyPolicy
-from infra.ssh.key_agent import SigningRefusedError, public_half
+from infra.ssh.key_agent import SIGNING_TIMEOUT_S, KeyOfAgent, SigningRefusedError, public_half
 from infra.ssh.login_keys import LoginKeys, load_keys
 from infra.ssh.proxy_jump import explain_proxy, open_proxy
 
@@ -240,9 +241,10 @@ def connect(access: SSHAccess) -> SSHConnection:
             key is known.
         HostKeyError: somebody answers with the wrong key; no key of ours was used.
         LoginError: the node does not let us in, or our key cannot be used.
+        KeyAgentError: the SSH agent does not sign with a key that it might let in.
         NameUnknownError: nobody knows the name of one whose key is not.
     """
-    keys = load_keys(access)
+    keys, refusal = load_keys(access), ""
     while True:
         try:
             return _connect(access, keys)
@@ -250,7 +252,11 @@ def connect(access: SSHAccess) -> SSHConnection:
             refusal = f"{error} with {_fingerprint(error.key)}: unlock it, or allow what it asks"
             keys = keys.without(error.key, refusal)
             if not keys.keys:
-                raise LoginError(access.address, refusal) from error
+                raise KeyAgentError(access.address, refusal) from error
+        except LoginError as error:
+            if refusal:  # it may have been the key
+                raise KeyAgentError(access.address, error.problem) from error
+            raise
 
 
 def _connect(access: SSHAccess, keys: LoginKeys) -> SSHConnection:
@@ -421,10 +427,13 @@ def _log_in(transport: Any, access: SSHAccess, keys: LoginKeys) -> str:  # Any: 
     Raises:
         LoginError: the node takes none of them, or none alone.
         SigningRefusedError: the agent does not sign with one of them.
+        KeyAgentError: it says neither yes nor no.
         NodeUnreachableError: the connection broke, or the node says neither yes nor no.
     """
     wanted_besides: list[str] = []
     for num_offered, key in enumerate(keys.keys, start=1):
+        is_of_agent = isinstance(key.key, KeyOfAgent)
+        transport.auth_timeout = SIGNING_TIMEOUT_S if is_of_agent else CONNECT_TIMEOUT_S
         try:
             wanted_besides = transport.auth_publickey(access.user, key.key) or wanted_besides
         except paramiko.BadAuthenticationType as error:
@@ -436,6 +445,12 @@ def _log_in(transport: Any, access: SSHAccess, keys: LoginKeys) -> str:  # Any: 
                     access.address,
                     f"it hung up when {num_offered} of {len(keys.keys)} keys were offered ({transport.goodbye}): name "
                     "the right one as node.key_file",
+                ) from error
+            if is_of_agent and key.key.is_signing:
+                raise KeyAgentError(
+                    access.address,
+                    f"the SSH agent has not signed with {_fingerprint(key.key)} for {SIGNING_TIMEOUT_S:g} s: allow "
+                    "what it asks, or name another key as node.key_file",
                 ) from error
             # So it also calls a connection that breaks just now, and a server that says neither yes nor no in time.
             if not transport.is_active() or "timeout" in describe(error):

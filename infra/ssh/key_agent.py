@@ -19,6 +19,9 @@ from infra.node import NO_AGENT
 _CERTIFICATE = "-cert-v01@openssh.com"
 _NUM_PUBLIC_FIELDS = {"ssh-ed25519": 1, "ssh-rsa": 2}
 """Of how many fields the public half of a key consists; that of others of two."""
+LIST_TIMEOUT_S = 15.0
+SIGNING_TIMEOUT_S = 60.0
+"""A person may have to touch a key, or to open a password manager."""
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +38,7 @@ class _Agent(AgentSSH):  # type: ignore[misc]  # as above
     def __init__(self, path: str) -> None:
         super().__init__()
         self._conn = socket.socket(socket.AF_UNIX)
+        self._conn.settimeout(LIST_TIMEOUT_S)
         self._conn.connect(path)
         kind, answer = self._send_message(cSSH2_AGENTC_REQUEST_IDENTITIES)
         if kind != SSH2_AGENT_IDENTITIES_ANSWER:
@@ -42,21 +46,30 @@ class _Agent(AgentSSH):  # type: ignore[misc]  # as above
         keys = []
         for _ in range(answer.get_int()):
             blob, _comment = answer.get_binary(), answer.get_binary()
-            keys.append(_Key(self, blob))
+            keys.append(KeyOfAgent(self, blob))
         self._keys = tuple(keys)
+        self._conn.settimeout(None)
 
 
-class _Key(AgentKey):  # type: ignore[misc]  # as above
+class KeyOfAgent(AgentKey):  # type: ignore[misc]  # as above
+    """A key that signs where it lies."""
+
+    is_signing = False
+    """Whether the agent has been asked, and has not answered yet."""
+
     def __init__(self, agent: _Agent, blob: bytes) -> None:
         super().__init__(agent, blob)
         if self.name.endswith(_CERTIFICATE):
             self.inner_key = None  # the key without the certificate, which would be offered in its place
 
     def sign_ssh_data(self, data: bytes, algorithm: str | None = None) -> bytes:
+        self.is_signing = True
         try:
             return bytes(super().sign_ssh_data(data, algorithm))
         except paramiko.SSHException as error:
             raise SigningRefusedError(self) from error
+        finally:
+            self.is_signing = False
 
 
 def agent_keys(place: str = "") -> list[Any]:  # Any: paramiko has no types

@@ -22,7 +22,7 @@ from cryptography.hazmat.primitives.asymmetric import dsa
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
 from infra.chunks import Chunk
-from infra.errors import LoginError, PermanentInfraError
+from infra.errors import KeyAgentError, LoginError, PermanentInfraError
 from infra.node import SSHAccess
 from infra.ssh.connection import connect
 from infra.ssh.login_keys import load_keys, read_key_variable, read_public_key, require_login_key
@@ -273,16 +273,43 @@ def test_a_key_with_which_the_agent_does_not_sign_is_passed_over_and_said(
     make_key(tmp_path / "guarded")
     give_to_agent(tmp_path / "guarded", tmp_path, "-c")
     access = replace(ssh_server.access, key_file="")
-    with pytest.raises(LoginError, match=r"the SSH agent refuses to sign with SHA256:\S+: unlock it"):
+    with pytest.raises(KeyAgentError, match=r"no login at \S+: the SSH agent refuses to sign with \S+: unlock it"):
         connect(access)
     make_key(tmp_path / "of nobody")
     give_to_agent(tmp_path / "of nobody", tmp_path)
     with pytest.raises(
-        LoginError, match=r"is not let in with SHA256:\S+: .*; not tried: the SSH agent refuses to sign"
+        KeyAgentError, match=r"is not let in with SHA256:\S+: .*; not tried: the SSH agent refuses to sign"
     ):
         connect(access)
     give_to_agent(ssh_server.client_key_file, tmp_path)
     connect(access).close()
+
+
+@pytest.mark.slow
+def test_an_agent_whose_person_does_not_come_is_not_taken_for_a_machine_that_does_not_answer(
+    ssh_server: SSHServer, ssh_agent: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr("infra.ssh.connection.SIGNING_TIMEOUT_S", 1.0)
+    give_to_agent(ssh_server.client_key_file, tmp_path)
+    is_over = threading.Event()
+
+    def list_keys_alone() -> None:
+        client, _ = waiting.accept()
+        with client, socket.socket(socket.AF_UNIX) as agent:
+            agent.connect(str(ssh_agent))
+            agent.sendall(client.recv(100))
+            client.sendall(agent.recv(10_000))
+            is_over.wait(30)
+
+    with socket.socket(socket.AF_UNIX) as waiting:
+        waiting.bind(str(tmp_path / "waiting"))
+        waiting.listen()
+        threading.Thread(target=list_keys_alone, daemon=True).start()
+        access = replace(ssh_server.access, key_file="", agent=str(tmp_path / "waiting"))
+        with pytest.raises(KeyAgentError, match=r"the SSH agent has not signed with SHA256:\S+ for 1 s: allow what it"):
+            connect(access)
+        is_over.set()
 
 
 @pytest.mark.slow
