@@ -6,6 +6,7 @@ This module does not import prefect: it runs before Prefect's environment is set
 
 from __future__ import annotations
 
+import fcntl
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,6 +32,7 @@ from infra.node import (
     settings_of_trainers,
     without_further_nodes,
 )
+from infra.node_probe import LOCKLESS, NO_LOCKS
 from infra.offers import GPUQuery, Offer
 from infra.ports import check_port
 from infra.providers import open_session, provision_node
@@ -411,8 +413,11 @@ def check_writable(store: Path) -> None:
         store.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=store) as probe:
             probe.write(bytes(PROBE_BYTES))
+            fcntl.flock(probe, fcntl.LOCK_EX)
     except OSError as error:
         reason = "it is a file" if isinstance(error, FileExistsError) else error.strerror
+        if error.errno in LOCKLESS:
+            reason = NO_LOCKS
         raise ConfigError(f"the store {store} cannot be written ({reason}): choose another with --store") from error
 
 
