@@ -34,6 +34,7 @@ from flows.credentials import run_with_credentials
 from flows.form import HeldNode
 from flows.store import with_store
 from infra.errors import InfraError, PermanentInfraError, TransientInfraError
+from infra.interrupts import interrupted_if
 from infra.ledger import Ledger
 from infra.node import LocalNode, NodeSettings, RentedNode, without_further_nodes
 from infra.providers import provision_node
@@ -118,7 +119,8 @@ def ended_when_cancelled(run_id: str, *, is_served: bool) -> Iterator[None]:
             _ended_by_themselves.add(run_id)
             os.kill(os.getpid(), signal.SIGTERM if is_served else signal.SIGINT)
 
-    with repeating(look, interval_s=SERVED_LOOK_S if is_served else LOOK_S, thread_name="cancellation"):
+    looking = repeating(look, interval_s=SERVED_LOOK_S if is_served else LOOK_S, thread_name="cancellation")
+    with interrupted_if(lambda: run_id in _ended_by_themselves), looking:
         yield
 
 

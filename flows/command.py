@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import sys
 
+from rollouts_core.system.standard_error import open_standard_streams
+
 INTERRUPTED_CODE = 130
 
 
 def main() -> None:
     """Entry point of the `rollouts` command."""
+    open_standard_streams()
     try:
         from flows.cli import main as run_command
     except KeyboardInterrupt:

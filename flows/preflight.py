@@ -6,6 +6,7 @@ This module does not import prefect: it runs before Prefect's environment is set
 
 from __future__ import annotations
 
+import fcntl
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,6 +32,7 @@ from infra.node import (
     settings_of_trainers,
     without_further_nodes,
 )
+from infra.node_probe import LOCKLESS, NO_LOCKS
 from infra.offers import GPUQuery, Offer
 from infra.ports import check_port
 from infra.providers import open_session, provision_node
@@ -63,6 +65,7 @@ from tasks.unit_keys import own_unit_key
 from tasks.watch import check_outside, check_sources, watched_sources
 
 ENGINE_ANSWER_TIMEOUT_S = 2.0
+UNUSED_PORT = 1
 PROBE_BYTES = 1 << 20
 """Prefect's database asks for room in pieces smaller than this."""
 
@@ -377,8 +380,9 @@ def check_engine_port(session: Session, port: int, node: Node, *, trainer: Sessi
     Args:
         trainer: the session of the node from which engines are asked.
     """
-    if is_own_engine(trainer, port, node, api_key=api_key):
-        return
+    with as_config_errors():
+        if is_own_engine(trainer, port, node, api_key=api_key):
+            return
     try:
         check_port(session, port, node.address or LOOPBACK)
     except PermanentInfraError as error:
@@ -409,8 +413,11 @@ def check_writable(store: Path) -> None:
         store.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=store) as probe:
             probe.write(bytes(PROBE_BYTES))
+            fcntl.flock(probe, fcntl.LOCK_EX)
     except OSError as error:
         reason = "it is a file" if isinstance(error, FileExistsError) else error.strerror
+        if error.errno in LOCKLESS:
+            reason = NO_LOCKS
         raise ConfigError(f"the store {store} cannot be written ({reason}): choose another with --store") from error
 
 
@@ -425,10 +432,14 @@ def check_files(data: DataConfig) -> None:
 
 
 def is_own_engine(trainer: Session, port: int, node: Node, *, api_key: str = "") -> bool:
-    """True when the engine of an earlier run answers on the port of the node: a run may attach to it."""
-    if port == 0:
-        return False
-    with trainer.forward(port, node.address or LOOPBACK) as local_port:
+    """True when the engine of an earlier run answers on the port of the node: a run may attach to it.
+
+    Raises:
+        PermanentInfraError: no engine there could be asked, whatever its port.
+    """
+    with trainer.forward(port or UNUSED_PORT, node.address or LOOPBACK) as local_port:
+        if port == 0:
+            return False
         served = served_model(f"http://{LOOPBACK}:{local_port}", api_key=api_key)
     return served is not None and served.is_relative_to(node.root)
 

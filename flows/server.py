@@ -171,7 +171,7 @@ def held_server() -> Iterator[None]:
     home = Path(os.environ["PREFECT_HOME"])
     with lock_file(home / "users.lock") as users_lock:
         with _start_lock(home):
-            assert try_lock(users_lock, fcntl.LOCK_SH), "users.lock held exclusively by somebody without start.lock"
+            _join_users(users_lock)
         yield
 
 
@@ -318,13 +318,19 @@ def _shared_server(
             yield address
 
 
+def _join_users(users_lock: int) -> None:
+    """Keep the server from stopping while the lock is open; call it with start.lock held."""
+    is_taken = try_lock(users_lock, fcntl.LOCK_SH)
+    # Only a keeper that holds start.lock too ever holds it exclusively.
+    assert is_taken, "users.lock held exclusively by somebody without start.lock"
+
+
 def _join_or_start(
     home: Path, users_lock: int, *, port: int, meanwhile: Callable[[ServerAddress], object] | None
 ) -> ServerAddress:
     """Return the address of a healthy server that will not stop while `users_lock` is open."""
     with _start_lock(home):
-        # Only a keeper that holds start.lock too ever holds users.lock exclusively.
-        assert try_lock(users_lock, fcntl.LOCK_SH), "users.lock held exclusively by somebody without start.lock"
+        _join_users(users_lock)
     has_started = False
     deadline = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < deadline:

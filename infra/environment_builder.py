@@ -12,6 +12,7 @@ Standard library only and one file, because it is sent to nodes by content.
 What an attempt that was killed has left of the two folders is removed first.
 """
 
+import importlib.util
 import json
 import os
 import shutil
@@ -24,6 +25,8 @@ SETTINGS = {"PYTHONNOUSERSITE": "1", "UV_SYSTEM_CERTS": "1", "UV_NATIVE_TLS": "1
 """uv believes the certificates that the node believes, as pip does; older versions know the second name."""
 CACHE = "../../cache/uv"
 """Where uv keeps packages, below the node's root, where it has no place for them in the user's home."""
+
+FOLDERS_OF_UV = ("~/.local/bin", "~/.cargo/bin")
 
 PIP = ["-m", "pip", "install", "--disable-pip-version-check", "--no-input"]
 
@@ -63,13 +66,25 @@ def install_by_pip(environment: Path, arguments: "list[str]") -> None:
 
 def install_by_uv(environment: Path, arguments: "list[str]") -> None:
     """Make the environment with a new enough interpreter, which uv fetches where the node has none, and install."""
-    uv = shutil.which("uv")
-    if uv is None:
-        tools = environment.with_name("tools")
-        run([sys.executable, *PIP, "--target", str(tools), "--upgrade", *arguments[2:], "uv"])
-        uv = str(tools / "bin" / "uv")
+    uv = find_uv() or fetch_uv(environment.with_name("tools"), arguments[2:])
     run([uv, "venv", "--python", ">=3.11", str(environment)])
     run([uv, "pip", "install", "--python", str(environment / "bin" / "python"), *arguments])
+
+
+def find_uv() -> "str | None":
+    """The node's own uv; where its installer puts it is on the PATH of terminals, and not of our sessions."""
+    folders = [os.path.dirname(sys.executable), *map(os.path.expanduser, FOLDERS_OF_UV)]  # noqa: PTH120 - as below
+    return shutil.which("uv") or shutil.which("uv", path=os.pathsep.join(folders))
+
+
+def fetch_uv(tools: Path, index: "list[str]") -> str:
+    """Get uv from the index, by this interpreter's pip or, where it has none, by that of an environment of its own."""
+    if importlib.util.find_spec("pip") is not None:
+        run([sys.executable, *PIP, "--target", str(tools), "--upgrade", *index, "uv"])
+    else:
+        run([sys.executable, "-m", "venv", "--clear", str(tools)])
+        run([str(tools / "bin" / "python"), *PIP, *index, "uv"])
+    return str(tools / "bin" / "uv")
 
 
 def places_of_uv(directory: Path) -> "dict[str, str]":

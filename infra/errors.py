@@ -4,6 +4,7 @@
     ├── TransientInfraError       the same call may succeed later
     │   ├── CommandTimeoutError   a command on a node did not end in time
     │   ├── NodeUnreachableError  a node does not answer; whatever runs there may well run on
+    │   │   ├── KeyAgentError     the SSH agent does not sign with a key that might let us in
     │   │   └── RequestCutError   the connection broke before the answer
     │   │       └── LoginShellError   what a node begins at a login ended before it ran Python
     │   ├── JobLostError          a job's supervisor is gone (reboot, kill -9); starting again is the next attempt
@@ -106,6 +107,13 @@ class LoginShellError(RequestCutError):
             f"{self.address} lets us in and does not run {self.python} ({self.reason}): log in as this user by hand "
             "and run it; it has to be Python 3.10 or newer"
         )
+
+
+class KeyAgentError(NodeUnreachableError):
+    """The SSH agent does not sign with a key that might do: it is locked, or asks a person, who may come back."""
+
+    def __str__(self) -> str:
+        return f"no login at {self.address}: {self.reason}"
 
 
 class ProviderUnavailableError(TransientInfraError):

@@ -2,8 +2,9 @@
 
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FrameType
 
 
 @contextmanager
@@ -36,3 +37,25 @@ def interrupted_afterwards() -> Iterator[None]:
         signal.signal(signal.SIGINT, previous)
     if came:
         signal.raise_signal(signal.SIGINT)
+
+
+@contextmanager
+def interrupted_if(is_wanted: Callable[[], bool]) -> Iterator[None]:
+    """Where this process is deaf to SIGINT, it takes effect inside as soon as it is wanted; elsewhere it always does.
+
+    Shells make deaf what a script starts with `&`, so that a Ctrl-C for the script is none for that.
+    """
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        yield
+        return
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        if is_wanted():
+            raise KeyboardInterrupt
+
+    signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)

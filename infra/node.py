@@ -356,6 +356,10 @@ NODE_TYPES: Mapping[str, type[LocalNode] | type[SSHNode] | type[InstanceNode] | 
 """The settings of each provider, by its name."""
 
 
+NO_AGENT = "none"
+"""In place of the socket of an SSH agent."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SSHAccess:
     """How a machine is reached over SSH; names of files, never what is in them."""
@@ -373,12 +377,16 @@ class SSHAccess:
     """The fingerprint that the host's key must have, SHA256:...; empty asks `known_hosts`."""
     known_hosts: tuple[str, ...] = ("~/.ssh/known_hosts",)
     """Files in OpenSSH's format in which the host's key is looked up."""
+    host_key_alias: str = ""
+    """The name under which they have it; empty takes the address."""
     first_use_file: str = ""
     """Where the key of a host is written that nobody knows and that is believed once; empty refuses such hosts."""
     proxy_jump: str = ""
     """Machines on the way there, with commas between them; empty connects from here (proxy_jump.py)."""
     ssh_config: str = ""
     """OpenSSH's configuration for those; empty takes the user's."""
+    agent: str = ""
+    """The socket of the SSH agent, or NO_AGENT; empty takes that of SSH_AUTH_SOCK."""
 
     @property
     def address(self) -> str:

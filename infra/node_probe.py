@@ -13,6 +13,8 @@ with the identity of the interpreter, its packages, the driver and the boot of t
 disk and on each device, and whether the devices are the same, is asked every time.
 """
 
+import errno
+import fcntl
 import hashlib
 import importlib
 import json
@@ -30,6 +32,8 @@ MAX_KEPT_FOLDERS = 20
 NVIDIA_SMI_TIMEOUT_S = 30.0
 FIRST_WITH_BFLOAT16 = (8, 0)
 """The compute capability from which GPUs of NVIDIA's multiply in bfloat16: that of the A100."""
+LOCKLESS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
+NO_LOCKS = "its file system has no locks: Lustre's, for one, has to be mounted with -o flock"
 _DRIVER, _BOOT = "/proc/driver/nvidia/version", "/proc/sys/kernel/random/boot_id"
 _DEVICE = re.compile(r"nvidia\d+$")
 _VARIABLES = ("CUDA_", "NVIDIA_", "HIP_", "ROCR_", "LD_", "PYTHON", "VIRTUAL_ENV")
@@ -66,13 +70,9 @@ def probe(root: str) -> "dict[str, Any]":
         "free_disk_gb": 0.0,
         "root_problem": "",
     }
-    try:
-        os.makedirs(root, exist_ok=True)  # noqa: PTH103 - old syntax, see the head
-        with tempfile.TemporaryFile(dir=root):
-            pass
+    document["root_problem"] = find_root_problem(root)
+    if not document["root_problem"]:
         document["free_disk_gb"] = shutil.disk_usage(root).free / 1e9
-    except OSError as error:
-        document["root_problem"] = str(error)
     rows = _ask_driver()
     document["driver"], document["num_driver_gpus"] = rows[0][-1] if rows else "", len(rows)
     identity = describe_environment()
@@ -86,6 +86,17 @@ def probe(root: str) -> "dict[str, Any]":
         kept = {name: document[name] for name in ("torch_version", "torch_build")}
         _keep(root, "torch", identity, dict(kept, gpus=found))
     return document
+
+
+def find_root_problem(root: str) -> str:
+    """Why run directories cannot lie there; empty where they can."""
+    try:
+        os.makedirs(root, exist_ok=True)  # noqa: PTH103 - old syntax, see the head
+        with tempfile.TemporaryFile(dir=root) as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+    except OSError as error:
+        return NO_LOCKS if error.errno in LOCKLESS else str(error)
+    return ""
 
 
 class RefusedModuleError(Exception):

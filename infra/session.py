@@ -143,7 +143,11 @@ class Session(Protocol):
         """
 
     def forward(self, port: int, host: str = LOOPBACK) -> AbstractContextManager[int]:
-        """A port on this machine's loopback that leads where the node finds host and port, while the block runs."""
+        """A port on this machine's loopback that leads where the node finds host and port, while the block runs.
+
+        Raises:
+            PermanentInfraError: nothing can lead there.
+        """
 
     def write_file(self, path: str, content: bytes) -> None:
         """Write a file atomically; its missing parent directories are made."""

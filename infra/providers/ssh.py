@@ -16,6 +16,8 @@ from infra.session import Session, last_line
 from infra.ssh.ssh_config import read_ssh_config
 
 FIRST_USE_FILE = "known_hosts"
+SYSTEM_KNOWN_HOSTS = "/etc/ssh/ssh_known_hosts"
+"""Where whoever runs a network may have put the keys of its machines; OpenSSH's client reads it, too."""
 PROGRAMS_DIR = "programs"
 CALL_TIMEOUT_S = 60.0
 
@@ -83,6 +85,8 @@ def read_access(settings: SSHMachine, store: Path) -> SSHAccess:
         PermanentInfraError: it is called by a name that OpenSSH cannot look up.
     """
     first_use_file = str(store.expanduser().absolute() / FIRST_USE_FILE)
+    is_usual = settings.known_hosts == type(settings).model_fields["known_hosts"].default
+    own = (settings.known_hosts, SYSTEM_KNOWN_HOSTS) if is_usual else (settings.known_hosts,)
     access = SSHAccess(
         host=settings.place[0],
         port=settings.place[1],
@@ -90,7 +94,7 @@ def read_access(settings: SSHMachine, store: Path) -> SSHAccess:
         key_file=settings.key_file,
         key_variable=settings.key_variable,
         host_key=settings.host_key,
-        known_hosts=(settings.known_hosts, first_use_file),
+        known_hosts=(*own, first_use_file),
         first_use_file=first_use_file if settings.trust_first_use else "",
         proxy_jump=settings.proxy_jump,
         ssh_config=settings.ssh_config,
@@ -99,7 +103,6 @@ def read_access(settings: SSHMachine, store: Path) -> SSHAccess:
         return replace(access, user=parts["user"])
     found = read_ssh_config(settings.host, settings.ssh_config)
     key_files = () if settings.key_file or settings.key_variable else found.key_files
-    is_usual = settings.known_hosts == type(settings).model_fields["known_hosts"].default
     return replace(
         access,
         host=found.host,
@@ -108,6 +111,8 @@ def read_access(settings: SSHMachine, store: Path) -> SSHAccess:
         key_file=key_files[0] if key_files else settings.key_file,
         further_key_files=key_files[1:],
         known_hosts=(*found.known_hosts, first_use_file) if is_usual else access.known_hosts,
+        host_key_alias=found.host_key_alias,
+        agent=found.agent,
         proxy_jump=settings.proxy_jump or found.proxy_jump,
     )
 

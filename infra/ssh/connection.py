@@ -20,6 +20,7 @@ from typing import Any, Protocol
 import paramiko
 
 from infra.errors import (
+    KeyAgentError,
     LoginError,
     NameUnknownError,
     NodeUnreachableError,
@@ -30,6 +31,7 @@ from infra.foreign_text import shown_line
 from infra.node import SSHAccess
 from infra.ssh.heard_socket import HeardSocket
 from infra.ssh.host_keys import HostKey, HostKeyEvidence, HostKeyPolicy
+from infra.ssh.key_agent import SIGNING_TIMEOUT_S, KeyOfAgent, SigningRefusedError, public_half
 from infra.ssh.login_keys import LoginKeys, load_keys
 from infra.ssh.proxy_jump import explain_proxy, open_proxy
 
@@ -54,6 +56,8 @@ _NEAR_S = 0.005
 _NEAR_WINDOW_BYTES, _FAR_WINDOW_BYTES = 2 << 20, 16 << 20
 """Over a long way the window limits the speed; over a short one a large window costs two fifths of it. This is the
 window of what we receive; the server decides on the other."""
+_PROHIBITED = 1
+"""Why a channel is not opened: the server's configuration. Others say that it cannot be now."""
 _DROPPED = (paramiko.SSHException, OSError, EOFError)
 
 logger = logging.getLogger(__name__)
@@ -71,7 +75,7 @@ class _Transport(paramiko.Transport):  # type: ignore[misc]  # paramiko has no t
 
     def _parse_disconnect(self, message: Any) -> None:  # Any: as above
         message.get_int()  # a number for the kind of reason
-        self.goodbye = shown_line(message.get_text())
+        self.goodbye = shown_line(message.get_string().decode(errors="replace"))
 
 
 class Channel(Protocol):
@@ -199,6 +203,7 @@ class SSHConnection:
         Raises:
             NodeUnreachableError: the connection has broken.
             TransientInfraError: nobody listens there.
+            PermanentInfraError: the server forwards no connections, or none to there.
         """
         return SSHChannel(self._open("direct-tcpip", (host, port), ("127.0.0.1", 0)), self.address)
 
@@ -212,6 +217,11 @@ class SSHConnection:
         try:
             return self._transport.open_channel(kind, *addresses, window_size=window, timeout=CHANNEL_TIMEOUT_S)
         except paramiko.ChannelException as error:
+            if addresses and error.code == _PROHIBITED:
+                raise PermanentInfraError(
+                    f"{self.address} forwards no connections, by which engines there are reached: let its sshd_config "
+                    "allow TCP forwarding (AllowTcpForwarding, DisableForwarding, PermitOpen), and authorized_keys, too"
+                ) from error
             raise TransientInfraError(f"{self.address} opens no more channels now ({error}): try again") from error
         except _DROPPED as error:
             raise NodeUnreachableError(self.address, describe(error)) from error
@@ -231,12 +241,34 @@ def connect(access: SSHAccess) -> SSHConnection:
             key is known.
         HostKeyError: somebody answers with the wrong key; no key of ours was used.
         LoginError: the node does not let us in, or our key cannot be used.
+        KeyAgentError: the SSH agent does not sign with a key that it might let in.
         NameUnknownError: nobody knows the name of one whose key is not.
     """
-    keys = load_keys(access)
+    keys, refusal = load_keys(access), ""
+    while True:
+        try:
+            return _connect(access, keys)
+        except SigningRefusedError as error:  # the connection does not outlive that
+            refusal = f"{error} with {_fingerprint(error.key)}: unlock it, or allow what it asks"
+            keys = keys.without(error.key, refusal)
+            if not keys.keys:
+                raise KeyAgentError(access.address, refusal) from error
+        except LoginError as error:
+            if refusal:  # it may have been the key
+                raise KeyAgentError(access.address, error.problem) from error
+            raise
+
+
+def _connect(access: SSHAccess, keys: LoginKeys) -> SSHConnection:
+    """As `connect`, with these keys.
+
+    Raises:
+        SigningRefusedError: the agent does not sign with one of them.
+    """
     policy = HostKeyPolicy(
         host=access.host,
         port=access.port,
+        alias=access.host_key_alias,
         pinned=access.host_key,
         known_hosts=tuple(Path(path).expanduser() for path in access.known_hosts),
         first_use_file=Path(access.first_use_file) if access.first_use_file else None,
@@ -394,10 +426,14 @@ def _log_in(transport: Any, access: SSHAccess, keys: LoginKeys) -> str:  # Any: 
 
     Raises:
         LoginError: the node takes none of them, or none alone.
+        SigningRefusedError: the agent does not sign with one of them.
+        KeyAgentError: it says neither yes nor no.
         NodeUnreachableError: the connection broke, or the node says neither yes nor no.
     """
     wanted_besides: list[str] = []
     for num_offered, key in enumerate(keys.keys, start=1):
+        is_of_agent = isinstance(key.key, KeyOfAgent)
+        transport.auth_timeout = SIGNING_TIMEOUT_S if is_of_agent else CONNECT_TIMEOUT_S
         try:
             wanted_besides = transport.auth_publickey(access.user, key.key) or wanted_besides
         except paramiko.BadAuthenticationType as error:
@@ -410,9 +446,17 @@ def _log_in(transport: Any, access: SSHAccess, keys: LoginKeys) -> str:  # Any: 
                     f"it hung up when {num_offered} of {len(keys.keys)} keys were offered ({transport.goodbye}): name "
                     "the right one as node.key_file",
                 ) from error
+            if is_of_agent and key.key.is_signing:
+                raise KeyAgentError(
+                    access.address,
+                    f"the SSH agent has not signed with {_fingerprint(key.key)} for {SIGNING_TIMEOUT_S:g} s: allow "
+                    "what it asks, or name another key as node.key_file",
+                ) from error
             # So it also calls a connection that breaks just now, and a server that says neither yes nor no in time.
             if not transport.is_active() or "timeout" in describe(error):
                 raise NodeUnreachableError(access.address, describe(error)) from error
+        except SigningRefusedError:
+            raise
         except _DROPPED as error:
             raise NodeUnreachableError(access.address, describe(error)) from error
         if transport.is_authenticated():
@@ -420,9 +464,13 @@ def _log_in(transport: Any, access: SSHAccess, keys: LoginKeys) -> str:  # Any: 
     if wanted_besides:
         ways = ", ".join(wanted_besides)
         raise LoginError(access.address, f"it takes a key of ours, and wants {ways} besides: let the key do there")
-    names = ", ".join(sorted({HostKey(each.key.get_name(), each.key.asbytes()).fingerprint for each in keys.keys}))
+    names = ", ".join(sorted({_fingerprint(each.key) for each in keys.keys}))
     remedy = "; not tried: ".join(["put the public key into ~/.ssh/authorized_keys there", *keys.left_out])
     raise LoginError(access.address, f"user {access.user} is not let in with {names}: {remedy}")
+
+
+def _fingerprint(key: Any) -> str:  # Any: paramiko has no types
+    return HostKey(key.get_name(), public_half(key)).fingerprint
 
 
 def describe(error: BaseException) -> str:

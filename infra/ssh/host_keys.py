@@ -56,6 +56,8 @@ class HostKeyPolicy:
 
     host: str
     port: int
+    alias: str = ""
+    """The name under which the files have the host, whatever its address is; empty where that counts."""
     pinned: str
     """The fingerprint that the key must have; empty when nobody said."""
     known_hosts: tuple[Path, ...]
@@ -66,6 +68,8 @@ class HostKeyPolicy:
     @property
     def address(self) -> str:
         """The host as known_hosts names it."""
+        if self.alias:
+            return self.alias
         return self.host if self.port == SSH_PORT else f"[{self.host}]:{self.port}"
 
     def known_keys(self) -> list[HostKey]:
@@ -188,6 +192,6 @@ def _name_matches(name: str, address: str) -> bool:
             salt, digest = (base64.b64decode(part) for part in name.split("|")[2:4])
         except (ValueError, binascii.Error):
             return False
-        return hmac.compare_digest(hmac.digest(salt, address.encode(), "sha1"), digest)
+        return hmac.compare_digest(hmac.digest(salt, address.lower().encode(), "sha1"), digest)
     # Brackets belong to the address here; fnmatch would read them as a set of characters.
     return fnmatch.fnmatchcase(address.lower(), name.lower().replace("[", "[[]"))

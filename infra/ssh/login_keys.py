@@ -9,7 +9,6 @@ import base64
 import contextlib
 import copy
 import io
-import logging
 import os
 import re
 import stat
@@ -23,6 +22,7 @@ from cryptography.exceptions import UnsupportedAlgorithm
 
 from infra.errors import LoginError, PermanentInfraError
 from infra.node import SSHAccess
+from infra.ssh.key_agent import agent_keys, public_half
 
 _DEFAULT_KEY_FILES = ("id_ed25519", "id_ecdsa", "id_rsa")
 _KEY_TYPES = (paramiko.Ed25519Key, paramiko.ECDSAKey, paramiko.RSAKey)
@@ -31,8 +31,6 @@ _PEM_WIDTH = 64
 _PUBLIC = ("ssh-", "ecdsa-", "sk-")
 """How the file of a public key begins."""
 _OPENSSH_MAGIC = b"openssh-key-v1\0"
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +50,12 @@ class LoginKeys:
     left_out: tuple[str, ...] = ()
     """What is wrong with others that there are, a sentence each."""
 
+    def without(self, key: Any, reason: str) -> LoginKeys:  # Any: paramiko has no types
+        """The others, where one of them turns out to be of no use."""
+        return LoginKeys(
+            keys=tuple(each for each in self.keys if each.key is not key), left_out=(*self.left_out, reason)
+        )
+
 
 def load_keys(access: SSHAccess) -> LoginKeys:
     """The keys to log in with: the one of the settings, or those of the agent and of ~/.ssh.
@@ -66,17 +70,17 @@ def load_keys(access: SSHAccess) -> LoginKeys:
             return LoginKeys(keys=(LoginKey(read_key_variable(access.key_variable)),))
         except PermanentInfraError as error:
             raise LoginError(access.address, str(error)) from error
-    agent_keys = _agent_keys()
+    of_agent = agent_keys(access.agent)
     if access.key_file:
         files = [Path(each).expanduser() for each in (access.key_file, *access.further_key_files)]
         keys = []
     else:
         files = [path for name in _DEFAULT_KEY_FILES if (path := Path.home() / ".ssh" / name).is_file()]
-        keys = [LoginKey(key) for key in agent_keys]
+        keys = [LoginKey(key) for key in of_agent]
     refusals = []
     for path in files:
         try:
-            keys += _load_key(path, access.address, agent_keys)
+            keys += _load_key(path, access.address, of_agent)
         except LoginError as error:
             refusals.append(error)
     if not keys and refusals:
@@ -123,7 +127,7 @@ def require_login_key(*, key_file: str, key_variable: str) -> None:
     if key_variable:
         read_key_variable(key_variable)
     else:
-        _load_key(Path(key_file).expanduser(), "a machine that is not rented yet", _agent_keys())
+        _load_key(Path(key_file).expanduser(), "a machine that is not rented yet", agent_keys())
 
 
 def read_public_key(*, key_file: str, key_variable: str) -> str:
@@ -137,8 +141,8 @@ def read_public_key(*, key_file: str, key_variable: str) -> str:
         return f"{key.get_name()} {key.get_base64()}"
     path = Path(f"{key_file}.pub").expanduser()
     try:
-        words = path.read_text().split()
-    except (OSError, UnicodeDecodeError) as error:
+        words = path.read_text(encoding="utf-8", errors="replace").split()  # its comment may be anything
+    except OSError as error:
         raise PermanentInfraError(
             f"the public key {path} cannot be read ({error}): make a key by `ssh-keygen -t ed25519`, or name "
             "another as node.key_file"
@@ -146,15 +150,6 @@ def read_public_key(*, key_file: str, key_variable: str) -> str:
     if len(words) < 2 or not words[0].startswith(_PUBLIC):
         raise PermanentInfraError(f"{path} is no public key of OpenSSH: name another key as node.key_file")
     return " ".join(words[:2])
-
-
-def _agent_keys() -> list[Any]:  # Any: paramiko has no types
-    """The keys that the agent has; none where it breaks off, as a forwarded one does whose other end is gone."""
-    try:
-        return list(paramiko.Agent().get_keys())
-    except (paramiko.SSHException, OSError, EOFError) as error:
-        logger.warning("went on without the SSH agent at %s: %s", os.environ.get("SSH_AUTH_SOCK"), error)
-        return []
 
 
 def _restore_lines(text: str) -> str:
@@ -167,7 +162,7 @@ def _restore_lines(text: str) -> str:
     return "\n".join([f"-----BEGIN {match['label']}-----", *lines, f"-----END {match['label']}-----", ""])
 
 
-def _load_key(path: Path, address: str, agent_keys: Sequence[Any]) -> list[LoginKey]:  # Any: paramiko has no types
+def _load_key(path: Path, address: str, of_agent: Sequence[Any]) -> list[LoginKey]:  # Any: paramiko has no types
     """The private key in a file; the agent's copy where the file is encrypted, of a security key, or only public.
 
     With a certificate beside it, it is offered with that, and by itself: it may have expired, or be for other machines.
@@ -179,10 +174,10 @@ def _load_key(path: Path, address: str, agent_keys: Sequence[Any]) -> list[Login
         return [LoginKey(each, str(path)) for each in ([key, alone] if key.public_blob else [key])]
     except LoginError:
         public = _read_public_blob(path)
-        of_agent = next((key for key in agent_keys if key.asbytes() == public), None)
-        if of_agent is None:
+        copies = [LoginKey(key) for key in of_agent if public_half(key) == public]
+        if not copies:
             raise
-        return [LoginKey(of_agent)]
+        return copies
 
 
 def _read_key(path: Path, address: str) -> Any:  # Any: paramiko has no types
@@ -216,8 +211,8 @@ def _read_key(path: Path, address: str) -> Any:  # Any: paramiko has no types
 def _read_public_blob(path: Path) -> bytes | None:
     """The public half of a key: what its file holds of it in the clear, or the one beside it; None where neither is."""
     for each in (path, Path(f"{path}.pub")):
-        with contextlib.suppress(OSError, ValueError):  # ValueError: no text, or no base64
-            text = each.read_text(encoding="utf-8")
+        with contextlib.suppress(OSError, ValueError):  # ValueError: no base64
+            text = each.read_text(encoding="utf-8", errors="replace")
             words = text.split()
             if len(words) > 1 and words[0].startswith(_PUBLIC):
                 return base64.b64decode(words[1])

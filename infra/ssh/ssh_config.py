@@ -1,7 +1,7 @@
 """What OpenSSH's configuration says about a machine that is called by a name there, as `ssh -G` reads it.
 
-    Host box                      box ──> HostName, Port, User, IdentityFile, ProxyJump, UserKnownHostsFile
-        HostName 10.0.0.7
+    Host box                      box ──> HostName, Port, User, IdentityFile, IdentityAgent, ProxyJump,
+        HostName 10.0.0.7                 HostKeyAlias, UserKnownHostsFile, GlobalKnownHostsFile
 
 Read anew wherever a machine is logged in to for the first time in a run: what it says then is what counts. The other
 settings of OpenSSH are not read, and one of them, ProxyCommand, is refused: without it nothing could be reached.
@@ -17,12 +17,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from infra.errors import PermanentInfraError
+from infra.node import NO_AGENT
 
 PROGRAM = "ssh"
 TIMEOUT_S = 15.0
 """A configuration may run commands to find out what applies (Match exec)."""
 _USUAL_KEY = re.compile(r"~/\.ssh/id_(dsa|rsa|xmss|(ecdsa|ed25519)(_sk)?)")
 """A key that OpenSSH names where its configuration names none."""
+
+_FILES_OF_KEYS = ("userknownhostsfile", "globalknownhostsfile")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +38,10 @@ class ConfiguredHost:
     key_files: tuple[str, ...]
     """The keys that it names and that are there, in its order; none takes those of the agent and of ~/.ssh."""
     known_hosts: tuple[str, ...]
+    host_key_alias: str
+    """The name of its key there; empty where its address is that."""
+    agent: str
+    """The socket of the SSH agent, or "none"; empty where it is not named."""
     proxy_jump: str
     """Machines on the way there, with commas between them; empty where there are none."""
 
@@ -80,9 +87,18 @@ def read_ssh_config(name: str, config: str) -> ConfiguredHost:
         user=user,
         # Of a key that the agent has alone there is the public half.
         key_files=tuple(str(key) for key in keys if key.is_file() or Path(f"{key}.pub").is_file()),
-        known_hosts=tuple(settings.get("userknownhostsfile", [""])[0].split()),
+        known_hosts=tuple(path for name in _FILES_OF_KEYS for path in settings.get(name, [""])[0].split()),
+        host_key_alias=settings.get("hostkeyalias", [""])[0],
+        agent=_read_agent(settings.get("identityagent", [""])[0]),
         proxy_jump="" if jump == "none" else jump,
     )
+
+
+def _read_agent(named: str) -> str:
+    """The socket of IdentityAgent, which may be that of a variable."""
+    if named == "SSH_AUTH_SOCK":
+        return ""
+    return os.environ.get(named[1:], NO_AGENT) if named.startswith("$") else named
 
 
 def _expand(path: str, tokens: Mapping[str, str]) -> str:

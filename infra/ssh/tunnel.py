@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
-from infra.errors import InfraError, NodeUnreachableError
+from infra.errors import InfraError, NodeUnreachableError, TransientInfraError
 from infra.session import LOOPBACK
 from infra.ssh.connection import SSHChannel
 
@@ -27,14 +27,31 @@ logger = logging.getLogger(__name__)
 
 @contextlib.contextmanager
 def forwarded_port(open_channel: Callable[[], SSHChannel]) -> Iterator[int]:
-    """The local port; a connection that cannot be passed on is closed, as by a server that is not there."""
+    """The local port; a connection that cannot be passed on is closed, as by a server that is not there.
+
+    Raises:
+        PermanentInfraError: none can be, whoever listens.
+    """
+    early: list[SSHChannel] = []
+    with contextlib.suppress(TransientInfraError):  # nobody listens yet
+        early.append(open_channel())  # for the first that comes: some servers take no other
+
+    def next_channel() -> SSHChannel:
+        with contextlib.suppress(IndexError):
+            if not (channel := early.pop()).has_ended:
+                return channel
+            channel.close()
+        return open_channel()
+
     with socket.create_server((LOOPBACK, 0)) as server:
-        threading.Thread(target=_accept, args=(server, open_channel), daemon=True).start()
+        threading.Thread(target=_accept, args=(server, next_channel), daemon=True).start()
         try:
             yield server.getsockname()[1]
         finally:
             with contextlib.suppress(OSError):
                 server.shutdown(socket.SHUT_RDWR)  # close() alone does not wake up the thread that accepts
+            for unused in early:
+                unused.close()
 
 
 def _accept(server: socket.socket, open_channel: Callable[[], SSHChannel]) -> None:

@@ -35,7 +35,7 @@ class DeploymentConfig(Record):
     """Whether engines and trainer share GPUs: the engines hand their memory over while the trainer trains, and are
     given the weights after each step. SGLang and vLLM can on GPUs alone; the embedded engine has no memory to give."""
     trainer_threads: int = Field(0, ge=0, json_schema_extra=PLACEMENT)
-    """CPU threads of each trainer process; 0 shares all cores between them."""
+    """CPU threads of each trainer process; 0 shares all cores that they may use between them."""
     engine_threads: int = Field(1, ge=1, json_schema_extra=PLACEMENT)
     """CPU threads of the inference engine."""
     engine_port: int = Field(0, ge=0, le=MAX_PORT, json_schema_extra=PLACEMENT)

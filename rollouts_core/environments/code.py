@@ -7,7 +7,6 @@ the second kind the program and its tests share a process, so a policy may learn
 
 from __future__ import annotations
 
-import os
 import re
 import secrets
 import warnings
@@ -20,6 +19,7 @@ import anyio
 from rollouts_core.environments.protocol import Outcome
 from rollouts_core.environments.sandbox import SandboxLimits, run_in_sandbox
 from rollouts_core.errors import RewardError
+from rollouts_core.system.processors import count_processors
 from rollouts_core.system.time_limits import take_turn
 from rollouts_core.types import Sample
 
@@ -45,7 +45,7 @@ class CodeEnvironment:
     @cached_property
     def _slots(self) -> anyio.CapacityLimiter:
         """Programs at a time: more than processors would only run into their time limits."""
-        return anyio.CapacityLimiter(os.cpu_count() or 1)
+        return anyio.CapacityLimiter(count_processors())
 
     def check_row(self, row: Mapping[str, Any]) -> None:  # Any: JSON
         """Raise ValueError for tests that every program passes, or none can."""

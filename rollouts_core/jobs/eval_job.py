@@ -38,6 +38,7 @@ from rollouts_core.jobs.job_inputs import check_model, checked_file
 from rollouts_core.metrics import EventLog, JSONLLogger, read_json_lines
 from rollouts_core.model.loading import describe_diverged, load_tokenizer, silence_progress_bars
 from rollouts_core.run_directory import RunDirectory, attempt_number
+from rollouts_core.system.processors import count_processors
 from rollouts_core.types import Prompt, Sample, sample_from_json
 
 logger = logging.getLogger(__name__)
@@ -46,7 +47,7 @@ logger = logging.getLogger(__name__)
 def run_eval_job(job: EvalJob | GenerateJob, directory: RunDirectory) -> None:
     """Do the job; its record exists when this returns."""
     silence_progress_bars()
-    torch.set_num_threads(job.deployment.trainer_threads or os.cpu_count() or 1)
+    torch.set_num_threads(job.deployment.trainer_threads or count_processors())
     with EventLog(directory.events, attempt=attempt_number()) as events:
         events.write("started", kind=job.kind, pid=os.getpid())
     asyncio.run(score_checkpoints(job, directory) if isinstance(job, EvalJob) else sample_prompts(job, directory))

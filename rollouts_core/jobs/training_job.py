@@ -25,6 +25,7 @@ from rollouts_core.metrics import EventLog
 from rollouts_core.model.loading import silence_progress_bars
 from rollouts_core.run_directory import RunDirectory, attempt_number
 from rollouts_core.system.gpu_use import gpus_in_use, sampled_gpu_use
+from rollouts_core.system.processors import count_processors
 
 JAX_THREADS = "PJRT_NPROC"
 """The variable from which JAX's client takes the size of its thread pools when it starts; no flag of XLA's sets it."""
@@ -77,7 +78,7 @@ def _set_num_threads(job: SFTJob | RLJob) -> None:
 def _num_threads(job: SFTJob | RLJob) -> int:
     """Threads that one process of the job computes with."""
     num_processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # torchrun's word for those of this machine
-    return job.deployment.trainer_threads or max(1, (os.cpu_count() or 1) // num_processes)
+    return job.deployment.trainer_threads or max(1, count_processors() // num_processes)
 
 
 async def until_sigterm(work: Coroutine[Any, Any, None]) -> None:

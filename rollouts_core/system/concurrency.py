@@ -6,7 +6,6 @@ Not here: how long one of them may take (time_limits.py).
 from __future__ import annotations
 
 import asyncio
-import os
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterable, Sequence
@@ -16,6 +15,8 @@ from types import TracebackType
 from typing import Self, TypeVar
 
 import anyio
+
+from rollouts_core.system.processors import count_processors
 
 ItemT = TypeVar("ItemT")
 ResultT = TypeVar("ResultT")
@@ -56,7 +57,7 @@ def read_each(read: Callable[[ItemT], ResultT], items: Iterable[ItemT], *, num_b
 
     Where they are many bytes in all, threads do it, which end with it. Of several errors the first item's is raised.
     """
-    num_threads = min(MAX_READING_THREADS, os.cpu_count() or 1, num_bytes // MIN_BYTES_PER_THREAD)
+    num_threads = min(MAX_READING_THREADS, count_processors(), num_bytes // MIN_BYTES_PER_THREAD)
     if num_threads <= 1:
         return [read(item) for item in items]
     with ThreadPoolExecutor(max_workers=num_threads, thread_name_prefix="read") as executor:

@@ -1,14 +1,29 @@
 """Standard error that may be gone: a run goes on for hours after `| head`, a killed `tee` or a closed terminal.
 
+And standard streams that were never there: some schedulers and daemons start programs without them.
+
 Not here: what is written (tasks/progress.py, flows/terminal.py).
 """
 
 from __future__ import annotations
 
 import io
+import os
 import sys
 from contextlib import suppress
 from typing import TextIO, cast
+
+
+def open_standard_streams() -> None:
+    """Open those that this process was started without on /dev/null; else the next file would get their numbers.
+
+    What a subprocess takes for its standard error could be a database then.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            descriptor = os.open(os.devnull, os.O_RDWR)  # gets the lowest number that is free: that of the stream
+            os.set_inheritable(descriptor, True)
+            setattr(sys, name, os.fdopen(descriptor, mode, encoding="utf-8", closefd=False))
 
 
 def standard_error() -> TextIO:

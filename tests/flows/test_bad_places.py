@@ -8,6 +8,7 @@ Not here: settings and functions (test_bad_configuration.py), rows and models (t
 from __future__ import annotations
 
 import dataclasses
+import errno
 import os
 import shutil
 import socket
@@ -22,6 +23,7 @@ import pytest
 from typer.testing import CliRunner
 
 from flows.cli import app
+from infra.node_probe import NO_LOCKS, find_root_problem
 from infra.ssh.host_keys import make_host_key
 from rollouts_core.config import ModelConfig, SFTTrainingConfig
 from rollouts_core.data.rows import digest_path
@@ -37,6 +39,7 @@ from tests.flows.refusals import (
     write_function,
     write_rows,
 )
+from tests.infra.ssh_server import running_server
 from tests.mounts import fill, mounted_tmpfs
 from tests.waiting import wait_until
 
@@ -103,6 +106,21 @@ def test_an_engine_port_in_use_is_named(folder: Path) -> None:
         assert_refused(write_config(folder, deployment__engine_port=port), words)
 
 
+@pytest.mark.slow
+def test_a_machine_whose_engines_could_not_be_asked_is_named_before_anything_starts(folder: Path) -> None:
+    with running_server(folder / "sshd", more_config="AllowTcpForwarding no") as server:
+        node = {
+            "provider": "ssh",
+            "host": f"{server.access.user}@127.0.0.1:{server.port}",
+            "python": sys.executable,
+            "root": str(folder / "root"),
+            "key_file": str(server.client_key_file),
+            "host_key": server.access.host_key,
+            "min_free_gb": 0.1,
+        }
+        assert_refused(write_config(folder, node=node), "forwards no connections, by which engines there are reached")
+
+
 def test_a_server_port_in_use_is_named(folder: Path) -> None:
     with taken_port() as port:
         sentence = refusal(folder / "small.toml", "--port", str(port), command="run")
@@ -127,6 +145,19 @@ def test_a_store_that_cannot_be_made_is_named(folder: Path, store: str, words: s
     assert outcome.stderr.count("\n") == 1
     assert f"rollouts: the store {folder / store} cannot be written ({words}" in outcome.stderr
     assert "choose another with --store" in outcome.stderr
+
+
+def test_a_store_without_locks_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on Lustre without the option `flock`."""
+
+    def have_none(file: object, operation: int) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr("flows.preflight.fcntl.flock", have_none)
+    assert_refused(
+        folder / "small.toml", f"the store {folder / 'store'} cannot be written (its file system has no locks"
+    )
+    assert find_root_problem(str(folder / "root")) == NO_LOCKS
 
 
 @pytest.mark.parametrize("command", ["validate", "run", "ui"])

@@ -5,13 +5,15 @@ Without it a training that nobody wants goes on for days, because a machine that
 
 from __future__ import annotations
 
+import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from flows.cancellation import give_back_reached, is_cancelled, release_without_settings
+from flows.cancellation import ended_when_cancelled, give_back_reached, is_cancelled, release_without_settings
 from flows.credentials import run_with_credentials
 from infra.errors import NodeUnreachableError, TransientInfraError
 from infra.jobs import JobState, job_status, start_or_attach
@@ -33,6 +35,26 @@ def test_a_run_that_ended_itself_knows_that_it_was_cancelled_whatever_the_server
     monkeypatch.setattr("flows.cancellation.get_client", None)  # whoever asks it fails
     monkeypatch.setattr("flows.cancellation._ended_by_themselves", {"run-a"})
     assert is_cancelled("run-a")
+
+
+def test_a_run_that_a_script_started_beside_itself_is_cancelled_and_hears_no_ctrl_c(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Shells start such a process deaf to SIGINT, by which a run of `rollouts run` ends itself."""
+    is_asked = False
+    monkeypatch.setattr("flows.cancellation.is_cancelled", lambda run_id: is_asked)
+    monkeypatch.setattr("flows.cancellation.undo_pause", lambda run_id: None)
+    monkeypatch.setattr("flows.cancellation.LOOK_S", 0.01)
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with pytest.raises(KeyboardInterrupt), ended_when_cancelled("run-a", is_served=False):
+            signal.raise_signal(signal.SIGINT)
+            is_asked = True
+            time.sleep(20)
+            pytest.fail("nobody ended it")
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.slow

@@ -5,12 +5,16 @@ Without it Ctrl-C prints thirty lines about modules that nobody has heard of.
 
 from __future__ import annotations
 
+import shlex
+import subprocess
 import sys
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 
 import pytest
 
 from flows.command import main
+from tests.flows.conftest import clean_environment
 
 
 class Interrupted:
@@ -29,3 +33,11 @@ def test_ctrl_c_while_the_commands_are_imported_is_a_sentence(
         main()
     assert end.value.code == 130
     assert capsys.readouterr().err == "\nrollouts: interrupted before it began.\n"
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_a_command_that_is_started_without_standard_streams_works(tmp_path: Path, closed: str) -> None:
+    """As some schedulers and daemons start programs."""
+    command = shlex.join([sys.executable, "-c", "from flows.command import main; main()", "status", "--store"])
+    environment = clean_environment()
+    subprocess.run(["sh", "-c", f"exec {command} {tmp_path} {closed}"], cwd=tmp_path, env=environment, check=True)

@@ -160,6 +160,15 @@ def test_a_server_is_shared_stays_until_the_last_user_leaves_and_leaves_nothing(
 
 
 @pytest.mark.slow
+def test_a_server_starts_where_assertions_are_left_out(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONOPTIMIZE", "1")
+    user, url = start_user(store)
+    assert url.startswith(f"http://{HOST}:")
+    user.communicate("")
+    assert user.returncode == 0
+
+
+@pytest.mark.slow
 def test_kill_9_of_the_only_user_ends_the_server(store: Path) -> None:
     user, url = start_user(store)
     assert url.startswith(f"http://{HOST}:")

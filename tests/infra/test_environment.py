@@ -129,6 +129,25 @@ def write_wheel(folder: Path, name: str, version: str) -> None:
 
 
 @pytest.mark.slow
+def test_uv_is_found_where_its_installer_puts_it_and_fetched_without_a_pip(
+    node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Environments of uv have no pip, nor have Pythons of Debian; sessions of SSH have a shorter PATH."""
+    own = tmp_path / "home" / ".local" / "bin"
+    own.mkdir(parents=True)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "theirs")], check=True)
+    session = LocalSession(str(tmp_path / "theirs" / "bin" / "python"))
+    python = ensure_environment(session, node, SMALL, installer="uv")
+    assert versions_seen(python, "orjson")
+    (Path(python).parents[2] / "tools" / "bin" / "uv").rename(own / "uv")
+    other = dataclasses.replace(node, root=str(tmp_path / "other"))
+    python = ensure_environment(session, other, SMALL, installer="uv")
+    assert versions_seen(python, "orjson") and not (Path(python).parents[2] / "tools").exists()
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("installer", [pytest.param("pip", marks=pytest.mark.matrix), "uv"])
 def test_what_variables_of_the_machine_say_about_packages_counts(
     node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, installer: Literal["pip", "uv"]

@@ -79,6 +79,27 @@ def test_a_key_in_known_hosts_is_believed_and_another_is_a_change(
         replace(policy, port=port + 1).check(key)
 
 
+@pytest.mark.parametrize("hashed", [False, True])
+def test_a_name_is_found_however_its_letters_are_written(
+    policy: HostKeyPolicy, key: HostKey, key_file: Path, known_hosts: Path, hashed: bool
+) -> None:
+    """As OpenSSH's client writes them, and Debian's hashes what it writes."""
+    known_hosts.write_text("box.lab " + Path(f"{key_file}.pub").read_text())
+    if hashed:
+        subprocess.run(["ssh-keygen", "-q", "-H", "-f", str(known_hosts)], check=True, capture_output=True)
+    assert replace(policy, host="Box.Lab").check(key) is HostKeyEvidence.KNOWN_HOSTS
+
+
+def test_a_host_with_an_alias_is_looked_up_under_it_whatever_its_port(
+    policy: HostKeyPolicy, key: HostKey, key_file: Path, known_hosts: Path
+) -> None:
+    known_hosts.write_text("compute.12 " + Path(f"{key_file}.pub").read_text())
+    aliased = replace(policy, port=2222, alias="compute.12")
+    assert aliased.check(key) is HostKeyEvidence.KNOWN_HOSTS
+    with pytest.raises(HostKeyError, match=r"ssh-keygen -R 'compute\.12'"):
+        aliased.check(OTHER)
+
+
 def test_patterns_and_markers_mean_what_openssh_says(policy: HostKeyPolicy, key: HostKey, key_file: Path) -> None:
     public = Path(f"{key_file}.pub").read_text()
     assert list(parse_known_hosts(f"*.lab,!bad.lab {public}", "a.lab")) == [("", key)]

@@ -8,7 +8,6 @@ import base64
 import getpass
 import os
 import re
-import shutil
 import socket
 import struct
 import subprocess
@@ -23,14 +22,13 @@ from cryptography.hazmat.primitives.asymmetric import dsa
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
 from infra.chunks import Chunk
-from infra.errors import LoginError, PermanentInfraError
+from infra.errors import KeyAgentError, LoginError, PermanentInfraError
 from infra.node import SSHAccess
 from infra.ssh.connection import connect
 from infra.ssh.login_keys import load_keys, read_key_variable, read_public_key, require_login_key
 from infra.ssh.ssh_session import SSHSession
+from tests.infra.ssh_agent import give_to_agent, running_agent
 from tests.infra.ssh_server import SSHServer, make_key, running_server
-from tests.processes import dies_with_us
-from tests.waiting import wait_until
 
 VARIABLE = "ROLLOUTS_SSH_KEY"
 
@@ -175,27 +173,11 @@ def test_a_usual_key_that_cannot_be_used_does_not_keep_another_from_being_offere
 
 
 @pytest.fixture
-def ssh_agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def ssh_agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """An agent that has nothing yet; `ssh-add` knows it."""
-    if shutil.which("ssh-agent") is None:
-        pytest.skip("there is no ssh-agent on this machine: install openssh-client")
-    path = tmp_path / "ssh-agent"
-    process = subprocess.Popen([*dies_with_us(), "ssh-agent", "-D", "-a", str(path)], stdout=subprocess.DEVNULL)
-    try:
-        wait_until(path.exists, what="the agent")
+    with running_agent(tmp_path / "ssh-agent") as path:
         monkeypatch.setenv("SSH_AUTH_SOCK", str(path))
-        yield
-    finally:
-        process.kill()
-        process.wait()
-
-
-def give_to_agent(key: Path, folder: Path, *, passphrase: str = "") -> None:
-    ask = folder / "ask"
-    ask.write_text(f"#!/bin/sh\necho {passphrase}\n")
-    ask.chmod(0o755)
-    variables = {"SSH_ASKPASS": str(ask), "SSH_ASKPASS_REQUIRE": "force", "DISPLAY": "none"}
-    subprocess.run(["ssh-add", "-q", str(key)], check=True, env={**os.environ, **variables}, stdin=subprocess.DEVNULL)
+        yield path
 
 
 @pytest.mark.slow
@@ -257,6 +239,93 @@ def test_a_key_with_a_certificate_is_offered_with_it_and_alone(tmp_path: Path, o
         with SSHSession(access, python=sys.executable, programs_dir=str(tmp_path)) as session:
             session.write_chunks(str(tmp_path), [Chunk("written", 0, [b"content"])])
             assert session._may_use_openssh, "OpenSSH's client does the same"
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("ssh_agent")
+@pytest.mark.parametrize("key_type", ["ed25519", "ecdsa", "rsa"])
+@pytest.mark.parametrize("named", ["nothing", "private", "public"])
+def test_a_certificate_that_the_agent_has_is_offered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key_type: str, named: str
+) -> None:
+    """As those are that a company's login gives for a day."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    make_key(tmp_path / "authority")
+    make_key(tmp_path / "key", key_type=key_type, passphrase="passphrase")
+    sign = ["ssh-keygen", "-q", "-s", str(tmp_path / "authority"), "-I", "a test", "-n", getpass.getuser()]
+    subprocess.run([*sign, str(tmp_path / "key.pub")], check=True)
+    give_to_agent(tmp_path / "key", tmp_path, passphrase="passphrase")
+    if named == "nothing":  # the certificate alone is there
+        (tmp_path / "key-cert.pub").unlink()
+        subprocess.run(["ssh-add", "-q", "-d", str(tmp_path / "key.pub")], check=True)
+    key_file = {"nothing": "", "private": str(tmp_path / "key"), "public": str(tmp_path / "key.pub")}[named]
+    with running_server(tmp_path / "sshd", more_config=f"TrustedUserCAKeys {tmp_path / 'authority.pub'}") as server:
+        connect(replace(server.access, key_file=key_file)).close()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("ssh_agent")
+def test_a_key_with_which_the_agent_does_not_sign_is_passed_over_and_said(
+    ssh_server: SSHServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one is that a person has to allow each time, and nobody sits there."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    make_key(tmp_path / "guarded")
+    give_to_agent(tmp_path / "guarded", tmp_path, "-c")
+    access = replace(ssh_server.access, key_file="")
+    with pytest.raises(KeyAgentError, match=r"no login at \S+: the SSH agent refuses to sign with \S+: unlock it"):
+        connect(access)
+    make_key(tmp_path / "of nobody")
+    give_to_agent(tmp_path / "of nobody", tmp_path)
+    with pytest.raises(
+        KeyAgentError, match=r"is not let in with SHA256:\S+: .*; not tried: the SSH agent refuses to sign"
+    ):
+        connect(access)
+    give_to_agent(ssh_server.client_key_file, tmp_path)
+    connect(access).close()
+
+
+@pytest.mark.slow
+def test_an_agent_whose_person_does_not_come_is_not_taken_for_a_machine_that_does_not_answer(
+    ssh_server: SSHServer, ssh_agent: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr("infra.ssh.connection.SIGNING_TIMEOUT_S", 1.0)
+    give_to_agent(ssh_server.client_key_file, tmp_path)
+    is_over = threading.Event()
+
+    def list_keys_alone() -> None:
+        client, _ = waiting.accept()
+        with client, socket.socket(socket.AF_UNIX) as agent:
+            agent.connect(str(ssh_agent))
+            agent.sendall(client.recv(100))
+            client.sendall(agent.recv(10_000))
+            is_over.wait(30)
+
+    with socket.socket(socket.AF_UNIX) as waiting:
+        waiting.bind(str(tmp_path / "waiting"))
+        waiting.listen()
+        threading.Thread(target=list_keys_alone, daemon=True).start()
+        access = replace(ssh_server.access, key_file="", agent=str(tmp_path / "waiting"))
+        with pytest.raises(KeyAgentError, match=r"the SSH agent has not signed with SHA256:\S+ for 1 s: allow what it"):
+            connect(access)
+        is_over.set()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("ssh_agent")
+def test_a_comment_of_a_key_may_be_in_any_encoding(
+    ssh_server: SSHServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    key = tmp_path / "key"
+    key.write_bytes(ssh_server.client_key_file.read_bytes())
+    key.chmod(0o600)
+    subprocess.run(["ssh-keygen", "-q", "-c", "-C", "müller".encode("latin-1"), "-f", str(key)], check=True)
+    give_to_agent(key, tmp_path)
+    for named in ("", str(key), f"{key}.pub"):
+        connect(replace(ssh_server.access, key_file=named)).close()
+    assert read_public_key(key_file=str(key), key_variable="").startswith("ssh-ed25519 ")
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ Without it a run waits for ever for a machine that is gone, or hands its secrets
 
 import signal
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -12,7 +13,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import paramiko
 import pytest
+from paramiko.common import cMSG_DISCONNECT
 
 import infra.ssh.connection
 from infra.errors import (
@@ -257,3 +260,45 @@ def test_a_server_that_allows_no_more_channels_is_not_a_broken_connection(tmp_pa
             connection.open_command("true")
         assert connection.is_alive
         connection.close()
+
+
+class Unwelcoming(paramiko.ServerInterface):
+    """Hangs up when it is offered a key, with words that are no UTF-8."""
+
+    def __init__(self, transport: paramiko.Transport) -> None:
+        self._transport = transport
+
+    def get_allowed_auths(self, username: str) -> str:
+        return "publickey"
+
+    def check_auth_publickey(self, username: str, key: paramiko.PKey) -> int:
+        goodbye = paramiko.Message()
+        goodbye.add_byte(cMSG_DISCONNECT)
+        goodbye.add_int(2)
+        goodbye.add_string("zu viele Schlüssel".encode("latin-1"))
+        goodbye.add_string("de")
+        self._transport._send_message(goodbye)
+        return int(paramiko.AUTH_FAILED)
+
+
+def test_a_server_may_say_goodbye_in_any_encoding(tmp_path: Path) -> None:
+    for name in ("host", "ours"):
+        make_key(tmp_path / name)
+
+    def hang_up() -> None:
+        connection, _ = listener.accept()
+        transport = paramiko.Transport(connection)
+        transport.add_server_key(paramiko.PKey.from_path(tmp_path / "host"))
+        transport.start_server(server=Unwelcoming(transport))
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=hang_up, daemon=True).start()
+        access = SSHAccess(
+            host="127.0.0.1",
+            port=listener.getsockname()[1],
+            user="me",
+            key_file=str(tmp_path / "ours"),
+            host_key=fingerprint_of(tmp_path / "host"),
+        )
+        with pytest.raises(LoginError, match=r"hung up when 1 of 1 keys were offered \(zu viele Schl.ssel\)"):
+            connect(access)

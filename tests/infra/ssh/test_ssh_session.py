@@ -196,6 +196,23 @@ def test_a_port_where_nobody_listens_closes_the_connection(ssh_session: SSHSessi
         assert client.recv(1) == b""
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("by", ["AllowTcpForwarding no", "DisableForwarding yes", "PermitOpen none", "restrict"])
+def test_a_server_that_forwards_nothing_is_said_at_once(tmp_path: Path, by: str) -> None:
+    """Its engines would be waited for until their time is over, as if they did not answer."""
+    is_of_key = by == "restrict"
+    with (
+        running_server(tmp_path / "sshd", more_config="" if is_of_key else by) as server,
+        SSHSession(server.access, python=sys.executable, programs_dir=str(tmp_path)) as session,
+    ):
+        if is_of_key:
+            keys = server.folder / "authorized_keys"
+            keys.write_text(f"{by} {keys.read_text()}")
+        assert session.run(["echo", "there"], timeout_s=30).stdout == b"there\n"
+        with pytest.raises(PermanentInfraError, match=r"forwards no connections.*AllowTcpForwarding"):
+            session.forward(1).__enter__()
+
+
 def test_a_session_that_was_left_does_not_connect_again(ssh_server: SSHServer, tmp_path: Path) -> None:
     with SSHSession(ssh_server.access, python=sys.executable, programs_dir=str(tmp_path)) as session:
         session.run(["true"], timeout_s=30)

@@ -19,15 +19,17 @@ from infra.ssh.tunnel import forwarded_port
 
 
 def test_a_tunnel_goes_on_when_for_a_while_too_many_files_were_open() -> None:
-    is_over = threading.Event()
+    has_begun, is_over = threading.Event(), threading.Event()
 
     def refuse_late() -> SSHChannel:
-        is_over.wait(20)
+        if has_begun.is_set():
+            is_over.wait(20)
         raise TransientInfraError("nobody listens there")
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     taken: list[int] = []
     with forwarded_port(refuse_late) as port, socket.socket() as early, socket.socket() as late:
+        has_begun.set()
         resource.setrlimit(resource.RLIMIT_NOFILE, (late.fileno() + 8, hard))
         try:
             with suppress(OSError):

@@ -6,7 +6,6 @@ Without it a program that ends before its tests would be paid for.
 from __future__ import annotations
 
 import asyncio
-import os
 from time import perf_counter
 from typing import Any
 
@@ -72,7 +71,7 @@ def test_no_test_is_run_after_the_first_that_failed(monkeypatch: pytest.MonkeyPa
 @pytest.mark.slow
 def test_programs_that_wait_for_a_processor_have_their_time_before_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """A batch of slow programs takes longer than one reward may."""
-    monkeypatch.setattr(os, "cpu_count", lambda: 1)
+    monkeypatch.setattr(code, "count_processors", lambda: 1)
 
     async def run_slowly(program: str, *, limits: SandboxLimits | None) -> SandboxResult:
         await asyncio.sleep(0.1)

@@ -21,7 +21,7 @@ from rollouts_core.system.concurrency import read_each
 def threaded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a few bytes be many."""
     monkeypatch.setattr(concurrency, "MIN_BYTES_PER_THREAD", 1)
-    monkeypatch.setattr("os.cpu_count", lambda: 4)
+    monkeypatch.setattr(concurrency, "count_processors", lambda: 4)
 
 
 def test_many_bytes_are_read_by_several_threads_at_a_time_which_end(threaded: None) -> None:
