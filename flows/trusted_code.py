@@ -3,6 +3,8 @@
     function    rollout.reward_fn and its like, as package.module:function
     model       model.path with trust_remote_code, which runs what lies in the model's folder, and then also what
                 evaluate.model and evaluate.against name, but for what runs of the store made
+    program     rollout.engine.python and router_python, and every word but numbers in rollout.engine.extra_args:
+                servers have arguments that name modules, or let a model's own code run
 
 Without this list, whoever may start a run, or writes deployments on a shared server, could have any function of any
 installed package called. Trusted is what configurations name that were given to `rollouts up`, by somebody with a shell
@@ -44,7 +46,8 @@ def check_trusted(config: Config, evaluate: EvaluateConfig | None = None, store:
     if store is not None and is_served(store):
         made = [setting for setting in SCORED if setting in models and is_made_in(store, models[setting])]
         models = {setting: model for setting, model in models.items() if setting not in made}
-    if not modules and not models:
+    programs = programs_named_by(config)
+    if not modules and not models and not programs:
         return
     trusted = {OWN_PACKAGE, *listed(), *given_to_up()}
     refused = {
@@ -52,10 +55,12 @@ def check_trusted(config: Config, evaluate: EvaluateConfig | None = None, store:
         for setting, code in modules.items()
         if not any(code == each or code.startswith(f"{each}.") for each in trusted)
     }
-    refused |= {setting: model for setting, model in models.items() if model not in trusted - {OWN_PACKAGE}}
+    exact = {**models, **programs}
+    refused |= {setting: code for setting, code in exact.items() if code not in trusted - {OWN_PACKAGE}}
     for setting, code in refused.items():
+        what = f"is {code}" if setting in programs else f"names code of {code}"
         raise ConfigError(
-            f"{setting} names code of {code}, which runs that are asked for through Prefect may not run here: list "
+            f"{setting} {what}, which runs that are asked for through Prefect may not run here: list "
             f"it in the variable {VARIABLE} where runs are served, or give a configuration that names it to "
             "rollouts up"
         )
@@ -73,6 +78,22 @@ def models_named_by(config: Config, evaluate: EvaluateConfig | None) -> dict[str
     scored = dict(zip(SCORED, (evaluate.model, evaluate.against), strict=True)) if evaluate else {}
     others = {setting: given for setting, given in scored.items() if given not in ("", BASE)}
     return {"model.trust_remote_code": config.model.path, **others}
+
+
+def programs_named_by(config: Config) -> dict[str, str]:
+    """The interpreters that engines are run by, and what may name code among their arguments, by the settings."""
+    engine = config.rollout.engine
+    words = {f"extra_args.{number}": word for number, word in enumerate(engine.extra_args) if not _is_number(word)}
+    named = {"python": engine.python, "router_python": engine.router_python, **words}
+    return {f"rollout.engine.{setting}": word for setting, word in named.items() if word}
+
+
+def _is_number(word: str) -> bool:
+    try:
+        float(word)
+    except ValueError:
+        return False
+    return True
 
 
 def is_served(store: Path) -> bool:
@@ -106,4 +127,5 @@ def given_to_up() -> set[str]:
             scored = deployment.parameters.get("evaluate")
             evaluate = EvaluateConfig.model_validate(scored) if scored else None
             code.update(modules_named_by(config).values(), models_named_by(config, evaluate).values())
+            code.update(programs_named_by(config).values())
     return code

@@ -40,6 +40,12 @@ NAMED: list[tuple[dict[str, Any], str]] = [
     ({"filter_fn": "team:keep"}, "rollout.filter_fn names code of team"),
     ({"rewards": [{"name": "exact_match"}, {"name": "team:s"}]}, "rollout.rewards.1.name names code of team"),
     ({"path": "/models/custom", "trust": True}, "model.trust_remote_code names code of /models/custom"),
+    ({"engine": {"kind": "vllm", "python": "/models/custom"}}, "rollout.engine.python is /models/custom, which runs"),
+    ({"engine": {"router_python": "/models/custom"}}, "rollout.engine.router_python is /models/custom, which runs"),
+    (
+        {"engine": {"kind": "vllm", "extra_args": ["0.5", "--trust-remote-code"]}},
+        r"rollout\.engine\.extra_args\.1 is --trust-remote-code, which runs",
+    ),
 ]
 
 
@@ -53,7 +59,7 @@ def test_code_that_nobody_trusts_is_refused_by_its_setting(changes: dict[str, An
 def test_what_the_environment_lists_may_be_named(
     changes: dict[str, Any], sentence: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(VARIABLE, "team, os,/models/custom,")
+    monkeypatch.setenv(VARIABLE, "team, os,/models/custom,--trust-remote-code,")
     check(**changes)
 
 
@@ -120,7 +126,8 @@ def test_what_the_library_has_needs_no_trust() -> None:
 def test_what_was_given_to_up_may_be_named_by_any_run_of_the_store(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given = settings(reward_fn="team.rewards:score")
+    engine = {"kind": "vllm", "python": "/vllm/bin/python", "extra_args": ["--gpu-memory-utilization", "0.5"]}
+    given = settings(reward_fn="team.rewards:score", engine=engine)
     older = {**given, "gone": 1, "rollout": {"reward_fn": "others:score"}}
     (tmp_path / "prefect").mkdir()
     save_deployments(
@@ -131,7 +138,9 @@ def test_what_was_given_to_up_may_be_named_by_any_run_of_the_store(
         ],
     )
     monkeypatch.setenv(STORE_VARIABLE, str(tmp_path))
-    check(reward_fn="team.rewards:lenient")
+    check(reward_fn="team.rewards:lenient", engine={**engine, "extra_args": ["--gpu-memory-utilization", "0.7"]})
+    with pytest.raises(ConfigError, match=r"extra_args\.0 is --middleware"):
+        check(engine={**engine, "extra_args": ["--middleware", "os.system"]})
     scored = Deployment(
         name="scored",
         description="",
