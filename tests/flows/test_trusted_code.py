@@ -18,7 +18,7 @@ from flows.evaluate_settings import EvaluateConfig
 from flows.form import RunOptions
 from flows.store import STORE_VARIABLE
 from flows.trusted_code import VARIABLE, check_trusted
-from infra.node import LocalNode
+from infra.node import LocalNode, SSHNode
 from rollouts_core.config import Config
 from rollouts_core.errors import ConfigError
 
@@ -115,6 +115,22 @@ def test_a_run_that_scores_is_refused_with_a_model_that_brings_code(
     config, run = Config.model_validate(settings(trust=True)), RunOptions(store=str(tmp_path / "store"))
     with pytest.raises(ConfigError, match=re.escape(f"evaluate.model names code of {tmp_path}")):
         check_settings.fn(config, LocalNode(), run, EvaluateConfig(model=str(tmp_path)))
+
+
+def test_a_configuration_of_openssh_that_nobody_trusts_is_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may name commands, which are run on this machine to find out what applies (Match exec)."""
+    further = {"host": "me@10.0.0.2", "python": "/usr/bin/python3", "ssh_config": "/home/other/config"}
+    node = SSHNode.model_validate({"host": "box", "python": "/usr/bin/python3", "trainer_nodes": [further]})
+    config = Config.model_validate(settings())
+    with pytest.raises(ConfigError, match=r"node\.trainer_nodes\.0\.ssh_config is /home/other/config, which runs"):
+        check_trusted(config, node=node)
+    given = {"config": settings(), "node": {"provider": "ssh", "ssh_config": "/home/other/config"}}
+    (tmp_path / "prefect").mkdir()
+    save_deployments(tmp_path / "prefect", [Deployment(name="mine", description="", parameters=given)])
+    monkeypatch.setenv(STORE_VARIABLE, str(tmp_path))
+    check_trusted(config, node=node)
 
 
 def test_what_the_library_has_needs_no_trust() -> None:
