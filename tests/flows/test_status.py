@@ -136,7 +136,13 @@ def test_flows_of_others_that_are_called_as_ours_hinder_nothing(tmp_path: Path) 
 def test_what_others_call_their_runs_moves_no_cursor() -> None:
     server = ServerAddress(api_url="", ui_url="", is_local=False)
     state = {"timestamp": "2026-11-26T12:00:00Z"}
-    run = {"id": "1", "parameters": {}, "start_time": None, "state_type": "PENDING", "auto_scheduled": False}
+    run: dict[str, object] = {
+        "id": "1",
+        "parameters": {},
+        "start_time": None,
+        "state_type": "PENDING",
+        "auto_scheduled": False,
+    }
     line = describe_run(
         {**run, "name": "a\x1b[2J\u202eb\nrun c", "state_name": "\x1b]0;title\x07Pending", "state": state},
         [],
