@@ -54,7 +54,7 @@ def check_settings(
         InputError: the user must change something, or names code that is not trusted here; one sentence.
         InfraError: the node or its provider does not answer as it should.
     """
-    check_trusted(config, evaluate, Path(run.store))
+    check_trusted(config, evaluate, Path(run.store), node)
     parts = {"config": config, "node": node, "run": run, "evaluate": evaluate, "retrain": retrain}
     settings = {name: part.model_dump(mode="json") for name, part in parts.items() if part is not None}
     with StageProgress("check") as progress, tempfile.TemporaryFile("w+", encoding="utf-8") as refusal:

@@ -103,7 +103,7 @@ def live_app(store: Path) -> Starlette:
         script = f"script-src 'nonce-{nonce}'; connect-src 'self'" if nonce else "script-src 'none'"
         policy = f"default-src 'none'; style-src 'unsafe-inline'; {script}"
         headers = {"Content-Security-Policy": policy, "Cache-Control": "no-store", "X-Frame-Options": "DENY"}
-        return HTMLResponse(page, headers=headers)
+        return HTMLResponse(page.encode(errors="replace"), headers=headers)  # half of an emoji is no text
 
     def refused(request: Request) -> Response | None:
         if secrets.compare_digest(request.headers.get("authorization", "").encode(), wanted.encode()):

@@ -30,7 +30,6 @@ import socket
 import subprocess
 import sys
 import time
-import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
@@ -42,6 +41,7 @@ from flows.keeper import HOST, base_url
 from flows.password import basic_authorization, own_password
 from infra.locks import lock_file, open_lock, try_lock
 from infra.repeating import repeating
+from rollouts_core.keys import SENDABLE
 
 DEFAULT_PORT = 4200
 """The port that Prefect's documentation and people's bookmarks speak of; taken where it is free."""
@@ -264,12 +264,11 @@ def _used_server(
 
 def _named_status(url: str) -> int:
     """Return the code with which the server that the user named answers."""
+    import httpx  # of urllib a server that redirects to another one would have that told the password
+
     try:
-        with urllib.request.urlopen(urllib.request.Request(url, headers=authorization()), timeout=10) as answer:
-            return int(answer.status)
-    except urllib.error.HTTPError as error:
-        return error.code
-    except (OSError, ValueError, http.client.HTTPException) as error:
+        return httpx.get(url, headers=authorization(), timeout=10, follow_redirects=True).status_code
+    except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError) as error:
         raise ServerError(
             f"PREFECT_API_URL is set to {named_url()}, where nothing answers ({error}): "
             "start that server, or unset it to use one of this store"
@@ -277,10 +276,16 @@ def _named_status(url: str) -> int:
 
 
 def authorization(password: str = "") -> dict[str, str]:
-    """Return the header with a password, or with what the environment has for the server that it names."""
+    """Return the header with a password, or with what the environment has for the server that it names.
+
+    Raises:
+        ServerError: the environment's key is none.
+    """
     if password := password or os.environ.get("PREFECT_API_AUTH_STRING", ""):
         return {"Authorization": basic_authorization(password)}
-    key = os.environ.get("PREFECT_API_KEY", "")
+    key = os.environ.get("PREFECT_API_KEY", "").strip()
+    if key and not SENDABLE.fullmatch(key):  # what a header cannot carry would be repeated by whoever says so
+        raise ServerError("what PREFECT_API_KEY holds is no key: keys have neither spaces nor accents: copy it again")
     return {"Authorization": f"Bearer {key}"} if key else {}
 
 

@@ -18,6 +18,7 @@ from flows.deployments import EVALUATE_FLOW, FLOW, RETRAIN_FLOW
 from flows.prefect_api import ask
 from flows.server import ServerAddress, run_url
 from infra.errors import PermanentInfraError, TransientInfraError
+from infra.foreign_text import shown_line, shown_lines
 from infra.jobs import JobState, job_status
 from infra.ledger import LEDGER_FILE, Lease, Ledger
 from infra.node import LocalNode
@@ -164,7 +165,8 @@ def describe_run(
     stage = f"{run['state_name']:<10} {name:<14}"
     provider = parameter_of(run, "node").get("provider", "local")
     where = nodes.get(run["id"], provider)
-    return f"{name_of_run(run):<20} {stage} {when} on {where}  {run_url(address, run['id'])}"
+    line = f"{name_of_run(run):<20} {stage} {when} on {where}  {run_url(address, run['id'])}"
+    return shown_lines(line).replace("\n", " ")  # on a server of several people names are what others wrote
 
 
 def name_of_run(run: Mapping[str, Any]) -> str:  # Any: JSON
@@ -212,7 +214,9 @@ def going_jobs(store: Path) -> list[GoingJob]:
 def waits_for_gpus(directory: RunDirectory) -> str:
     """What a job that has not ended waits for, as far as its events have come here; empty when for nothing."""
     events = read_last_lines(directory.events)
-    return str(events[-1]["message"]) if events and events[-1]["event"] == "waits_for_gpus" else ""
+    if not events or events[-1].get("event") != "waits_for_gpus":
+        return ""
+    return shown_line(str(events[-1].get("message", "")))
 
 
 def describe_machines(store: Path) -> list[str]:

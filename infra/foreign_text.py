@@ -7,8 +7,9 @@ import re
 
 _ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b\n]*(?:\x07|\x1b\\)?|[ -/]*[0-~])")
 """Colours and movements of the cursor, titles of windows, and the other sequences that begin with ESC."""
-_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]+")
-"""All but the ends of lines and tabs."""
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]+")
+"""All but the ends of lines and tabs; with those of Unicode that turn the direction of what follows, also of our own
+words around, and other ends of lines."""
 
 
 def shown_lines(text: str) -> str:

@@ -203,7 +203,7 @@ def read_result(session: Session, run_dir: str) -> JsonObject | None:
 def read_log_tail(session: Session, run_dir: str, *, max_bytes: int = 16384) -> str:
     """The end of the job's log as text that may be shown; bytes that are no UTF-8 are replaced."""
     answer = _call(session, "tail", run_dir, str(max_bytes))
-    return shown_lines(base64.b64decode(answer["log"]).decode(errors="replace"))
+    return shown_lines(_decoded(answer["log"]).decode(errors="replace"))
 
 
 def follow_job(
@@ -238,7 +238,7 @@ def follow_job(
                     return parse_status(message["status"])
                 offset = message["offset"]
                 if "log" in message and on_log:
-                    on_log(base64.b64decode(message["log"]))
+                    on_log(_decoded(message["log"]))
                     position = dataclasses.replace(position, log=offset)
                 elif "metrics" in message:
                     on_metrics(message["metrics"])
@@ -323,16 +323,25 @@ def render_spec(spec: JobSpec) -> bytes:
 
 
 def parse_status(document: JsonObject) -> JobStatus:
-    """The status record in the JSON object that the supervisor prints."""
-    exit_document = document["exit"]
-    return JobStatus(
-        **{
-            **document,
-            "state": JobState(document["state"]),
-            "exit": None if exit_document is None else JobExit(**exit_document),
-            "orphans": tuple(document["orphans"]),
-        }
-    )
+    """The status record in the JSON object that the supervisor prints.
+
+    Raises:
+        PermanentInfraError: it is none.
+    """
+    try:
+        exit_document = document["exit"]
+        return JobStatus(
+            **{
+                **document,
+                "state": JobState(document["state"]),
+                "exit": None if exit_document is None else JobExit(**exit_document),
+                "orphans": tuple(document["orphans"]),
+            }
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise PermanentInfraError(
+            f"the node tells no status of a job ({type(error).__name__}: {str(error)[:80]})"
+        ) from error
 
 
 def _call(
@@ -354,6 +363,23 @@ def _call(
     return answer
 
 
+def _is_message(message: JsonObject) -> bool:
+    """Whether it is one of those that `follow` prints."""
+    contents = {"log": str, "metrics": dict, "event": dict, "skipped": str}
+    if isinstance(message.get("status"), dict):
+        return True
+    has_content = any(isinstance(message.get(name), kind) for name, kind in contents.items())
+    return has_content and isinstance(message.get("offset"), int)
+
+
+def _decoded(log: Any) -> bytes:  # Any: JSON
+    """A piece of a log, as the supervisor encodes it."""
+    try:
+        return base64.b64decode(log)
+    except (TypeError, ValueError) as error:
+        raise PermanentInfraError(f"the node sends a log that is none ({error})") from error
+
+
 def _messages(session: Session, run_dir: str, position: FollowOffsets, store: str) -> Generator[JsonObject]:
     """What one connection delivers; ends early, and without an exception, when the connection breaks."""
     parameters = [run_dir, str(position.log), str(position.metrics), str(position.events), *([store] if store else [])]
@@ -362,6 +388,10 @@ def _messages(session: Session, run_dir: str, position: FollowOffsets, store: st
         with session.stream(argv) as lines:
             for line in lines:
                 message = parse_object(line) if line.endswith(b"\n") else None
+                if message is not None and not _is_message(message):
+                    raise PermanentInfraError(
+                        f"the node says {str(message)[:80]} of {run_dir}, as no supervisor of ours"
+                    )
                 if message is not None:
                     yield message
     except (TransientInfraError, CommandFailedError) as error:

@@ -14,6 +14,7 @@ import errno
 import functools
 import logging
 import os
+import resource
 import signal
 import subprocess
 import tempfile
@@ -22,7 +23,7 @@ from contextlib import AbstractContextManager
 from io import FileIO
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import IO, Any, NoReturn, Protocol, Self
 
 from infra import node_agent
 from infra.chunks import CHUNK_BYTES, SHA256, Chunk
@@ -41,6 +42,10 @@ from infra.supervisor.files import parse_object
 
 MAX_READ_BYTES = 64 << 20
 """The largest file that `read_file` returns; what is larger is read by offset or copied."""
+MAX_LINE_BYTES = 64 << 20
+"""Of a stream of lines; a record of metrics has 4 MiB at most, and no more than six times as many as JSON in JSON."""
+MAX_GREETING_BYTES = 64 << 10
+"""Shells may print so much ahead of the first word of a program of ours."""
 MAX_OUTPUT_BYTES = 64 << 20
 """So much a command on another machine may print that is run to its end; what prints more is streamed."""
 
@@ -120,13 +125,16 @@ class Session(Protocol):
         """Whether there are `pour_program` and `feed_program`, which are worth a login for hundreds of MiB."""
 
     def pour_program(
-        self, source: Path, arguments: Sequence[str], *, stdin: bytes, into: FileIO
+        self, source: Path, arguments: Sequence[str], *, stdin: bytes, into: FileIO, max_bytes: int
     ) -> AbstractContextManager[Iterator[dict[str, Any]]]:  # Any: JSON
         """`pipe_program` whose output goes into a file by itself; yields the JSON objects that it says on stderr.
 
         The first of them, which is not yielded, says that it runs. Only then is `stdin` sent, and does the output go to
         the beginning of `into`: what shells print when they start is cut off. When the iterator has ended, everything
         that came is in the file; whether it is all that was sent is for the caller to know.
+
+        Args:
+            max_bytes: about as much comes at most, where the system can see to that.
 
         Raises:
             InfraError: it could not be started.
@@ -265,12 +273,12 @@ class LocalSession:
 
     @contextlib.contextmanager
     def pour_program(
-        self, source: Path, arguments: Sequence[str], *, stdin: bytes, into: FileIO
+        self, source: Path, arguments: Sequence[str], *, stdin: bytes, into: FileIO, max_bytes: int
     ) -> Iterator[Iterator[dict[str, Any]]]:
         argv = [self._python, ISOLATED, str(source), *arguments]
         with _start_process(argv, stdout=into.fileno()) as process:
             try:
-                yield poured_objects(process, stdin, into)
+                yield poured_objects(process, stdin, into, max_bytes=max_bytes)
             finally:
                 _kill_group(process)
 
@@ -280,7 +288,7 @@ class LocalSession:
         with _start_process(argv, stdin=stdin.fileno(), stderr=subprocess.DEVNULL) as process:
             assert process.stdout is not None
             try:
-                yield iter(process.stdout)
+                yield read_lines(process.stdout)
             finally:
                 _kill_group(process)
 
@@ -393,18 +401,27 @@ def _kill_group(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def poured_objects(process: subprocess.Popen[bytes], stdin: bytes, into: FileIO) -> Iterator[dict[str, Any]]:
+def poured_objects(
+    process: subprocess.Popen[bytes], stdin: bytes, into: FileIO, *, max_bytes: int
+) -> Iterator[dict[str, Any]]:
     """The JSON objects of `Session.pour_program`, from the process whose standard output is the file.
 
     Raises:
-        TransientInfraError: it has ended before it said anything.
+        TransientInfraError: it has ended, or said a lot of something else, before it said anything.
     """
     assert process.stdin is not None and process.stderr is not None
+    if hasattr(resource, "prlimit"):  # Linux has it: nobody here sees how much comes before it lies there
+        with contextlib.suppress(ProcessLookupError):
+            most = max_bytes + MAX_GREETING_BYTES
+            resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (most, most))
     other: list[bytes] = []
-    for line in process.stderr:  # shells and interpreters may say something of their own
+    num_bytes = 0
+    for line in read_lines(process.stderr):  # shells and interpreters may say something of their own
         if parse_object(line) is not None:
             break
-        other = [*other, line][-_REASON_LINES:]
+        other = [*other, line[:MAX_GREETING_BYTES]][-_REASON_LINES:]
+        if (num_bytes := num_bytes + len(line)) > MAX_GREETING_BYTES:
+            raise TransientInfraError("a program that sends a file says something else without end")
     else:
         reason = b"".join(other).decode(errors="replace").strip() or "without a word"
         raise TransientInfraError(f"a program that sends a file ended before it began: {reason}")
@@ -414,10 +431,19 @@ def poured_objects(process: subprocess.Popen[bytes], stdin: bytes, into: FileIO)
     with contextlib.suppress(BrokenPipeError):
         process.stdin.write(stdin)
         process.stdin.flush()
-    yield from filter(None, map(parse_object, process.stderr))
+    yield from filter(None, map(parse_object, read_lines(process.stderr)))
 
 
-def read_answer(completed: CompletedCommand) -> dict[str, Any]:  # Any: JSON
+class Answer(dict[str, Any]):  # Any: JSON
+    """What a program of ours says on a machine; what it lacks is said, for the program may be somebody else's."""
+
+    def __missing__(self, name: str) -> NoReturn:
+        raise PermanentInfraError(
+            f"the machine answered {str(dict(self))[:80]} without {name!r}, as no program of ours"
+        )
+
+
+def read_answer(completed: CompletedCommand) -> Answer:
     """The JSON object that a program of ours printed, as its last line: an interpreter may say something before.
 
     Raises:
@@ -427,7 +453,7 @@ def read_answer(completed: CompletedCommand) -> dict[str, Any]:  # Any: JSON
     answer = parse_object(lines[-1]) if lines else None
     if answer is None:
         raise CommandFailedError(completed)
-    return answer
+    return Answer(answer)
 
 
 def last_line(completed: CompletedCommand) -> str:
@@ -435,12 +461,23 @@ def last_line(completed: CompletedCommand) -> str:
     return (completed.stdout.splitlines() or [b""])[-1].decode()
 
 
+def read_lines(stream: IO[bytes]) -> Iterator[bytes]:
+    """The lines of a stream; one that is longer than any of ours comes in pieces."""
+    return iter(functools.partial(stream.readline, MAX_LINE_BYTES), b"")
+
+
 def split_lines(chunks: Iterable[bytes]) -> Iterator[bytes]:
-    """The lines of a stream, each with its newline; what is left when it ends comes last, without one."""
+    """The lines of a stream, each with its newline; what is left when it ends comes last, without one.
+
+    Raises:
+        PermanentInfraError: one is longer than any of ours.
+    """
     pending = b""
     for chunk in chunks:
         *lines, pending = (pending + chunk).split(b"\n")
         for line in lines:
             yield line + b"\n"
+        if len(pending) > MAX_LINE_BYTES:
+            raise PermanentInfraError(f"a line on the machine has more than {MAX_LINE_BYTES} bytes: none of ours has")
     if pending:
         yield pending

@@ -133,7 +133,7 @@ def load_manifest(path: Path) -> Manifest:
             settings=raw.get("settings", {}),
             is_early=raw.get("is_early", False),
         )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path} is not a whole checkpoint: no readable {MANIFEST} ({error})") from error
 
 

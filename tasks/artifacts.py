@@ -78,7 +78,7 @@ def read_digests(directory: RunDirectory) -> dict[str, str]:
         others = [name for name in digests if not STEP_NAME.fullmatch(name)]
     except FileNotFoundError:  # another run has set it aside this moment
         return {}
-    except (AttributeError, KeyError, TypeError) as error:
+    except (AttributeError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"it is not the record of a stage: {error}") from error
     if others:  # the record is the node's word, and what it names is moved when it is damaged
         raise ValueError(f"it is not the record of a stage: {others[0]!r} is no checkpoint of it")

@@ -19,12 +19,14 @@ from typing import Any, Self
 from infra import node_agent
 from infra.errors import LoginShellError, NodeUnreachableError, PermanentInfraError, RequestCutError
 from infra.foreign_text import shown_lines
-from infra.node_agent import DATA, DONE, END_OF_INPUT, FRAME_HEAD, ISOLATED, NAME, OFFSET_BYTES, REQUEST
+from infra.node_agent import DATA, DONE, END_OF_INPUT, FRAME_HEAD, ISOLATED, NAME, OFFSET_BYTES, REQUEST, STDERR, STDOUT
+from infra.session import MAX_GREETING_BYTES, Answer
 from infra.ssh.connection import Channel
+from infra.supervisor.files import parse_object
 
-MAX_GREETING_BYTES = 64 << 10
-"""Shells may print so much ahead of the agent's first word."""
 CLOSE_TIMEOUT_S = 10.0
+MAX_ANSWER_BYTES = 64 << 20
+"""The digests of all chunks of a terabyte are a fifth of it."""
 MAX_FRAME_BYTES = 256 << 10
 """Input is sent in frames of at most this size."""
 _LOADER = "import io, sys; exec(io.BufferedReader(io.FileIO(0, closefd=False), 1).read(int(sys.argv[1])))"
@@ -114,7 +116,10 @@ class Agent:
         self.end_input()
         deadline = time.monotonic() + CLOSE_TIMEOUT_S
         with contextlib.suppress(TimeoutError):
-            while self._channel.receive(_RECEIVE_BYTES, timeout_s=max(0.0, deadline - time.monotonic())):
+            # Looked at each time: who never stops sending is never waited for.
+            while (left_s := deadline - time.monotonic()) > 0 and self._channel.receive(
+                _RECEIVE_BYTES, timeout_s=left_s
+            ):
                 pass
         self._channel.close()
 
@@ -133,8 +138,10 @@ class Agent:
                 self._received += self._receive(_RECEIVE_BYTES, deadline)
 
     def _receive(self, max_bytes: int, deadline: float | None) -> bytes:
-        timeout_s = None if deadline is None else max(0.0, deadline - time.monotonic())
+        timeout_s = None if deadline is None else deadline - time.monotonic()
         try:
+            if timeout_s is not None and timeout_s <= 0:  # also where bytes of an endless answer are there
+                raise TimeoutError
             chunk = self._channel.receive(max_bytes, timeout_s=timeout_s)
         except TimeoutError as error:
             raise NodeUnreachableError(self.address, "it did not answer in time") from error
@@ -223,18 +230,35 @@ class AgentCall:
         Raises:
             RequestCutError: the connection broke; what was asked for may have happened.
             NodeUnreachableError: nothing came in time; the same.
-            PermanentInfraError: the node cannot run Python.
+            PermanentInfraError: the node cannot run Python, or says what no agent says.
         """
         while True:
             kind, length = self._agent.receive_frame_head(self._deadline)
+            if kind not in (STDOUT, STDERR, DONE) or (kind == DONE and length > MAX_ANSWER_BYTES):
+                raise self._nonsense(f"a frame {kind!r} of {length} bytes")
             content = self._agent.receive(length, self._deadline)
             if kind == DONE:
-                answer = json.loads(b"".join(content))
+                text = b"".join(content)
+                if (answer := parse_object(text)) is None:
+                    raise self._nonsense(f"the answer {text[:80]!r}")
                 self._can_go_on = bool(answer.pop("can_go_on", False))
-                self._answer = answer
+                self._answer = Answer(answer)
                 return
             for piece in content:
                 yield kind, piece
+
+    def wait(self) -> JsonObject:
+        """The answer to a request that has no output.
+
+        Raises:
+            InfraError: as `frames`.
+        """
+        for kind, piece in self.frames():
+            raise self._nonsense(f"output where there is none, {kind!r} {piece[:80]!r}")
+        return self.answer
+
+    def _nonsense(self, what: str) -> PermanentInfraError:
+        return PermanentInfraError(f"{self._agent.address} sends {what}: something else than our program answers there")
 
     def __enter__(self) -> Self:
         return self

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from infra.chunks import CHUNK_BYTES, Chunk
+from infra.errors import PermanentInfraError
 from infra.ssh.agent_call import AgentCall, JsonObject
 
 MAX_SENDERS = 6
@@ -59,11 +60,14 @@ class ParallelWrite:
         try:
             with self._ask(number, self._request) as call:
                 call.send_pieces(self._pieces())
-                list(call.frames())
+                call.wait()
             if "problem" in call.answer:
                 self.problem = call.answer
                 self._is_over.set()
-            self._digests.update(((name, number), digest) for name, number, digest in call.answer.get("digests", ()))
+            try:
+                self._digests |= {(name, number): digest for name, number, digest in call.answer.get("digests", ())}
+            except (TypeError, ValueError) as error:
+                raise PermanentInfraError(f"the node tells digests of chunks that are none ({error})") from error
         except BaseException as error:  # noqa: BLE001 - the first one is raised where all have ended
             self._failures.append(error)
             self._is_over.set()

@@ -43,7 +43,15 @@ from infra.errors import (
 from infra.node import SSHAccess
 from infra.node_agent import ISOLATED, STDERR, STDOUT
 from infra.node_programs import read_program
-from infra.session import LOOPBACK, MAX_OUTPUT_BYTES, MAX_READ_BYTES, poured_objects, refusal_to_write, split_lines
+from infra.session import (
+    LOOPBACK,
+    MAX_OUTPUT_BYTES,
+    MAX_READ_BYTES,
+    poured_objects,
+    read_lines,
+    refusal_to_write,
+    split_lines,
+)
 from infra.ssh import openssh
 from infra.ssh.agent_call import Agent, AgentCall, JsonObject
 from infra.ssh.connection import SSHConnection, connect
@@ -206,13 +214,13 @@ class SSHSession:
 
     @contextlib.contextmanager
     def pour_program(
-        self, source: Path, arguments: Sequence[str], *, stdin: bytes, into: FileIO
+        self, source: Path, arguments: Sequence[str], *, stdin: bytes, into: FileIO, max_bytes: int
     ) -> Iterator[Iterator[JsonObject]]:
         # No agent: the client writes everything that its command says into the file.
         with self._program_beside(
             source, arguments, stdin=subprocess.PIPE, stdout=into, stderr=subprocess.PIPE
         ) as process:
-            yield poured_objects(process, stdin, into)
+            yield poured_objects(process, stdin, into, max_bytes=max_bytes)
 
     @contextlib.contextmanager
     def feed_program(self, source: Path, arguments: Sequence[str], *, stdin: FileIO) -> Iterator[Iterator[bytes]]:
@@ -223,7 +231,7 @@ class SSHSession:
 
     def _lines_of(self, process: subprocess.Popen[bytes]) -> Iterator[bytes]:
         assert process.stdout is not None
-        yield from process.stdout
+        yield from read_lines(process.stdout)
         if process.wait() == openssh.NOBODY_ANSWERS:
             raise NodeUnreachableError(self._access.address, "the connection broke")
 
@@ -281,14 +289,18 @@ class SSHSession:
     def _read(self, path: str) -> bytes:
         with self._ask("control", {"verb": "read", "path": path, "max_bytes": MAX_READ_BYTES + 1}) as call:
             call.send_input(())
-            content = b"".join(chunk for _, chunk in call.frames())
+            content = bytearray()
+            for _, chunk in call.frames():
+                content += chunk
+                if len(content) > MAX_READ_BYTES + 1:  # it was asked for no more
+                    raise _too_large(path)
         if "problem" in call.answer:
             if call.answer["errno"] == errno.ENOENT:
                 raise FileMissingError(path)
             raise PermanentInfraError(f"{path} cannot be read: {call.answer['problem']}")
         if len(content) > MAX_READ_BYTES:
-            raise PermanentInfraError(f"{path} is larger than {MAX_READ_BYTES} bytes: copy it instead")
-        return content
+            raise _too_large(path)
+        return bytes(content)
 
     def place_program(self, source: Path) -> str:
         text = read_program(source)
@@ -361,7 +373,7 @@ class SSHSession:
                 request = {"verb": "load", "programs": programs}
                 with AgentCall(agent, request, timeout_s=ANSWER_MARGIN_S, give_back=give_back) as call:
                     call.send_input(())
-                    list(call.frames())
+                    call.wait()
             except InfraError as error:
                 logger.info("no agent at %s is ready before it is needed: %s", self._access.address, error)
             finally:
@@ -500,14 +512,20 @@ class SSHSession:
     def _exit_code(self, argv: Sequence[str], answer: JsonObject) -> int:
         if "problem" in answer:
             raise PermanentInfraError(f"{argv[0]} cannot be run on {self._access.address}: {answer['problem']}")
-        return int(answer["exit_code"])
+        if not isinstance(exit_code := answer["exit_code"], int):
+            raise PermanentInfraError(f"{self._access.address} answers {str(exit_code)[:80]!r} as an exit code")
+        return exit_code
 
     def _write(self, path: str, content: bytes) -> None:
         with self._ask("control", {"verb": "write", "path": path}) as call:
             call.send_input([content])
-            list(call.frames())
+            call.wait()
         if "problem" in call.answer:
             raise _refusal(call.answer, path, len(content))
+
+
+def _too_large(path: str) -> PermanentInfraError:
+    return PermanentInfraError(f"{path} is larger than {MAX_READ_BYTES} bytes: copy it instead")
 
 
 def _checked(completed: CompletedCommand) -> CompletedCommand:

@@ -42,7 +42,7 @@ def parse_object(text: bytes) -> JsonObject | None:
     """The JSON object in a text, or None."""
     try:
         document = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):  # the latter of thousands of brackets
         return None
     return document if isinstance(document, dict) else None
 

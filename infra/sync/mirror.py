@@ -16,6 +16,7 @@ So whatever a reader finds here is whole, at any moment. A file counts as unchan
 
 import functools
 import hashlib
+import itertools
 import json
 import logging
 import os
@@ -365,8 +366,12 @@ def _pour(session: Session, source: str, head: JsonObject, part: _Part) -> bool:
     is_changed = True
     with part.path.open("w+b", buffering=0) as file:
         try:
-            with session.pour_program(Path(sender.__file__), ["pour", source], stdin=_line(request), into=file) as said:
-                for each in said:
+            program = Path(sender.__file__)
+            with session.pour_program(
+                program, ["pour", source], stdin=_line(request), into=file, max_bytes=size
+            ) as said:
+                # One for each chunk, one at the end, and the end itself: who says more may never come to that.
+                for each in itertools.islice(said, -(-size // CHUNK_BYTES) + 2):
                     is_changed = each.get("is_changed", True)
                     digests += [each["digest"]] if "digest" in each else []
                     num_right += _count_right(file, size, digests, num_right, part.algorithm)

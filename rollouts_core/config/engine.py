@@ -5,12 +5,13 @@ Not here: its GPUs, ports and number (deployment.py), how it is started (engines
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from rollouts_core.config.record import PLACEMENT, Finite, Record
+from rollouts_core.config.record import PLACEMENT, Finite, Record, refuse_password
 
 EngineKind = Literal["embedded", "sglang", "vllm"]
 WeightTransfer = Literal["auto", "gloo", "nccl", "tensors"]
@@ -30,6 +31,9 @@ weights (engines/canary.py)."""
 
 MAX_VLLM_TEMPERATURE = 2.0
 """vLLM refuses requests with more."""
+
+KEY_ARGUMENT = re.compile(r"--(admin[-_])?api[-_]k")
+"""vLLM takes underscores for dashes, both take the beginning of a name for the whole, SGLang has a second key."""
 
 
 class EngineConfig(Record):
@@ -76,12 +80,13 @@ class EngineConfig(Record):
                 f'engine.weight_transfer "{self.weight_transfer}" is no way to an engine of the kind {self.kind}: '
                 f"choose {' or '.join(TRANSFERS[self.kind])}, or the kind sglang"
             )
+        refuse_password("engine.router_url", self.router_url)
         routers = {"router_url": self.router_url, "router_python": self.router_python}
         if self.kind == "vllm" and (named := [name for name, value in routers.items() if value]):
             raise ValueError(f"engine.{named[0]} is a router of SGLang, the engine is vllm: leave it out")
         if all(routers.values()):
             raise ValueError("engine.router_url names a router that runs, router_python one to start: leave one out")
-        if any(argument.partition("=")[0] == "--api-key" for argument in self.extra_args):
+        if any(KEY_ARGUMENT.match(argument) for argument in self.extra_args):
             raise ValueError(
                 "engine.extra_args has a key, which every user of the machine could read in the list of processes: "
                 "name the variable that holds it as engine.api_key_variable"

@@ -117,3 +117,16 @@ class Record(BaseModel):
         if isinstance(value, int) and not -MAX_INTEGER <= value <= MAX_INTEGER:
             raise ValueError(f"must be a number of at most {MAX_INTEGER} (64 bits), found a larger one")
         return value
+
+
+def refuse_password(setting: str, url: str) -> None:
+    """Raise ValueError for an address with a user and password, without repeating it.
+
+    Settings are kept with runs, shown in reports, and sent to trackers.
+    """
+    place = url.partition("://")[2].partition("/")[0]
+    if "@" in place:
+        raise ValueError(
+            f"{setting} holds a user or password, which everybody who sees the run's settings could read: leave them "
+            "out, and name the environment variable with the key as api_key_variable"
+        )

@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from functools import partial
 from ipaddress import ip_address
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import torch
 import uvicorn
@@ -95,7 +96,7 @@ def serve(
             receiver = WeightReceiver()
             app = build_app(scheduler, receiver)
             config = uvicorn.Config(
-                require_key(app, api_key) if api_key else app,
+                require_key(app, api_key) if api_key else refuse_web_pages(app),
                 log_config=None,
                 access_log=False,
                 lifespan="off",
@@ -136,6 +137,31 @@ def require_key(app: ASGIApp, api_key: str) -> ASGIApp:
             await JSONResponse({"error": "Unauthorized"}, status_code=401)(scope, receive, send)
 
     return checked_app
+
+
+def refuse_web_pages(app: ASGIApp) -> ASGIApp:
+    """`app`, with 403 for what a page of somebody else's asks from a browser of this machine, which no key keeps out.
+
+    Such a request names the page's origin, or the page's name as the host where that leads to a loopback address.
+    """
+
+    async def checked_app(scope: Scope, receive: Receive, send: Send) -> None:
+        headers = Headers(scope=scope)
+        places = [f"//{headers.get('host', 'localhost')}", headers.get("origin", "//localhost")]
+        if all(map(_is_of_this_machine, places)):
+            await app(scope, receive, send)
+        else:
+            problem = "a server without a key answers programs of its machine, by 127.0.0.1 or localhost, alone"
+            await JSONResponse({"error": problem}, status_code=403)(scope, receive, send)
+
+    return checked_app
+
+
+def _is_of_this_machine(url: str) -> bool:
+    try:
+        return is_loopback(urlsplit(url).hostname or "")
+    except ValueError:
+        return False
 
 
 def is_loopback(host: str) -> bool:

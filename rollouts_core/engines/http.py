@@ -5,7 +5,6 @@ Not here: which calls there are (sglang.py, vllm.py, sending.py, router.py), whe
 
 from __future__ import annotations
 
-import json
 import math
 import socket
 from collections.abc import Collection, Sequence
@@ -13,7 +12,6 @@ from typing import Any
 
 import aiohttp
 import httpx
-import orjson
 from aiohttp import AddrInfoType
 from httpx_aiohttp import AiohttpTransport
 
@@ -28,6 +26,7 @@ from rollouts_core.errors import (
 )
 from rollouts_core.keys import key_header
 from rollouts_core.system.backoff import read_retry_after
+from rollouts_core.system.http_answers import parse_json, shown_beginning
 from rollouts_core.system.open_files import request_places
 from rollouts_core.types import Status
 
@@ -42,7 +41,7 @@ LOST_MACHINE_OPTIONS = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4
 """A machine that acknowledges nothing for 30 s is gone, whatever its server is about to answer."""
 DONE_OR_QUEUED = (200, 202)
 """What a server answers that has done what it was asked, or, as a router, is about to."""
-NO_NUMBERS = ("Out of range float values are not JSON compliant", "log-probs of the next token are no finite numbers")
+NO_NUMBERS = (b"Out of range float values are not JSON compliant", b"log-probs of the next token are no finite numbers")
 """What vLLM and the embedded engine answer where weights give log-probs that are no numbers. SGLang answers those."""
 
 
@@ -94,7 +93,7 @@ class EngineConnection:
         except aiohttp.ClientError as error:  # what the transport has no httpx error for
             raise EngineError(f"{self.url}{path} answered no HTTP, is it an engine? {first_line(error)}") from error
         if response.status_code == 429 or response.status_code >= 500:
-            problem = f"{self.url}{path} answered {response.status_code}: {response.text[:200]}"
+            problem = f"{self.url}{path} answered {response.status_code}: {shown_beginning(response.content, 200)}"
             if response.status_code == 429:
                 raise EngineBusyError(problem, read_retry_after(response.headers))
             raise EngineUnavailableError(problem)
@@ -104,14 +103,15 @@ class EngineConnection:
                 "rollout.engine.api_key_variable"
             )
         if response.status_code not in DONE_OR_QUEUED:
-            kind = NoNumbersError if any(sign in response.text for sign in NO_NUMBERS) else EngineError
-            raise kind(f"{self.url}{path} answered {response.status_code}: {response.text[:500]}")
+            kind = NoNumbersError if any(sign in response.content for sign in NO_NUMBERS) else EngineError
+            raise kind(f"{self.url}{path} answered {response.status_code}: {shown_beginning(response.content, 500)}")
         if not is_answered:
             return None
         try:
-            return _parse_json(response.content)
-        except ValueError as error:  # no JSON, or no UTF-8
-            raise EngineAnswerError(f"{self.url}{path} answered no JSON: {response.text[:200]!r}") from error
+            return parse_json(response.content)
+        except ValueError as error:
+            shown = shown_beginning(response.content, 200)
+            raise EngineAnswerError(f"{self.url}{path} answered no JSON: {shown!r}") from error
 
     async def aclose(self) -> None:
         """Close the connections."""
@@ -146,13 +146,6 @@ def _open_socket(address: AddrInfoType) -> socket.socket:
         if hasattr(socket, name):  # not every system has all of them
             opened.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
     return opened
-
-
-def _parse_json(content: bytes) -> Any:  # Any: JSON
-    try:
-        return orjson.loads(content)
-    except orjson.JSONDecodeError:
-        return json.loads(content)  # some servers write NaN, which JSON does not have
 
 
 def read_logprob(value: float | None) -> float:

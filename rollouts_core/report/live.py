@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rollouts_core.config.messages import first_line
+from rollouts_core.errors import RolloutsError
 from rollouts_core.metrics import metrics_by_step, read_last_lines, read_spread_lines
 from rollouts_core.report.charts import Chart, format_number, format_seconds
 from rollouts_core.report.curves import CURVES, draw_curve, draw_gpu_use, draw_seconds
@@ -30,6 +32,8 @@ MAX_SAMPLE_BYTES = 2_000_000
 PACE_STEPS = 20
 """The time left is told from as many steps as these."""
 NUMBERS = ("loss", "reward", "response_tokens", "entropy", "tokens_per_s", "score")
+UNREADABLE = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError, RolloutsError)
+"""What reading files raises whose content is another one than jobs of ours write."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +90,7 @@ class ShownStage:
 
 def render_live(run: LiveRun, *, script_nonce: str, now: float) -> str:
     """The page of a run; it asks for itself again while it is looked at."""
-    stages = [describe_stage(stage, now=now) for stage in reversed(run.stages)]
+    stages = [describe_readable(stage, now=now) for stage in reversed(run.stages)]
     return (
         page_templates()
         .get_template("live.html.jinja")
@@ -97,6 +101,25 @@ def render_live(run: LiveRun, *, script_nonce: str, now: float) -> str:
 def render_runs(runs: Sequence[Mapping[str, str]]) -> str:
     """The list of runs; each has a key for its address, a name, the stage that it is at, and when it began."""
     return page_templates().get_template("live_runs.html.jinja").render(runs=runs)
+
+
+def describe_readable(stage: LiveStage, *, now: float) -> ShownStage:
+    """`describe_stage`; of files that no job of ours writes, as another machine may send some, that they are such."""
+    try:
+        return describe_stage(stage, now=now)
+    except UNREADABLE as error:
+        return ShownStage(
+            name=stage.name,
+            css="",
+            state=f"its files cannot be read ({type(error).__name__}: {first_line(error)})",
+            done=0.0,
+            numbers=(),
+            charts=(),
+            samples=(),
+            samples_of="",
+            events=(),
+            run_dir=str(stage.run_dir),
+        )
 
 
 def describe_stage(stage: LiveStage, *, now: float) -> ShownStage:

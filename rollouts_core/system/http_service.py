@@ -25,11 +25,15 @@ from rollouts_core.engines.http import create_transport
 from rollouts_core.errors import EnvironmentUnavailableError, RewardError
 from rollouts_core.keys import key_header, read_key
 from rollouts_core.system.backoff import draw_backoff, read_retry_after
+from rollouts_core.system.http_answers import parse_json, shown_beginning
 
 OVERLOADED = (408, 425, 429)
 NEVER = (501, 505)
 """Of the failures of a service, 500 and above, those that it says of a kind of request. Proxies have numbers of their
 own for the others, as 520 to 524 and 529."""
+MAX_ANSWER_BYTES = 64 << 20
+"""No scores, and nothing that a judge writes, are as long; the memory that they would take is the training's."""
+MAX_SHOWN_CHARACTERS = 200
 
 
 class _NoAnswerError(Exception):
@@ -99,23 +103,23 @@ class HTTPService:
     ) -> Any:  # Any: JSON
         try:
             with anyio.fail_after(self.config.timeout_s):
-                response = await client.request("GET" if body is None else "POST", self.url, json=body)
+                async with client.stream("GET" if body is None else "POST", self.url, json=body) as response:
+                    content = await _read_content(response)
         except (TimeoutError, httpx.TimeoutException) as error:
             raise _NoAnswerError(f"it did not answer within {self.config.timeout_s:g} s") from error
         except (httpx.TransportError, aiohttp.ClientError) as error:
             raise _NoAnswerError(first_line(error) or type(error).__name__) from error
-        code = response.status_code
+        code, said = response.status_code, shown_beginning(content, MAX_SHOWN_CHARACTERS)
         if code in OVERLOADED or (code >= 500 and code not in NEVER):
-            problem = f"it answered {response.status_code}: {response.text[:200]}"
+            problem = f"it answered {code}: {said}"
             raise _NoAnswerError(problem, read_retry_after(response.headers))
-        if response.status_code != 200:
-            problem = f"{self.url} answered {response.status_code}: {response.text[:200]}"
-            raise RefusedError(problem, _find_parameter(response))
+        if code != 200:
+            raise RefusedError(f"{self.url} answered {code}: {said}", _find_parameter(content))
         try:
-            return read(response.json())
+            return read(parse_json(content))
         except (ValueError, KeyError, TypeError, IndexError) as error:
             reason = f"{type(error).__name__}: {first_line(error)}"
-            raise _NoAnswerError(f"its answer cannot be read ({reason}): {response.text[:200]}") from error
+            raise _NoAnswerError(f"its answer cannot be read ({reason}): {said}") from error
 
     @asynccontextmanager
     async def _connected(self) -> AsyncIterator[httpx.AsyncClient]:
@@ -133,9 +137,18 @@ class HTTPService:
                     await client.aclose()
 
 
-def _find_parameter(response: httpx.Response) -> str:
+async def _read_content(response: httpx.Response) -> bytes:
+    content = bytearray()
+    async for piece in response.aiter_bytes():
+        content += piece
+        if len(content) > MAX_ANSWER_BYTES:
+            raise _NoAnswerError(f"its answer has more than {MAX_ANSWER_BYTES:,} bytes")
+    return bytes(content)
+
+
+def _find_parameter(content: bytes) -> str:
     """What `{"error": {"param": name}}` names; empty where the answer is no such object."""
     try:
-        return str(response.json()["error"]["param"] or "")
+        return str(parse_json(content)["error"]["param"] or "")
     except (ValueError, KeyError, TypeError, IndexError):
         return ""

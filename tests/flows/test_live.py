@@ -108,6 +108,32 @@ def test_a_run_is_listed_and_shown_with_what_its_model_wrote_as_text(store: Path
     assert visitor.get("/runs/mine-01234567").headers["content-security-policy"] != policy
 
 
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("metrics.jsonl", "[" * 100_000),
+        ("metrics.jsonl", '{"step": 1e999, "attempt": 1, "time": 1}'),
+        ("metrics.jsonl", '{"step": 1, "attempt": 1, "time": 1, "reward": "<b>"}'),
+        ("events.jsonl", '{"event": "started", "time": 1e300}'),
+        ("samples/step_000006.jsonl", '{"prompt": 1, "response": {}}'),
+    ],
+)
+def test_a_stage_whose_files_no_job_of_ours_wrote_hides_no_other(
+    store: Path, visitor: httpx.Client, name: str, content: str
+) -> None:
+    with Ledger(store / LEDGER_FILE) as ledger:
+        ledger.note_use(write_rl(store / "stages/rl-2").name, "0123456789abcdef", run="mine-01234567", num_steps=10)
+    (store / "stages/rl-2" / name).write_text(f"{content}\n")
+    page = visitor.get("/runs/mine-01234567")
+    assert page.status_code == 200 and "its files cannot be read" in page.text and "step 5 of 10" in page.text
+
+
+def test_half_of_a_character_in_a_completion_is_shown_as_none(store: Path, visitor: httpx.Client) -> None:
+    line = json.dumps(sample(0, reward=1.0, response="half \ud83d of it"))
+    (store / "stages/rl-1/samples/step_000006.jsonl").write_text(f"{line}\n")
+    assert "half ? of it" in visitor.get("/runs/mine-01234567").text
+
+
 def test_the_use_of_gpus_is_drawn_where_there_are_any(
     store: Path, visitor: httpx.Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

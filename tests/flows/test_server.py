@@ -12,9 +12,11 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
@@ -389,6 +391,46 @@ def test_another_password_or_address_for_the_server_named_by_the_user_is_said_at
         monkeypatch.setenv("PREFECT_API_AUTH_STRING", running.password)
         with local_server(store) as named:
             assert named.api_url == running.api_url
+
+
+def test_a_server_that_redirects_to_another_one_has_that_told_no_password(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str | None] = []
+
+    class Elsewhere(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            told.append(self.headers["Authorization"])
+            self.send_response(200)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+    class Redirecting(Elsewhere):
+        def do_GET(self) -> None:
+            self.send_response(302)
+            self.send_header("Location", f"http://localhost:{elsewhere.server_port}{self.path}")
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+    with HTTPServer((HOST, 0), Elsewhere) as elsewhere, HTTPServer((HOST, 0), Redirecting) as named:
+        for server in (elsewhere, named):
+            threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setenv("PREFECT_API_URL", f"http://{HOST}:{named.server_port}/api")
+        monkeypatch.setenv("PREFECT_API_AUTH_STRING", "team:secret")
+        with local_server(tmp_path):
+            pass
+        for server in (elsewhere, named):
+            server.shutdown()
+    assert told == [None, None]
+
+
+def test_a_key_that_no_header_can_carry_is_not_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PREFECT_API_URL", f"http://{HOST}:9/api")
+    monkeypatch.delenv("PREFECT_API_AUTH_STRING", raising=False)
+    monkeypatch.setenv("PREFECT_API_KEY", "pnu_secret\nexport")
+    with pytest.raises(ServerError, match="PREFECT_API_KEY holds is no key") as refused, local_server(tmp_path):
+        pass
+    assert "secret" not in str(refused.value)
 
 
 def test_a_fastapi_that_is_too_new_is_named_as_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -133,6 +133,25 @@ def test_flows_of_others_that_are_called_as_ours_hinder_nothing(tmp_path: Path) 
     assert describe_run(run, [], {}, server).startswith("wise-owl             Pending ")
 
 
+def test_what_others_call_their_runs_moves_no_cursor() -> None:
+    server = ServerAddress(api_url="", ui_url="", is_local=False)
+    state = {"timestamp": "2026-11-26T12:00:00Z"}
+    run: dict[str, object] = {
+        "id": "1",
+        "parameters": {},
+        "start_time": None,
+        "state_type": "PENDING",
+        "auto_scheduled": False,
+    }
+    line = describe_run(
+        {**run, "name": "a\x1b[2J\u202eb\nrun c", "state_name": "\x1b]0;title\x07Pending", "state": state},
+        [],
+        {},
+        server,
+    )
+    assert line.startswith("a b run c ") and " Pending " in line and line.isprintable()
+
+
 def test_a_run_that_waits_is_called_what_it_will_be_called() -> None:
     asked: dict[str, object] = {"name": "wise-owl", "start_time": None, "parameters": {"run": {"name": "small"}}}
     assert name_of_run(asked) == "small"

@@ -18,7 +18,7 @@ from flows.evaluate_settings import EvaluateConfig
 from flows.form import RunOptions
 from flows.store import STORE_VARIABLE
 from flows.trusted_code import VARIABLE, check_trusted
-from infra.node import LocalNode
+from infra.node import LocalNode, SSHNode
 from rollouts_core.config import Config
 from rollouts_core.errors import ConfigError
 
@@ -40,6 +40,12 @@ NAMED: list[tuple[dict[str, Any], str]] = [
     ({"filter_fn": "team:keep"}, "rollout.filter_fn names code of team"),
     ({"rewards": [{"name": "exact_match"}, {"name": "team:s"}]}, "rollout.rewards.1.name names code of team"),
     ({"path": "/models/custom", "trust": True}, "model.trust_remote_code names code of /models/custom"),
+    ({"engine": {"kind": "vllm", "python": "/models/custom"}}, "rollout.engine.python is /models/custom, which runs"),
+    ({"engine": {"router_python": "/models/custom"}}, "rollout.engine.router_python is /models/custom, which runs"),
+    (
+        {"engine": {"kind": "vllm", "extra_args": ["0.5", "--trust-remote-code"]}},
+        r"rollout\.engine\.extra_args\.1 is --trust-remote-code, which runs",
+    ),
 ]
 
 
@@ -53,7 +59,7 @@ def test_code_that_nobody_trusts_is_refused_by_its_setting(changes: dict[str, An
 def test_what_the_environment_lists_may_be_named(
     changes: dict[str, Any], sentence: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(VARIABLE, "team, os,/models/custom,")
+    monkeypatch.setenv(VARIABLE, "team, os,/models/custom,--trust-remote-code,")
     check(**changes)
 
 
@@ -111,6 +117,22 @@ def test_a_run_that_scores_is_refused_with_a_model_that_brings_code(
         check_settings.fn(config, LocalNode(), run, EvaluateConfig(model=str(tmp_path)))
 
 
+def test_a_configuration_of_openssh_that_nobody_trusts_is_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may name commands, which are run on this machine to find out what applies (Match exec)."""
+    further = {"host": "me@10.0.0.2", "python": "/usr/bin/python3", "ssh_config": "/home/other/config"}
+    node = SSHNode.model_validate({"host": "box", "python": "/usr/bin/python3", "trainer_nodes": [further]})
+    config = Config.model_validate(settings())
+    with pytest.raises(ConfigError, match=r"node\.trainer_nodes\.0\.ssh_config is /home/other/config, which runs"):
+        check_trusted(config, node=node)
+    given = {"config": settings(), "node": {"provider": "ssh", "ssh_config": "/home/other/config"}}
+    (tmp_path / "prefect").mkdir()
+    save_deployments(tmp_path / "prefect", [Deployment(name="mine", description="", parameters=given)])
+    monkeypatch.setenv(STORE_VARIABLE, str(tmp_path))
+    check_trusted(config, node=node)
+
+
 def test_what_the_library_has_needs_no_trust() -> None:
     check(reward_fn="exact_match")
     check(reward_fn="rollouts_core.rewards:exact_match")
@@ -120,7 +142,8 @@ def test_what_the_library_has_needs_no_trust() -> None:
 def test_what_was_given_to_up_may_be_named_by_any_run_of_the_store(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given = settings(reward_fn="team.rewards:score")
+    engine = {"kind": "vllm", "python": "/vllm/bin/python", "extra_args": ["--gpu-memory-utilization", "0.5"]}
+    given = settings(reward_fn="team.rewards:score", engine=engine)
     older = {**given, "gone": 1, "rollout": {"reward_fn": "others:score"}}
     (tmp_path / "prefect").mkdir()
     save_deployments(
@@ -131,7 +154,9 @@ def test_what_was_given_to_up_may_be_named_by_any_run_of_the_store(
         ],
     )
     monkeypatch.setenv(STORE_VARIABLE, str(tmp_path))
-    check(reward_fn="team.rewards:lenient")
+    check(reward_fn="team.rewards:lenient", engine={**engine, "extra_args": ["--gpu-memory-utilization", "0.7"]})
+    with pytest.raises(ConfigError, match=r"extra_args\.0 is --middleware"):
+        check(engine={**engine, "extra_args": ["--middleware", "os.system"]})
     scored = Deployment(
         name="scored",
         description="",

@@ -19,6 +19,8 @@ from infra.foreign_text import shown_line, shown_lines
         ("\x1b(B\x1bcreset\x1b7", "reset"),
         ("10 %\r50 %\r100 %\r\nended\r\n", "100 %\nended\n"),
         ("a\x07\x00b\x7f\x9b2J", "a b 2J"),
+        ("\u202eobey\u202c \u2066me\u2069\u2028now", " obey   me now"),
+        ("שלום عربي\u200f", "שלום عربي\u200f"),
         ("\x1b]0;never ended\nnext", "\nnext"),
         ("\x1b", " "),
     ],

@@ -19,11 +19,12 @@ from pathlib import Path
 import pytest
 
 import infra.jobs
-from infra.errors import JobFailedError, JobLostError, PermanentInfraError, TransientInfraError
+from infra.errors import CompletedCommand, JobFailedError, JobLostError, PermanentInfraError, TransientInfraError
 from infra.jobs import (
     JobState,
     ask_to_finish,
     cancel_job,
+    follow_job,
     job_status,
     read_log_tail,
     read_result,
@@ -81,6 +82,52 @@ def test_a_job_that_says_nothing_is_followed_as_long_as_connections_last(
     else:
         with pytest.raises(TransientInfraError, match="broke off 10 times in a row"):
             infra.jobs.follow_job(session, str(run_dir), on_metrics=seen.append, on_event=seen.append)
+
+
+class ForeignSession(LocalSession):
+    """On its machine something else answers than our supervisor, always the same."""
+
+    def __init__(self, said: bytes) -> None:
+        super().__init__(sys.executable)
+        self.said = said
+
+    def run(self, argv: Sequence[str], **options: object) -> CompletedCommand:
+        return CompletedCommand(argv=tuple(argv), exit_code=0, stdout=self.said, stderr=b"")
+
+    @contextmanager
+    def stream(self, argv: Sequence[str], *, stdin: bytes = b"") -> Iterator[Iterator[bytes]]:
+        yield iter([self.said])
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"{}",
+        b'{"state": "DONE", "exit": null, "orphans": []}',
+        b'{"exit": {}, "state": "EXITED"}',
+        b'{"log": 1}',
+        b'{"log": "a", "offset": 1}',
+        b'{"metrics": [], "offset": 1}',
+        b'{"event": {}, "offset": {}}',
+        b'{"status": {}}',
+    ],
+)
+def test_what_no_supervisor_of_ours_says_is_an_error_in_a_sentence(said: bytes) -> None:
+    session = ForeignSession(said + b"\n")
+    with pytest.raises(PermanentInfraError, match=r"the (node|machine) "):
+        job_status(session, "/run")
+    with pytest.raises(PermanentInfraError, match=r"the (node|machine) "):
+        read_log_tail(session, "/run")
+    with pytest.raises(PermanentInfraError, match="the node "):
+        follow_job(session, "/run", on_metrics=print, on_event=print, on_log=print)
+
+
+def test_brackets_without_end_are_no_record(session: Session, run_dir: Path) -> None:
+    write = """(head -c 100000 /dev/zero | tr '\\0' '['; echo; echo '{"step": 1}') > metrics.jsonl"""
+    start_or_attach(session, shell_spec(run_dir, f"{write}; {WRITE_RESULT}"))
+    found: list[dict[str, object]] = []
+    status = follow_job(session, str(run_dir), on_metrics=found.append, on_event=print)
+    assert (status.state, found) == (JobState.FINISHED, [{"step": 1}])
 
 
 def test_a_job_that_was_never_started_is_absent_and_looking_leaves_no_trace(session: Session, run_dir: Path) -> None:

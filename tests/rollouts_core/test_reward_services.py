@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import gzip
 import json
 import threading
 import time
@@ -91,6 +92,23 @@ def test_equal_samples_are_scored_once_also_later(serve: Any) -> None:
     assert grade(make_samples("xx"), reward) == [2.0]
     assert sum(len(body["samples"]) for body in service.bodies) == 2
     assert (reward.num_calls, reward.num_cached) == (4, 2)
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        ((200, b"[" * 100_000 + b"]" * 100_000), "nested too deeply"),
+        ((200, gzip.compress(b" " * (65 << 20)), {"Content-Encoding": "gzip"}), "more than 67,108,864 bytes"),
+        ((500, b"broken", {"Content-Type": "text/plain; charset=rot13"}), "answered 500: broken"),
+    ],
+    ids=["a bomb of brackets", "a bomb of gzip", "no encoding of text"],
+)
+def test_whatever_a_service_sends_is_no_more_than_an_answer_that_cannot_be_read(
+    serve: Any, answer: Answer, said: str
+) -> None:
+    service = serve(lambda _: answer)
+    with pytest.raises(EnvironmentUnavailableError, match=said):
+        grade(make_samples("x"), http_reward(service, max_retries=0))
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from pydantic import ValidationError
 
 from rollouts_core.config import RewardConfig, RolloutConfig
 from rollouts_core.environments import ArithmeticEnvironment
@@ -235,11 +236,14 @@ def test_rewards_are_taken_from_the_settings() -> None:
         ({"kind": "classifier", "model": "m", "label": "good"}, 'label is for a reward of the kind "reward_model"'),
         ({"kind": "http", "url": "10.0.0.7:9000"}, "url '10.0.0.7:9000' is no address of a service: write it as"),
         ({"kind": "http", "url": "http://10.0.0.7:90000"}, "is no address of a service"),
+        ({"kind": "http", "url": "https://me:secret@judge/x"}, "url holds a user or password"),
+        ({"kind": "http", "url": "https://me:secret@judge:x/"}, "url holds a user or password"),
     ],
 )
 def test_a_reward_without_what_its_kind_needs_is_refused(settings: dict[str, Any], sentence: str) -> None:
-    with pytest.raises(ValueError, match=sentence):
+    with pytest.raises(ValidationError, match=sentence) as refused:
         RewardConfig(**settings)
+    assert "secret" not in refused.value.errors()[0]["msg"]
 
 
 def test_one_reward_function_beside_several_rewards_is_refused() -> None:

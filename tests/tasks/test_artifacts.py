@@ -86,7 +86,9 @@ def test_a_checkpoint_that_is_whole_but_not_the_listed_one_is_set_aside_too(stag
     assert [path.name for path in directory.checkpoints.iterdir()] == ["step_000020"]
 
 
-@pytest.mark.parametrize("content", ["{", "", "[]", '{"checkpoints": [{"digest": "x"}]}', '{"checkpoints": 3}'])
+@pytest.mark.parametrize(
+    "content", ["{", "", "[]", '{"checkpoints": [{"digest": "x"}]}', '{"checkpoints": 3}', "[" * 100_000]
+)
 def test_a_record_that_is_none_is_set_aside_and_whole_checkpoints_stay(stage: Stage, content: str) -> None:
     directory = RunDirectory(Path(stage.run_dir))
     directory.result.write_text(content)

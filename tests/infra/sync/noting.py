@@ -41,9 +41,10 @@ class _Noting:
 
     @contextmanager
     def pour_program(
-        self, source: Path, arguments: Sequence[str], *, stdin: bytes, into: FileIO
+        self, source: Path, arguments: Sequence[str], *, stdin: bytes, into: FileIO, max_bytes: int
     ) -> Iterator[Iterator[dict[str, Any]]]:
-        with super().pour_program(source, arguments, stdin=stdin, into=into) as said:  # type: ignore[misc]
+        pour = super().pour_program  # type: ignore[misc]
+        with pour(source, arguments, stdin=stdin, into=into, max_bytes=max_bytes) as said:
             self.num_poured += 1
             yield self.change_poured(said, into) if self.change_poured else said
 

@@ -3,8 +3,10 @@
 Without it what a shell prints, a cut connection or a flipped bit ends up in a checkpoint, because nobody looked.
 """
 
+import itertools
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -13,9 +15,10 @@ from pathlib import Path
 
 import pytest
 
+import infra.session
 from infra.chunks import CHUNK_BYTES
 from infra.errors import InfraError, PermanentInfraError, TransientInfraError
-from infra.session import LocalSession, Session
+from infra.session import MAX_GREETING_BYTES, LocalSession, Session, split_lines
 from infra.sync import sender
 from infra.sync.mirror import pull_run
 from tests.infra.ssh_server import SSHServer, running_server
@@ -189,10 +192,42 @@ def test_a_program_that_does_not_begin_is_named(tmp_path: Path) -> None:
     program.write_text("import sys; sys.exit('no such module')")
     with (
         (tmp_path / "file").open("w+b", buffering=0) as file,
-        LocalSession(sys.executable).pour_program(program, [], stdin=b"", into=file) as said,
+        LocalSession(sys.executable).pour_program(program, [], stdin=b"", into=file, max_bytes=1) as said,
         pytest.raises(TransientInfraError, match="ended before it began: no such module"),
     ):
         next(said)
+
+
+@pytest.mark.skipif(not hasattr(resource, "prlimit"), reason="nobody here can see to it")
+def test_a_node_that_sends_more_than_a_file_has_fills_no_disk(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import sys\nsys.stderr.write('{}\\n'); sys.stderr.flush()\n"
+        "for _ in range(64): sys.stdout.buffer.write(bytes(1 << 20))\n"
+    )
+    with (
+        (tmp_path / "file").open("w+b", buffering=0) as file,
+        LocalSession(sys.executable).pour_program(program, [], stdin=b"", into=file, max_bytes=1 << 20) as said,
+    ):
+        assert list(said) == []
+    assert (tmp_path / "file").stat().st_size <= (1 << 20) + MAX_GREETING_BYTES
+
+
+def test_a_node_that_says_something_else_without_end_is_not_listened_to(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text("import sys\nwhile True: sys.stderr.write('x' * 99 + '\\n')")
+    with (
+        (tmp_path / "file").open("w+b", buffering=0) as file,
+        LocalSession(sys.executable).pour_program(program, [], stdin=b"", into=file, max_bytes=1) as said,
+        pytest.raises(TransientInfraError, match="something else without end"),
+    ):
+        next(said)
+
+
+def test_a_line_without_end_is_not_collected(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(infra.session, "MAX_LINE_BYTES", 1 << 20)
+    with pytest.raises(PermanentInfraError, match="a line on the machine has more than 1048576 bytes"):
+        list(split_lines(itertools.repeat(bytes(1 << 16))))
 
 
 def test_a_node_whose_asker_is_gone_stops_sending(tmp_path: Path) -> None:

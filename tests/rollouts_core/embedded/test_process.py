@@ -90,7 +90,7 @@ def connect_and_ask(url: str) -> socket.socket:
     host, port = url.removeprefix("http://").split(":")
     client = socket.create_connection((host, int(port)), TIMEOUT_S)
     body = json.dumps({"input_ids": [3], "sampling_params": {"max_new_tokens": 2000, "ignore_eos": True}})
-    client.sendall(f"POST /generate HTTP/1.1\r\nHost: e\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode())
+    client.sendall(f"POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode())
     return client
 
 

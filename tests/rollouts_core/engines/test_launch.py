@@ -185,9 +185,14 @@ def test_nccl_is_refused_where_engine_and_trainer_share_a_gpu() -> None:
 
 
 def test_a_key_among_the_arguments_is_refused() -> None:
-    for extra_args in (["--api-key", "k"], ["--api-key=k"]):
+    for extra_args in (["--api-key", "k"], ["--api-key=k"], ["--api_key", "k"], ["--api-k=k"], ["--admin-api-key=k"]):
         with pytest.raises(ValidationError, match=r"name the variable that holds it as engine\.api_key_variable"):
             EngineConfig(kind="vllm", extra_args=tuple(extra_args))
+
+
+def test_a_password_in_the_address_of_a_router_is_refused() -> None:
+    with pytest.raises(ValidationError, match=r"engine\.router_url holds a user or password"):
+        EngineConfig(kind="sglang", router_url="http://me:secret@router:30100")
 
 
 def test_an_interpreter_that_cannot_be_run_is_named_with_the_setting(quickstart_dir: Path, tmp_path: Path) -> None:

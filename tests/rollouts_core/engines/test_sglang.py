@@ -487,7 +487,9 @@ def test_one_engine_that_refuses_is_named_and_the_others_are_updated(model_dir: 
     ("answer", "words"),
     [
         (httpx.Response(400, json={"error": {"message": "too long"}}), "answered 400.*too long"),
+        (httpx.Response(400, content=b"no", headers={"Content-Type": "text/plain; charset=rot13"}), "answered 400: no"),
         (httpx.Response(200, text="<html>"), "answered no JSON"),
+        (httpx.Response(200, content=b"[" * 100_000), "answered no JSON"),
         ([], "answered 3 prompts with"),
         ([{"output_ids": [1]}] * 3, "without 'meta_info'"),
         (
