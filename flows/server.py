@@ -33,12 +33,13 @@ import time
 import urllib.parse
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from flows.keeper import HOST, base_url
 from flows.password import basic_authorization, own_password
+from flows.server_log import describe_death, log_tail, set_log_aside
 from infra.locks import lock_file, open_lock, try_lock
 from infra.repeating import repeating
 from rollouts_core.keys import SENDABLE
@@ -46,6 +47,7 @@ from rollouts_core.keys import SENDABLE
 DEFAULT_PORT = 4200
 """The port that Prefect's documentation and people's bookmarks speak of; taken where it is free."""
 
+LOG_FILE = "server.log"
 START_TIMEOUT_S = 180.0
 """A new database takes one core 6 s; where much else is done on the machine, a minute is not enough."""
 BUSY_SERVER_S = 10.0
@@ -72,27 +74,6 @@ has five, a minute, in which a server of several people is not brought up to dat
 OWN_API_URL = "ROLLOUTS_OWN_API_URL"
 """Set beside PREFECT_API_URL by `prefect_environment`, so that this process and its children can tell whether
 the user named a server or this module did."""
-
-FULL_DISK = "the disk of the store, or of temporary files (TMPDIR), is full: make room there, or choose another one"
-KNOWN_DEATHS = (
-    (
-        "unexpected keyword argument 'min_items'",
-        "the installed fastapi is too new: pip install 'fastapi<0.151'",
-    ),
-    (
-        "No module named 'prefect'",
-        f"Prefect is not installed for {sys.executable}: pip install 'prefect<3.9'",
-    ),
-    ("Can't locate revision", "another version of Prefect wrote the database: install that version again"),
-    ("No space left on device", FULL_DISK),
-    ("database or disk is full", FULL_DISK),
-    (
-        "file is not a database",
-        "prefect.db is not a database any more: move it away, past runs are lost with it",
-    ),
-    ("database disk image is malformed", "prefect.db is damaged: move it away, past runs are lost with it"),
-)
-"""Text in the log of a server that died, and what its user should do."""
 
 
 class ServerError(RuntimeError):
@@ -343,7 +324,7 @@ def _join_or_start(
             if (keeper_lock := _abandoned_keeper_lock(home)) is not None:
                 try:
                     if has_started:
-                        raise ServerError(_death_sentence(home))
+                        raise ServerError(describe_death(f"the Prefect server of {home}", home / LOG_FILE))
                     _start_keeper(home, keeper_lock, port=port)
                     has_started = True
                 finally:
@@ -358,7 +339,7 @@ def _join_or_start(
         time.sleep(0.05)
     raise ServerError(
         f"the Prefect server of {home} did not answer within {START_TIMEOUT_S:.0f} s; "
-        f"its log ends with: {log_tail(home / 'server.log')}"
+        f"its log ends with: {log_tail(home / LOG_FILE)}"
     )
 
 
@@ -407,8 +388,8 @@ def _start_keeper(home: Path, keeper_lock: int, *, port: int) -> None:
     """Start the keeper, which inherits the taken lock and port, so that neither can be lost to others."""
     known_port = _port_of_killed(home)
     (home / "server.json").unlink(missing_ok=True)
-    _set_log_aside(home)
-    with _listen(port, preferred=known_port) as listener, (home / "server.log").open("ab") as log:
+    set_log_aside(home / LOG_FILE)
+    with _listen(port, preferred=known_port) as listener, (home / LOG_FILE).open("ab") as log:
         launcher = subprocess.Popen(
             [sys.executable, "-P", "-c", KEEPER_PROGRAM, str(ROOT), str(home), str(listener.fileno())],
             cwd=home,
@@ -421,13 +402,6 @@ def _start_keeper(home: Path, keeper_lock: int, *, port: int) -> None:
         )
         # It forks and exits at once: the keeper is nobody's child, and no zombie of a user that lives on.
         launcher.wait()
-
-
-def _set_log_aside(home: Path) -> None:
-    """Keep what the last server said, which may be why it is no more."""
-    with suppress(FileNotFoundError):
-        if (home / "server.log").stat().st_size:
-            (home / "server.log").replace(home / "server.log.1")
 
 
 def _server_environment(home: Path, port: int) -> dict[str, str]:
@@ -506,23 +480,6 @@ def _is_healthy(address: ServerAddress, *, timeout_s: float = 1) -> bool:
             return True
     except (OSError, http.client.HTTPException):
         return False
-
-
-def _death_sentence(home: Path) -> str:
-    tail = log_tail(home / "server.log")
-    for text, advice in KNOWN_DEATHS:
-        if text in tail:
-            return f"the Prefect server of {home} ended while it started: {advice}"
-    return f"the Prefect server of {home} ended while it started; its log ends with: {tail}"
-
-
-def log_tail(log: Path) -> str:
-    """The last lines of a process's log, for the message about its end."""
-    try:
-        lines = log.read_bytes()[-16_384:].decode(errors="replace").splitlines()
-    except OSError as error:
-        return f"(no log: {error})"
-    return "\n".join(lines[-15:]) or "(nothing)"
 
 
 def _read_address(home: Path) -> ServerAddress | None:

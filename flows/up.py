@@ -39,16 +39,8 @@ from flows.live import find_live_pages
 from flows.password import password_file
 from flows.preflight import check_writable
 from flows.quickstart_files import quickstart_folder, write_missing_quickstart
-from flows.server import (
-    ROOT,
-    ServerAddress,
-    ServerError,
-    local_server,
-    log_tail,
-    named_server,
-    named_url,
-    running_server,
-)
+from flows.server import ROOT, ServerAddress, ServerError, local_server, named_server, named_url, running_server
+from flows.server_log import log_tail
 from flows.status import describe_machines, describe_reports, describe_runs, going_jobs
 from flows.terminal import DEFAULT_STORE, Port, Store, console
 from flows.tools import TOOLS

@@ -1,0 +1,54 @@
+"""What the log of a server says about its end, and what its user should do.
+
+Not here: the processes that write one (server.py, up.py).
+"""
+
+from __future__ import annotations
+
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+FULL_DISK = "the disk of the store, or of temporary files (TMPDIR), is full: make room there, or choose another one"
+KNOWN_DEATHS = (
+    (
+        "unexpected keyword argument 'min_items'",
+        "the installed fastapi is too new: pip install 'fastapi<0.151'",
+    ),
+    (
+        "No module named 'prefect'",
+        f"Prefect is not installed for {sys.executable}: pip install 'prefect<3.9'",
+    ),
+    ("Can't locate revision", "another version of Prefect wrote the database: install that version again"),
+    ("No space left on device", FULL_DISK),
+    ("database or disk is full", FULL_DISK),
+    (
+        "file is not a database",
+        "prefect.db is not a database any more: move it away, past runs are lost with it",
+    ),
+    ("database disk image is malformed", "prefect.db is damaged: move it away, past runs are lost with it"),
+)
+"""Text in the log of a server that died, and what its user should do."""
+
+
+def describe_death(server: str, log: Path) -> str:
+    """That a server ended while it started, and what to do where that is known, else what it said last."""
+    tail = log_tail(log)
+    advice = next((f": {advice}" for text, advice in KNOWN_DEATHS if text in tail), f"; its log ends with: {tail}")
+    return f"{server} ended while it started{advice}"
+
+
+def log_tail(log: Path) -> str:
+    """The last lines of a process's log, for the message about its end."""
+    try:
+        lines = log.read_bytes()[-16_384:].decode(errors="replace").splitlines()
+    except OSError as error:
+        return f"(no log: {error})"
+    return "\n".join(lines[-15:]) or "(nothing)"
+
+
+def set_log_aside(log: Path) -> None:
+    """Keep what the last server said, which may be why it is no more."""
+    with suppress(FileNotFoundError):
+        if log.stat().st_size:
+            log.replace(f"{log}.1")
