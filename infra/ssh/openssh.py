@@ -1,7 +1,7 @@
 """Run commands on a node by the OpenSSH client that is installed here: for bytes in bulk.
 
 It is two to three times as fast as paramiko, whose encryption waits for Python's lock. Over a long way its window of
-2 MiB limits what it receives, and paramiko's do not. Not here: which one is used (ssh_session.py).
+2 MiB limits what it receives, and paramiko's do not. Not here: which one is used (agents.py).
 
 The host's key has to be the one that our own connection was shown and believed (host_keys.py), and we log in with the
 key file that it was let in with. Nothing else counts: no configuration file, no agent, no known_hosts of the user.

@@ -1,7 +1,7 @@
 """Write chunks of files on a node over several connections at once.
 
 Over a long way a connection carries one window per round trip, and the window of an OpenSSH server is 2 MiB: 35 MB/s at
-50 ms, however fast the line. Not here: the connections (ssh_session.py), the node's side (node_agent.py).
+50 ms, however fast the line. Not here: the connections (agents.py), the node's side (node_agent.py).
 
     chunks ──> whoever is free ── pieces with their offsets ──> sender 0 ──> the files, each piece in its place
                                                            └──> sender 1 ──> ...

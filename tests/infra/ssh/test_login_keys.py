@@ -238,7 +238,7 @@ def test_a_key_with_a_certificate_is_offered_with_it_and_alone(tmp_path: Path, o
         connect(access).close()
         with SSHSession(access, python=sys.executable, programs_dir=str(tmp_path)) as session:
             session.write_chunks(str(tmp_path), [Chunk("written", 0, [b"content"])])
-            assert session._may_use_openssh, "OpenSSH's client does the same"
+            assert session.agents.may_use_openssh, "OpenSSH's client does the same"
 
 
 @pytest.mark.slow

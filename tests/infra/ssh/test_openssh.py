@@ -114,7 +114,7 @@ def test_a_server_that_has_none_of_the_fast_key_exchanges_is_logged_in_to(tmp_pa
         session_on(server.access, tmp_path) as session,
     ):
         session.write_chunks(str(tmp_path), chunks_of(b"content"))
-        assert session._may_use_openssh
+        assert session.agents.may_use_openssh
     assert (tmp_path / "file").read_bytes() == b"content"
 
 

@@ -9,7 +9,6 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -19,6 +18,7 @@ from infra.jobs import JobState, cancel_job, job_status, start_or_attach
 from infra.node import Node, SSHAccess
 from infra.node_agent import ISOLATED
 from infra.ssh.agent_call import AgentCall, JsonObject
+from infra.ssh.agents import Agents, Purpose
 from infra.ssh.ssh_session import SSHSession
 from tasks.placement import place_code
 from tests.infra.shell_jobs import shell_spec
@@ -56,17 +56,24 @@ def test_a_status_call_takes_one_round_trip(way: CountingPort, ssh_server: SSHSe
             cancel_job(session, str(run_dir), grace_s=0.2)
 
 
-class NotingSession(SSHSession):
-    """Notes what it asks for: the verb, and what it is about."""
+class NotingAgents(Agents):
+    """Notes what is asked for: the verb, and what it is about."""
 
-    def __init__(self, access: SSHAccess, programs_dir: Path) -> None:
-        super().__init__(access, python=sys.executable, programs_dir=str(programs_dir))
+    def __init__(self, access: SSHAccess) -> None:
+        super().__init__(access, python=sys.executable, find_access=None)
         self.asked: list[tuple[str, ...]] = []
 
-    def _ask(self, purpose: Any, request: JsonObject, *, timeout_s: float | None = None) -> AgentCall:
+    def ask(self, purpose: Purpose, request: JsonObject, *, timeout_s: float | None = None) -> AgentCall:
         about = request.get("argv") or [request.get("program"), *request.get("arguments", [request.get("path")])]
         self.asked.append((request["verb"], *(Path(word).name for word in about if word)))
-        return super()._ask(purpose, request, timeout_s=timeout_s)
+        return super().ask(purpose, request, timeout_s=timeout_s)
+
+
+class NotingSession(SSHSession):
+    def __init__(self, access: SSHAccess, programs_dir: Path) -> None:
+        super().__init__(access, python=sys.executable, programs_dir=str(programs_dir))
+        self.agents = noting = NotingAgents(access)
+        self.asked = noting.asked
 
 
 def test_a_machine_that_is_ready_gets_no_files_and_runs_no_installer(ssh_server: SSHServer, tmp_path: Path) -> None:

@@ -6,13 +6,14 @@ Without it a call for each file, or one that never ends, goes unnoticed until so
 import resource
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import pytest
 
 from infra.ssh.agent_call import AgentCall, JsonObject
+from infra.ssh.agents import Agents, Purpose
 from infra.ssh.ssh_session import SSHSession
 from infra.sync.mirror import pull_run
 from infra.sync.push import publish_directory
@@ -23,14 +24,22 @@ MEMORY = Path("/dev/shm")
 """Where that is there, the disk's speed is none of these tests' business."""
 
 
-class CountingSession(SSHSession):
-    """Counts its requests."""
+class CountingAgents(Agents):
+    """Counts the requests."""
 
     num_asked = 0
 
-    def _ask(self, purpose: Any, request: JsonObject, *, timeout_s: float | None = None) -> AgentCall:
+    def ask(self, purpose: Purpose, request: JsonObject, *, timeout_s: float | None = None) -> AgentCall:
         self.num_asked += 1
-        return super()._ask(purpose, request, timeout_s=timeout_s)
+        return super().ask(purpose, request, timeout_s=timeout_s)
+
+
+@contextmanager
+def counting_session(server: SSHServer, programs_dir: Path) -> Iterator[tuple[SSHSession, CountingAgents]]:
+    """A session, with what counts its requests."""
+    with SSHSession(server.access, python=sys.executable, programs_dir=str(programs_dir)) as session:
+        session.agents = counting = CountingAgents(server.access, python=sys.executable, find_access=None)
+        yield session, counting
 
 
 @pytest.fixture
@@ -56,13 +65,13 @@ def test_very_many_files_are_copied_there_and_back(
 ) -> None:
     write_files(folder / "source", num_files)
     num_kib_before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with CountingSession(ssh_server.access, python=sys.executable, programs_dir=str(tmp_path)) as session:
+    with counting_session(ssh_server, tmp_path) as (session, counting):
         report = publish_directory(session, folder / "source", str(folder / "there"))
         assert report.num_sent_bytes == report.num_bytes and report.num_files == num_files
         assert publish_directory(session, folder / "source", str(folder / "there")).was_identical
         assert pull_run(session, str(folder / "there"), folder / "back") == num_files
         assert pull_run(session, str(folder / "there"), folder / "back") == 0
-        assert session.num_asked < 12
+        assert counting.num_asked < 12
     num_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - num_kib_before
     assert num_kib < 64 << 10 or num_kib / num_files < 4
     assert contents_of(folder / "back") == contents_of(folder / "source")
