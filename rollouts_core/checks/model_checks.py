@@ -27,6 +27,7 @@ from rollouts_core.model.loading import (
     check_packable,
     check_settings,
     describe_own_head,
+    find_other_shape,
     find_positions,
     find_rotation_limit,
     find_settings,
@@ -136,15 +137,20 @@ def _check_weights(folder: Path, config: Config) -> None:
     """Raise CheckpointError where the folder has no weights, or such as somebody who needs them does not read."""
     paths = sorted(folder.glob("*.safetensors"))
     holders: dict[str, Path] = {}
+    shapes: dict[str, list[int]] = {}
     for path in paths:
         if not os.access(path, os.R_OK):
             raise CheckpointError(f"model.path: {path} cannot be read (Permission denied)")
         try:
             with safe_open(path, framework="pt") as tensors:
-                holders |= {name: path for name in (HEAD, EMBEDDING) if name in tensors.keys()}  # noqa: SIM118
+                found = {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}  # noqa: SIM118
         except (OSError, SafetensorError) as error:
             raise CheckpointError(_say_damaged(path, error)) from error
+        shapes |= found
+        holders |= {name: path for name in (HEAD, EMBEDDING) if name in found}
     _check_shards(folder)
+    if problem := find_other_shape(config.model, shapes):
+        raise CheckpointError(f"model.path: {problem}")
     if len(holders) == 2 and (settings := find_settings(config.model)) is not None:
         _check_tied_head(folder, holders, settings)
     if paths:

@@ -5,7 +5,7 @@ Not here: log-probs (policy.py), generation (embedded/, engines/), training stat
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from pickle import UnpicklingError
@@ -100,14 +100,36 @@ def load_hf_model(
     if missing := sorted(loading["missing_keys"]):
         raise CheckpointError(f"the weights at {config.path} lack {len(missing)} tensors, {missing[0]} first")
     for name, found, expected in sorted(loading["mismatched_keys"])[:1]:
-        raise CheckpointError(
-            f"the weights at {config.path} are not of its config.json: {name} has shape {tuple(found)}, expected "
-            f"{tuple(expected)}"
-        )
+        raise CheckpointError(describe_other_shape(config.path, name, found, expected))
     check_tied_head(model, config.path)
     placed = model.to(device)
     check_logits(placed)
     return placed.train()
+
+
+def find_other_shape(config: ModelConfig, shapes: Mapping[str, Sequence[int]]) -> str:
+    """How weights differ from what config.json says, in a sentence; empty where they do not, or nothing can tell.
+
+    Experts are passed over: transformers puts those of some models together, or turns them, under one name.
+
+    Args:
+        shapes: those in the files, by name.
+    """
+    try:
+        expected = {name: tensor.shape for name, tensor in load_hf_model(config, device="meta").state_dict().items()}
+    except (CheckpointError, ConfigError, ImportError, RuntimeError, *UNLOADABLE, *BAD_SETTINGS):
+        return ""
+    for name in sorted(expected.keys() & shapes.keys()):
+        if "expert" not in name and tuple(shapes[name]) != tuple(expected[name]):
+            return describe_other_shape(config.path, name, shapes[name], expected[name])
+    return ""
+
+
+def describe_other_shape(path: str, name: str, found: Sequence[int], expected: Sequence[int]) -> str:
+    """That a tensor in a model's files is not what its config.json makes it."""
+    return (
+        f"the weights at {path} are not of its config.json: {name} has shape {tuple(found)}, expected {tuple(expected)}"
+    )
 
 
 def check_tied_head(hf_model: PreTrainedModel, path: str) -> None:

@@ -23,10 +23,13 @@ from transformers import (
     FalconConfig,
     Gemma3Config,
     GPT2Config,
+    GPT2LMHeadModel,
     GPTJConfig,
     GPTNeoConfig,
     JambaConfig,
     LlamaConfig,
+    MixtralConfig,
+    MixtralForCausalLM,
     MptConfig,
     MusicgenConfig,
     OPTConfig,
@@ -332,6 +335,30 @@ def test_a_head_that_config_json_ties_to_an_embedding_of_other_values_is_refused
     check_model_files(config)
 
 
+def test_weights_of_other_shapes_than_their_config_json_are_refused(tmp_path: Path, base_model: ModelConfig) -> None:
+    """Before a run: the machine for it would be rented, and given back when the training loads them."""
+    folder = tmp_path / "m"
+    shutil.copytree(base_model.path, folder)
+    config = make_config("s").model_copy(update={"model": ModelConfig(path=str(folder))})
+    check_model_files(config)
+    settings = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**settings, "intermediate_size": 96}))
+    expected = r"^model\.path: the weights at .*m are not of its config\.json: .*proj\.weight has shape .*, expected "
+    with pytest.raises(CheckpointError, match=expected):
+        check_model_files(config)
+
+
+def test_experts_that_transformers_puts_together_are_of_their_config_json(
+    tmp_path: Path, base_model: ModelConfig
+) -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_local_experts": 4}
+    model = MixtralForCausalLM(MixtralConfig(**sizes, vocab_size=29, num_attention_heads=4, num_key_value_heads=2))
+    folder = tmp_path / "m"
+    shutil.copytree(base_model.path, folder)
+    model.save_pretrained(folder)
+    check_model_files(make_config("s").model_copy(update={"model": ModelConfig(path=str(folder))}))
+
+
 @pytest.mark.parametrize(
     ("num_gpus", "changes", "refused"),
     [
@@ -438,7 +465,8 @@ def test_packed_rows_of_more_tokens_than_a_model_computes_in_one_are_refused(tmp
 def test_rows_whose_loss_is_compared_fit_the_model_too(tmp_path: Path, base_model: ModelConfig, longest: str) -> None:
     folder = tmp_path / "model"
     shutil.copytree(base_model.path, folder)
-    GPT2Config(n_positions=16, tie_word_embeddings=False).save_pretrained(folder)
+    settings = GPT2Config(n_positions=16, n_embd=8, n_head=2, n_layer=1, vocab_size=29, tie_word_embeddings=False)
+    GPT2LMHeadModel(settings).save_pretrained(folder)
     rows = {name: [{**SUM, "prompt": f"{place}+1=?"}] for place, name in enumerate(("sft", *COMPARED))}
     rows[longest].append({"text": "1" * 20})
     data = {name: write_rows(tmp_path / f"{name}.jsonl", each) for name, each in rows.items()}
