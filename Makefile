@@ -35,6 +35,7 @@ test-fast: $(READY)
 test-matrix: $(READY)
 	$(BIN)/python -m pytest --numprocesses auto -m matrix
 
+# One after the other: an engine that starts takes all processors, and two workers take as long as one.
 test-engines: $(READY) engines
 	$(BIN)/python -m pytest -m "engine and not matrix" tests/engines
 

@@ -34,9 +34,17 @@ def salvage(scope: RunScope, node: Node, *, timeout_s: float = SALVAGE_S) -> lis
         used = {use.stage for use in ledger.stage_uses() if use.run_id == scope.run_id}
         for name in sorted(used):
             here, there = RunDirectory(Path(scope.store) / "stages" / name), f"{node.root}/stages/{name}"
-            if here.read_result() is None and job_status(session, there).state is not JobState.ABSENT:
+            if _is_unfinished(here) and job_status(session, there).state is not JobState.ABSENT:
                 said.append(_fetch(session, there, here, max(0.0, deadline - time.monotonic())))
     return [sentence for sentence in said if sentence]
+
+
+def _is_unfinished(directory: RunDirectory) -> bool:
+    """Whether a stage has no record; one that cannot be read is none."""
+    try:
+        return directory.read_result() is None
+    except (ValueError, RecursionError):
+        return True
 
 
 def _fetch(session: Session, source: str, here: RunDirectory, timeout_s: float) -> str:

@@ -267,10 +267,11 @@ def test_an_input_that_changed_since_the_job_was_made_is_named(folder: Path, cha
 
 GRUMPY_REWARD = """
 def f(sample):
-    if len(sample.response) > 5:
+    if sample.metadata["answer"] not in sample.response and len(sample.response) > 5:
         raise ValueError("a long answer")
     return 0.0
 """
+"""It does not raise at what is tried before a run."""
 
 
 def sentence_of(output: str) -> str:

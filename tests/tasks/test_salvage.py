@@ -75,6 +75,16 @@ def test_a_stage_that_left_nothing_is_not_spoken_of(scope: RunScope, node: Node)
     assert salvage(scope, node) == []
 
 
+@pytest.mark.parametrize("record", ["", "[" * 100_000], ids=["cut", "nonsense"])
+def test_a_stage_whose_record_cannot_be_read_is_fetched_as_one_without(
+    scope: RunScope, node: Node, record: str
+) -> None:
+    checkpoint_there(node, "rl-2", 20)
+    here = used_here(scope, "rl-2")
+    (here / "result.json").write_text(record)
+    assert salvage(scope, node) == [f"step_000020 is the last checkpoint in {here}"]
+
+
 def test_what_another_machine_took_further_is_not_replaced(scope: RunScope, node: Node) -> None:
     checkpoint_there(node, "sft-1", 20)
     here = used_here(scope, "sft-1")
