@@ -14,6 +14,7 @@ import socket
 import sys
 import threading
 import time
+import traceback
 from contextlib import suppress
 from pathlib import Path
 
@@ -98,7 +99,19 @@ def _use_cores(cores: set[int]) -> None:
 
 
 def _watch(home: Path, pulse: Pulse) -> None:
-    """End this process once the lock of the users was free for UNUSED_S; begin anew where the services stand still."""
+    """End this process when nobody uses it any more, or what looks after that fails: nobody else would end it."""
+    try:
+        _wait_until_unused(home, pulse)
+    except Exception:  # noqa: BLE001 - whatever it is
+        with suppress(OSError):  # the log's disk may be full
+            traceback.print_exc()
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(STOP_TIMEOUT_S)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _wait_until_unused(home: Path, pulse: Pulse) -> None:
+    """Return once the lock of the users was free for UNUSED_S; begin anew where the services stand still."""
     users_lock = open_lock(home / "users.lock")
     start_lock = open_lock(home / "start.lock")
     used_at = looked_at = time.monotonic()
@@ -117,21 +130,19 @@ def _watch(home: Path, pulse: Pulse) -> None:
         if not try_lock(users_lock, fcntl.LOCK_EX):
             used_at = time.monotonic()
         elif time.monotonic() - used_at > UNUSED_S:
-            break  # start.lock stays held until this process is gone
+            return  # start.lock stays held until this process is gone
         else:
             fcntl.flock(users_lock, fcntl.LOCK_UN)
         fcntl.flock(start_lock, fcntl.LOCK_UN)
-    os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(STOP_TIMEOUT_S)
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _begin_anew(pulse: Pulse) -> None:
     """Become a new server; the locks and the socket are kept, so that those who call wait for a moment."""
-    sys.stderr.write(
-        f"the services of Prefect's server stand still: it is started anew. What waited:\n{pulse.describe()}\n"
-    )
-    sys.stderr.flush()
+    with suppress(OSError):  # the disk may be full, which may be why
+        sys.stderr.write(
+            f"the services of Prefect's server stand still: it is started anew. What waited:\n{pulse.describe()}\n"
+        )
+        sys.stderr.flush()
     os.execv(sys.executable, sys.orig_argv)
 
 
