@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -17,15 +17,15 @@ from rollouts_core.checks.epochs import MANY_EPOCHS_OF_SFT, describe_epochs
 from rollouts_core.checks.model_checks import check_longest
 from rollouts_core.checks.templates import UnreadFields, UnwrittenRoles, find_unwritten
 from rollouts_core.config import Config, DatasetConfig
-from rollouts_core.data.chat import TrainOn
+from rollouts_core.data.chat import Conversation, TrainOn, trained_turns
 from rollouts_core.data.conversations import (
     THOUGHTS,
     UNTRAINED_MARKS,
     Row,
     find_said_beside_content,
     find_unheeded_marks,
-    has_empty_turn,
     read_demonstration,
+    says_nothing,
 )
 from rollouts_core.data.dataset import CHUNK_ROWS, count_used_rows, iterate_samples, sample_rules
 from rollouts_core.data.held_out import HeldOutRows, watch_rows
@@ -60,9 +60,8 @@ def check_demonstrations(
     sft = config.training.sft
     for dataset in config.demonstrations:
         counts = _check_demonstrations(dataset, config, tokenizer, held_out)
-        findings += [counts.sentence(dataset.path), *counts.warn_of_empty_turns(dataset.path)]
-        findings += counts.warn_of_unseen(dataset.path) + counts.warn_of_unwritten(dataset.path)
-        findings += counts.warn_of_marks(dataset.path)
+        findings += [counts.sentence(dataset.path), *counts.taught_turns.warn(dataset.path, counts.num_checked)]
+        findings += counts.warn_of_unseen(dataset.path)
         findings += check_longest(dataset.path, counts.num_longest, config.model)
         share = dataset.repeat * counts.num_rows / counts.num_checked
         kept = counts.num_checked - counts.num_dropped
@@ -86,6 +85,62 @@ def check_demonstrations(
     ]
 
 
+class TaughtTurns:
+    """The rows whose trained turns teach something else than they say, by their numbers."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, train_on: TrainOn) -> None:
+        self._train_on = train_on
+        self._empty: list[int] = []
+        """Of turns that say nothing."""
+        self._unwritten: dict[str, list[int]] = {key: [] for key in find_unwritten(tokenizer)}
+        """By a key of messages, of turns that have it and are written without it by the chat template."""
+        self._marked: dict[str, list[int]] = {key: [] for key in UNTRAINED_MARKS}
+        """By a key of messages, of turns that it marks, without effect, as not to be trained on."""
+
+    def note(self, number: int, read: Conversation | str) -> None:
+        """Look at what a row is read as.
+
+        Raises:
+            DataError: see `trained_turns`.
+        """
+        if isinstance(read, str):
+            self._empty += [number] if not read.strip() else []
+            return
+        turns = [read.messages[i] for i in trained_turns(read, self._train_on)]
+        if any(map(says_nothing, turns)):
+            self._empty.append(number)
+        said = find_said_beside_content(turns)
+        if said.intersection(THOUGHTS) - self._unwritten.keys():  # the same thoughts, under several names
+            said -= set(THOUGHTS)
+        for key in said & self._unwritten.keys():
+            self._unwritten[key].append(number)
+        for key in find_unheeded_marks(turns):
+            self._marked[key].append(number)
+
+    def warn(self, path: str, num_rows: int) -> list[Caution]:
+        """A warning for each thing of which there are rows."""
+        empty = (
+            "the assistant says nothing, which teaches the model to end its turn at once: remove them, or give them "
+            "answers"
+        )
+        unwritten = (
+            "the assistant has `{key}`, which the chat template leaves out: the model learns to say the rest; use a "
+            "template that writes it"
+        )
+        marked = (
+            "the `{key}` of a turn would leave it out elsewhere, and here it is trained on: use train_on = "
+            "last_assistant, or put what is only context into `prompt`"
+        )
+        found = [(empty, self._empty)]
+        found += [(unwritten.format(key=key), numbers) for key, numbers in self._unwritten.items()]
+        found += [(marked.format(key=key), numbers) for key, numbers in self._marked.items()]
+        return [
+            Caution(f"{path}: in {len(numbers)} of {num_rows} rows (row {numbers[0]} first) {sentence}")
+            for sentence, numbers in found
+            if numbers
+        ]
+
+
 @dataclass(frozen=True, slots=True)
 class _Counts:
     """What a dataset of demonstrations holds."""
@@ -99,55 +154,13 @@ class _Counts:
     num_longest: int
     """Tokens of its longest sample, after it was cut."""
     num_trained: int
-    empty_rows: list[int]
-    """Numbers of the rows with a turn that is trained on and says nothing."""
-    unwritten_rows: dict[str, list[int]]
-    """By the key of a message, the numbers of the rows with a turn that has it, is trained on, and is written without
-    it by the chat template."""
-    marked_rows: dict[str, list[int]]
-    """By the key of a message, the numbers of the rows with a turn that it marks, without effect, as not to be trained
-    on."""
+    taught_turns: TaughtTurns
     unwritten_roles: UnwrittenRoles
     unread_fields: UnreadFields
-
-    def warn_of_marks(self, path: str) -> list[Caution]:
-        """A warning where turns are trained on that rows say are not to be."""
-        return [
-            Caution(
-                f"{path}: in {len(rows)} of {self.num_checked} rows (row {rows[0]} first) the `{key}` of a turn would "
-                "leave it out elsewhere, and here it is trained on: use train_on = last_assistant, or put what is only "
-                "context into `prompt`"
-            )
-            for key, rows in self.marked_rows.items()
-            if rows
-        ]
 
     def warn_of_unseen(self, path: str) -> list[Caution]:
         """A warning for each role, and each field of rows, of which the model sees nothing."""
         return self.unwritten_roles.warn(path, self.num_checked) + self.unread_fields.warn(path, self.num_checked)
-
-    def warn_of_unwritten(self, path: str) -> list[Caution]:
-        """A warning for each thing that trained turns hold and the model does not see."""
-        return [
-            Caution(
-                f"{path}: in {len(rows)} of {self.num_checked} rows (row {rows[0]} first) the assistant has `{key}`, "
-                "which the chat template leaves out: the model learns to say the rest; use a template that writes it"
-            )
-            for key, rows in self.unwritten_rows.items()
-            if rows
-        ]
-
-    def warn_of_empty_turns(self, path: str) -> list[Caution]:
-        """A warning where rows teach to say nothing."""
-        if not self.empty_rows:
-            return []
-        return [
-            Caution(
-                f"{path}: in {len(self.empty_rows)} of {self.num_checked} rows (row {self.empty_rows[0]} first) the "
-                "assistant says nothing, which teaches the model to end its turn at once: remove them, or give them "
-                "answers"
-            )
-        ]
 
     def sentence(self, path: str) -> str:
         """What was found, for a person."""
@@ -171,13 +184,10 @@ def _check_demonstrations(
     chunks = (range(i, min(i + CHUNK_ROWS, num_checked)) for i in range(0, num_checked, CHUNK_ROWS))
     read = (row for chunk in chunks for row in table.read(chunk))
     num_kept = num_cut = num_tokens = num_longest = num_trained = 0
-    empty_rows: list[int] = []
-    unwritten_rows: dict[str, list[int]] = {key: [] for key in find_unwritten(tokenizer)}
     rows = _say_progress(read, dataset.path, num_checked)
-    marked_rows: dict[str, list[int]] = {key: [] for key in UNTRAINED_MARKS}
+    taught_turns = TaughtTurns(tokenizer, config.training.sft.train_on)
     unwritten_roles, unread_fields = UnwrittenRoles(tokenizer), UnreadFields()
-    seen = _note_messages(rows, unwritten_roles, unread_fields)
-    noted = _note_turns(seen, config.training.sft.train_on, empty_rows, unwritten_rows, marked_rows)
+    noted = _note_rows(rows, taught_turns, unwritten_roles, unread_fields)
     watched = watch_rows(noted, dataset.path, held_out)
     for sample in iterate_samples(watched, dataset.path, tokenizer, sample_rules(config.training.sft)):
         if sample is not None:
@@ -196,9 +206,7 @@ def _check_demonstrations(
         num_tokens,
         num_longest,
         num_trained,
-        empty_rows,
-        unwritten_rows,
-        marked_rows,
+        taught_turns,
         unwritten_roles,
         unread_fields,
     )
@@ -214,43 +222,20 @@ def _say_progress(rows: Iterable[tuple[int, Row]], path: str, num_rows: int) -> 
         yield row
 
 
-def _note_messages(
-    rows: Iterable[tuple[int, Row]], unwritten_roles: UnwrittenRoles, unread_fields: UnreadFields
+def _note_rows(
+    rows: Iterable[tuple[int, Row]],
+    taught_turns: TaughtTurns,
+    unwritten_roles: UnwrittenRoles,
+    unread_fields: UnreadFields,
 ) -> Iterator[tuple[int, Row]]:
     """The same rows of demonstrations; those are told of each."""
     for number, row in rows:
         with suppress(DataError):  # who makes samples of the rows says what is wrong
-            if not isinstance(read := read_demonstration(row), str):
+            read = read_demonstration(row)
+            if not isinstance(read, str):
                 unwritten_roles.note(number, read.messages)
                 unread_fields.note(number, row, read.messages)
-        yield number, row
-
-
-def _note_turns(
-    rows: Iterable[tuple[int, Row]],
-    train_on: TrainOn,
-    empty: list[int],
-    unwritten: Mapping[str, list[int]],
-    marked: Mapping[str, list[int]],
-) -> Iterator[tuple[int, Row]]:
-    """The same rows of demonstrations; their numbers are added to what they are an example of.
-
-    Args:
-        empty: of rows that teach to say nothing.
-        unwritten: by the key of a message, of rows that teach a turn which has it.
-        marked: by the key of a message, of rows that teach a turn which it would leave out elsewhere.
-    """
-    for number, row in rows:
-        with suppress(DataError):  # who makes samples of the rows says what is wrong
-            if has_empty_turn(row, train_on):
-                empty.append(number)
-            said = find_said_beside_content(row, train_on) if unwritten else set()
-            if said.intersection(THOUGHTS) - unwritten.keys():  # the same thoughts, under several names
-                said -= set(THOUGHTS)
-            for key in said & unwritten.keys():
-                unwritten[key].append(number)
-            for key in find_unheeded_marks(row, train_on):
-                marked[key].append(number)
+            taught_turns.note(number, read)
         yield number, row
 
 

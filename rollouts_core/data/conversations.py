@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from rollouts_core.config.messages import closest_name
-from rollouts_core.data.chat import END_OF_THOUGHTS, Conversation, TrainOn, trained_turns
+from rollouts_core.data.chat import END_OF_THOUGHTS, Conversation
 from rollouts_core.errors import DataError
 from rollouts_core.types import Message
 
@@ -94,32 +94,15 @@ def read_tools(row: Row) -> list[dict[str, Any]] | None:  # Any: JSON schemas
     return tools
 
 
-def has_empty_turn(row: Row, train_on: TrainOn) -> bool:
-    """Whether a turn of the assistant that is trained on says nothing: no text, no thoughts, no tool calls.
-
-    Raises:
-        DataError: see `read_demonstration` and `trained_turns`.
-    """
-    read = read_demonstration(row)
-    if isinstance(read, str):
-        return not read.strip()
-    turns = [read.messages[number] for number in trained_turns(read, train_on)]
-    return any(not turn["content"].strip() and not any(map(turn.get, SAID_BESIDE_CONTENT)) for turn in turns)
-
-
-def find_said_beside_content(row: Row, train_on: TrainOn) -> set[str]:
-    """Which of `SAID_BESIDE_CONTENT` and, in their text, `END_OF_THOUGHTS` the turns hold that are trained on.
-
-    Raises:
-        DataError: see `read_demonstration` and `trained_turns`.
-    """
-    read = read_demonstration(row)
-    if isinstance(read, str):
-        return set()
-    turns = [read.messages[number] for number in trained_turns(read, train_on)]
-    thinks_aloud = any(END_OF_THOUGHTS in turn["content"] for turn in turns)
+def find_said_beside_content(turns: Sequence[Message]) -> set[str]:
+    """Which of `SAID_BESIDE_CONTENT` and, in their text, `END_OF_THOUGHTS` turns of the assistant hold."""
     found = {key for key in SAID_BESIDE_CONTENT if any(turn.get(key) for turn in turns)}
-    return found | ({END_OF_THOUGHTS} if thinks_aloud else set())
+    return found | ({END_OF_THOUGHTS} if any(END_OF_THOUGHTS in turn["content"] for turn in turns) else set())
+
+
+def says_nothing(turn: Message) -> bool:
+    """Whether a turn of the assistant has no text, no thoughts and no tool calls."""
+    return not turn["content"].strip() and not any(map(turn.get, SAID_BESIDE_CONTENT))
 
 
 def find_unread(fields: Mapping[str, Any], messages: Sequence[Message]) -> set[str]:  # Any: JSON
@@ -129,16 +112,8 @@ def find_unread(fields: Mapping[str, Any], messages: Sequence[Message]) -> set[s
     return {name for name in (*told, TEMPLATE_FIELD) if fields.get(name)}
 
 
-def find_unheeded_marks(row: Row, train_on: TrainOn) -> set[str]:
-    """Which of `UNTRAINED_MARKS` would keep turns out of the loss that are trained on.
-
-    Raises:
-        DataError: see `read_demonstration` and `trained_turns`.
-    """
-    read = read_demonstration(row)
-    if isinstance(read, str):
-        return set()
-    turns: list[Mapping[str, Any]] = [read.messages[number] for number in trained_turns(read, train_on)]
+def find_unheeded_marks(turns: Sequence[Mapping[str, Any]]) -> set[str]:  # Any: JSON
+    """Which of `UNTRAINED_MARKS` would keep some of these turns out of the loss elsewhere."""
     return {key for key in UNTRAINED_MARKS if any(key in turn and not turn[key] for turn in turns)}
 
 
