@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,3 +22,13 @@ def noting(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[NotingSes
     server: SSHServer = request.getfixturevalue("ssh_server")
     with session_on(server, tmp_path) as session:
         yield session
+
+
+@pytest.fixture
+def client_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The `ssh` that is installed here is none."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    (folder / "ssh").write_text("#!/bin/sh\necho no such option >&2; exit 255\n")
+    (folder / "ssh").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")

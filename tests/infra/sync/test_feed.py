@@ -156,14 +156,10 @@ def test_over_a_connection_that_breaks_amid_a_file_the_copy_goes_on_by_chunks(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("client_that_fails")
 def test_a_client_that_fails_is_replaced_by_our_own_connection(
-    ssh_server: SSHServer, tmp_path: Path, source: Path, target: Path, monkeypatch: pytest.MonkeyPatch
+    ssh_server: SSHServer, tmp_path: Path, source: Path, target: Path
 ) -> None:
-    folder = tmp_path / "bin"
-    folder.mkdir()
-    (folder / "ssh").write_text("#!/bin/sh\necho no such option >&2; exit 255\n")
-    (folder / "ssh").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
     with session_on(ssh_server, tmp_path) as session:
         publish_directory(session, source, str(target))
         assert session.num_chunks == 4, "with the small file"

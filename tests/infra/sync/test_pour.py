@@ -10,6 +10,8 @@ import resource
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from io import FileIO
 from pathlib import Path
 
@@ -168,14 +170,10 @@ def test_over_a_connection_that_breaks_amid_a_file_only_what_is_missing_comes_ag
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("client_that_fails")
 def test_a_client_that_fails_is_replaced_by_the_agent(
-    ssh_server: SSHServer, tmp_path: Path, there: Path, here: Path, monkeypatch: pytest.MonkeyPatch
+    ssh_server: SSHServer, tmp_path: Path, there: Path, here: Path
 ) -> None:
-    folder = tmp_path / "bin"
-    folder.mkdir()
-    (folder / "ssh").write_text("#!/bin/sh\necho no such option >&2; exit 255\n")
-    (folder / "ssh").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
     with session_on(ssh_server, tmp_path) as session:
         pull_run(session, str(there), here)
     assert_equal(there, here)
@@ -187,40 +185,39 @@ def test_a_distant_node_pours_nothing(far_session: Session, monkeypatch: pytest.
     assert not far_session.can_pour
 
 
-def test_a_program_that_does_not_begin_is_named(tmp_path: Path) -> None:
-    program = tmp_path / "program.py"
-    program.write_text("import sys; sys.exit('no such module')")
+@contextmanager
+def poured_by(program: str, folder: Path, *, max_bytes: int = 1) -> Iterator[Said]:
+    """What a program says that is to write a file, and that file, `folder / "file"`."""
+    (folder / "program.py").write_text(program)
+    session = LocalSession(sys.executable)
     with (
-        (tmp_path / "file").open("w+b", buffering=0) as file,
-        LocalSession(sys.executable).pour_program(program, [], stdin=b"", into=file, max_bytes=1) as said,
-        pytest.raises(TransientInfraError, match="ended before it began: no such module"),
+        (folder / "file").open("w+b", buffering=0) as file,
+        session.pour_program(folder / "program.py", [], stdin=b"", into=file, max_bytes=max_bytes) as said,
     ):
+        yield said
+
+
+def test_a_program_that_does_not_begin_is_named(tmp_path: Path) -> None:
+    program = "import sys; sys.exit('no such module')"
+    reason = "ended before it began: no such module"
+    with poured_by(program, tmp_path) as said, pytest.raises(TransientInfraError, match=reason):
         next(said)
 
 
 @pytest.mark.skipif(not hasattr(resource, "prlimit"), reason="nobody here can see to it")
 def test_a_node_that_sends_more_than_a_file_has_fills_no_disk(tmp_path: Path) -> None:
-    program = tmp_path / "program.py"
-    program.write_text(
+    program = (
         "import sys\nsys.stderr.write('{}\\n'); sys.stderr.flush()\n"
         "for _ in range(64): sys.stdout.buffer.write(bytes(1 << 20))\n"
     )
-    with (
-        (tmp_path / "file").open("w+b", buffering=0) as file,
-        LocalSession(sys.executable).pour_program(program, [], stdin=b"", into=file, max_bytes=1 << 20) as said,
-    ):
+    with poured_by(program, tmp_path, max_bytes=1 << 20) as said:
         assert list(said) == []
     assert (tmp_path / "file").stat().st_size <= (1 << 20) + MAX_GREETING_BYTES
 
 
 def test_a_node_that_says_something_else_without_end_is_not_listened_to(tmp_path: Path) -> None:
-    program = tmp_path / "program.py"
-    program.write_text("import sys\nwhile True: sys.stderr.write('x' * 99 + '\\n')")
-    with (
-        (tmp_path / "file").open("w+b", buffering=0) as file,
-        LocalSession(sys.executable).pour_program(program, [], stdin=b"", into=file, max_bytes=1) as said,
-        pytest.raises(TransientInfraError, match="something else without end"),
-    ):
+    program = "import sys\nwhile True: sys.stderr.write('x' * 99 + '\\n')"
+    with poured_by(program, tmp_path) as said, pytest.raises(TransientInfraError, match="something else without end"):
         next(said)
 
 
