@@ -54,6 +54,7 @@ from rollouts_core.errors import ConfigError
 from rollouts_core.findings import Caution
 from rollouts_core.keys import key_header, read_key
 from rollouts_core.model.model_size import ModelSize, find_model_size
+from tasks.closest_stage import find_older_version
 from tasks.inputs import bring_inputs
 from tasks.installed_engines import check_installed, check_router, leads_engines
 from tasks.model_names import find_named_model, with_heldout
@@ -98,7 +99,8 @@ def check_pipeline(pipeline: Pipeline, store: Path) -> list[str]:
         fitting = with_enough_memory(pipeline.node, config, size)
         offers = find_rentable(fitting)
         rented = [*describe_memory(fitting, config, size, offers), describe_rentable(fitting, offers)]
-        return [*findings, *rented, *trained, *check_retrain(pipeline, config, store)]
+        older = warn_of_older_stages(config, store)
+        return [*findings, *rented, *trained, *older, *check_retrain(pipeline, config, store)]
     node = reach_node(pipeline.node, store, findings)
     if node is not None:
         check_installed_engines(config, pipeline.node, node)
@@ -108,7 +110,7 @@ def check_pipeline(pipeline: Pipeline, store: Path) -> list[str]:
             check_engine_ports(config, node, store)
     trained = check_training(config)
     check_own_gpus(config, pipeline.node)
-    return [*findings, *trained, *check_retrain(pipeline, config, store)]
+    return [*findings, *trained, *warn_of_older_stages(config, store), *check_retrain(pipeline, config, store)]
 
 
 def check_evaluation(pipeline: Pipeline, store: Path) -> list[str]:
@@ -162,6 +164,24 @@ def check_training(config: Config) -> list[str]:
     if config.mode != "sft" and config.training.rl.resume_from:
         check_resumed_inputs(rl_job(base_model(config), config), knows_model=config.mode == "rl")
     return findings
+
+
+def warn_of_older_stages(config: Config, store: Path) -> list[str]:
+    """A warning if the first training of the run is finished in the store, but by code that gave other results."""
+    name = "rl" if config.mode == "rl" else "sft"
+    stages = store.resolve() / "stages"
+    if not any(stages.glob(f"{name}-*")):
+        return []  # digests of large data take a while
+    job = rl_job(base_model(config), config) if name == "rl" else sft_job(config)
+    older = find_older_version(name, job, stages)
+    if not older:
+        return []
+    return [
+        Caution(
+            f"{name}: {older} has the same settings and data, but an older version of rollouts trained it: results "
+            "changed since, so a run trains again"
+        )
+    ]
 
 
 def check_retrain(pipeline: Pipeline, config: Config, store: Path) -> list[str]:

@@ -34,13 +34,14 @@ NO_WEIGHTS = tuple(SELECTION)
 """The keys by which config/ marks fields that can change no result, and no weights."""
 
 
-def fingerprint_job(stage: str, job: BaseModel, *, salt: str = "") -> str:
+def fingerprint_job(stage: str, job: BaseModel, *, salt: str = "", semantics: int = SEMANTICS_VERSION) -> str:
     """The identity of a job of this stage: 16 hex digits.
 
     Args:
         salt: makes a new identity for the same work, where a fresh start was asked for.
+        semantics: the SEMANTICS_VERSION of the code that does the work.
     """
-    content = {"stage": stage, "semantics": SEMANTICS_VERSION, "salt": salt, "job": affecting_settings(job)}
+    content = {"stage": stage, "semantics": semantics, "salt": salt, "job": affecting_settings(job)}
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:FINGERPRINT_CHARS]
 
 

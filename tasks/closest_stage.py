@@ -1,6 +1,6 @@
-"""Say in which settings a stage that has to be done differs from the one that was done and is most like it.
+"""Say why a stage has to be done although a similar one is finished.
 
-Without this nobody knows which edit, or which file that was written again, has a training run anew.
+An edit, or a file that was written again, can make a training of days run again. The user has to see the cause.
 
 Not here: what makes two stages the same (rollouts_core/fingerprint.py).
 """
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rollouts_core.errors import ConfigError
-from rollouts_core.fingerprint import FINGERPRINT_CHARS, flat_settings
+from rollouts_core.fingerprint import FINGERPRINT_CHARS, SEMANTICS_VERSION, fingerprint_job, flat_settings
 from rollouts_core.job import JOB_TYPES, Job, load_job
 from rollouts_core.run_directory import RunDirectory
 from tasks.records import Stage
@@ -38,7 +38,11 @@ CONTENTS = {
 
 
 def describe_difference(stage: Stage) -> str:
-    """How the stage differs from the finished one of its name that is most like it; "" where none is much like it."""
+    """How the stage differs from the finished one of its name that is most like it; "" if none is much like it."""
+    if older := find_older_version(
+        stage.name, JOB_TYPES[stage.kind].model_validate(stage.job), Path(stage.run_dir).parent
+    ):
+        return f"unlike {older}, which an older version of rollouts computed: the same settings give other results now"
     closest: tuple[list[str], str] | None = None
     for name, job in _finished_jobs(stage):
         wanted, other = flat_settings(JOB_TYPES[stage.kind].model_validate(stage.job)), flat_settings(job)
@@ -46,6 +50,19 @@ def describe_difference(stage: Stage) -> str:
         if differing and (closest is None or len(differing) < len(closest[0])):
             closest = differing, f"unlike {name}: " + "; ".join(_word(key, other, wanted, stage) for key in differing)
     return closest[1] if closest and len(closest[0]) <= MAX_DIFFERENCES else ""
+
+
+def find_older_version(name: str, job: Job, stages: Path) -> str:
+    """The directory of the newest finished stage that did the same job by code of an older SEMANTICS_VERSION, or "".
+
+    Args:
+        stages: the folder of all stages of the store.
+    """
+    for semantics in range(SEMANTICS_VERSION - 1, 0, -1):
+        directory = stages / f"{name}-{fingerprint_job(name, job, semantics=semantics)}"
+        if RunDirectory(directory).result.exists():
+            return directory.name
+    return ""
 
 
 def _finished_jobs(stage: Stage) -> Iterator[tuple[str, Job]]:

@@ -33,6 +33,9 @@ from flows.pipeline import PipelineResult
 from infra.ledger import LEDGER_FILE, Ledger
 from infra.node import SSHNode
 from rollouts_core.errors import ConfigError
+from rollouts_core.fingerprint import SEMANTICS_VERSION, fingerprint_job
+from rollouts_core.run_directory import RunDirectory
+from tasks.plan import sft_job
 from tests.flows.conftest import clean_environment, processes_of
 from tests.small_pipeline import small_settings, write_small_pipeline
 from tests.waiting import wait_until
@@ -169,6 +172,20 @@ def test_what_somebody_should_look_at_is_said_last_and_is_no_refusal(folder: Pat
         "2 warnings in all; a run starts in spite of them",
     ]
     assert [line.startswith("warn  ") for line in outcome.stderr.splitlines()[-4:]] == [False, True, True, True]
+
+
+def test_validate_warns_of_a_training_that_older_code_finished(folder: Path, tmp_path: Path) -> None:
+    job = sft_job(load_pipeline(folder / "small.toml").config)
+    name = f"sft-{fingerprint_job('sft', job, semantics=SEMANTICS_VERSION - 1)}"
+    result = RunDirectory(tmp_path / "store" / "stages" / name).result
+    result.parent.mkdir(parents=True)
+    result.write_text("{}")
+    outcome = CliRunner().invoke(app, ["validate", str(folder / "small.toml"), "--store", str(tmp_path / "store")])
+    assert outcome.exit_code == 0, outcome.output
+    assert next(line for line in outcome.stderr.splitlines() if line.startswith("warn  ")) == (
+        f"warn  sft: {name} has the same settings and data, but an older version of rollouts trained it: results "
+        "changed since, so a run trains again"
+    )
 
 
 def test_the_store_of_the_configuration_is_used_unless_the_command_names_one(folder: Path, tmp_path: Path) -> None:

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from rollouts_core.config import ModelConfig, SFTTrainingConfig
-from rollouts_core.fingerprint import fingerprint_job
+from rollouts_core.fingerprint import SEMANTICS_VERSION, fingerprint_job
 from rollouts_core.job import InputDataset, InputModel, SFTJob
 from rollouts_core.run_directory import RunDirectory
 from rollouts_core.system.files import write_atomically
-from tasks.closest_stage import describe_difference
+from tasks.closest_stage import describe_difference, find_older_version
 from tasks.records import Stage
 
 
@@ -77,3 +77,15 @@ def test_other_work_unfinished_work_and_what_cannot_be_read_is_not_compared_with
     finished(sft_stage(tmp_path, seed=5))
     under_way.result.unlink()
     assert describe_difference(sft_stage(tmp_path)) == ""
+
+
+def test_a_stage_of_older_code_is_named_as_the_reason(tmp_path: Path) -> None:
+    stage = sft_stage(tmp_path, num_steps=100)
+    job = SFTJob.model_validate(stage.job)
+    older = fingerprint_job("sft", job, semantics=SEMANTICS_VERSION - 1)
+    name = finished(stage.model_copy(update={"run_dir": str(tmp_path / f"sft-{older}")}))
+    assert find_older_version("sft", job, tmp_path) == name
+    assert describe_difference(stage) == (
+        f"unlike {name}, which an older version of rollouts computed: the same settings give other results now"
+    )
+    assert find_older_version("sft", SFTJob.model_validate(sft_stage(tmp_path, seed=1).job), tmp_path) == ""
