@@ -145,6 +145,7 @@ class FSDPTrainingBackend:
             "load_checkpoint": self._load_checkpoint,
         }
         self._start_random_stream()
+        ranks.allow(_Task, _Restored, Share, TrainBatch, TokenScores)
         ranks.followers_wait = True
 
     def follow(self) -> None:

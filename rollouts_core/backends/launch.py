@@ -25,6 +25,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import NoReturn
 
+from rollouts_core.backends.store_tunnel import LOOPBACK
 from rollouts_core.backends.unit import Meeting, Unit, network_variables
 from rollouts_core.job import Job, RLJob, SFTJob
 
@@ -75,11 +76,10 @@ def launch(
     """
     import torch.distributed.run  # noqa: F401 - it takes seconds, in which others would wait for this machine
 
-    with _removed_before_and_after(log_dir), join() as unit:
-        where = agent_arguments(None if unit is None else unit.meeting)
-        if unit is not None:
-            shutdown = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(SHUTDOWN_S)}
-            os.environ.update(network_variables(unit.meeting) | shutdown | dict(os.environ))  # what is set stays
+    with _removed_before_and_after(log_dir), join() as unit, _meeting_of(unit) as meeting:
+        where = agent_arguments(meeting)
+        shutdown = {} if unit is None else {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(SHUTDOWN_S)}
+        os.environ.update(network_variables(meeting.own_address) | shutdown | dict(os.environ))  # what is set stays
         program = ["-m", "rollouts_core", *arguments]
         exit_codes = _run_agent([*where, "--nproc-per-node", str(num_processes), "--log-dir", str(log_dir), *program])
         code = choose_exit_code(exit_codes) if exit_codes else 0
@@ -88,12 +88,27 @@ def launch(
     return _end_like(code, exit_codes)
 
 
-def agent_arguments(meeting: Meeting | None) -> list[str]:
-    """What tells torchrun where its agents meet: those of several machines, or that of this machine nobody."""
-    if meeting is None:
-        return ["--standalone", "--local-addr", "127.0.0.1"]
+@contextmanager
+def _meeting_of(unit: Unit | None) -> Iterator[Meeting]:
+    """Where this machine's agent meets those of the others, or its own ranks if it trains alone."""
+    if unit is not None:
+        yield unit.meeting
+        return
+    from rollouts_core.backends.process_group import open_store
+
+    store, port = open_store(LOOPBACK, multi_tenant=True)
+    yield Meeting(num_nodes=1, node_rank=0, store_port=port, own_address=LOOPBACK)
+    del store  # until here: it ends with its last reference
+
+
+def agent_arguments(meeting: Meeting) -> list[str]:
+    """The arguments that tell torchrun where its agents and ranks meet.
+
+    The leader's agent finds the store that this process has opened at the port. torchrun's own store would listen on
+    all interfaces, and with `--standalone` the agent would unpickle whatever is written there.
+    """
     size = ["--nnodes", str(meeting.num_nodes), "--node-rank", str(meeting.node_rank)]
-    place = ["--master-addr", meeting.host, "--master-port", str(meeting.port)]
+    place = ["--master-addr", LOOPBACK, "--master-port", str(meeting.store_port)]
     return [*size, *place, "--local-addr", meeting.own_address]
 
 

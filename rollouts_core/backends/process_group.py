@@ -35,6 +35,33 @@ def find_address_towards(host: str, port: int) -> str:
         return str(probe.getsockname()[0])
 
 
+def open_store(address: str, *, multi_tenant: bool = False) -> tuple[TCPStore, int]:
+    """A store, and the port at which it listens.
+
+    It listens at this address alone, since everybody that reaches a store can take part. A TCPStore that opens its
+    port itself listens on all interfaces.
+
+    Args:
+        multi_tenant: let this process open further stores at the port, which are this one.
+
+    Raises:
+        OSError, RuntimeError: nothing can listen at the address.
+    """
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.create_server((address, 0), family=family) as listener:
+        port: int = listener.getsockname()[1]
+        store = TCPStore(
+            address,
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            multi_tenant=multi_tenant,
+            master_listen_fd=listener.detach(),
+            timeout=timedelta(seconds=TIMEOUT_S),
+        )
+    return store, port
+
+
 def join_store(address: str, port: int) -> TCPStore:
     """The store that the trainer opened, over which the members find each other; RuntimeError where it is not."""
     timeout = timedelta(seconds=TIMEOUT_S)

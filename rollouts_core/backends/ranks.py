@@ -16,10 +16,13 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from io import BytesIO
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from rollouts_core.backends.launch import is_launched
 from rollouts_core.config.messages import first_line
@@ -58,6 +61,7 @@ class Ranks:
         dist.init_process_group("nccl" if self.device.type == "cuda" else "gloo")
         # Objects are small and on the CPU; and a wait in NCCL would occupy the GPU and time out.
         self._objects = dist.new_group(backend="gloo", timeout=MAX_WAIT)
+        self._types: list[type] = []
         self.followers_wait = True
         """Whether every follower waits in `scatter`: nothing may be sent to them otherwise."""
 
@@ -94,26 +98,66 @@ class Ranks:
             LeaderGoneError: on a follower, when the leader ended without a word.
         """
         assert (objects is not None) == self.is_leader, "only the leader has something to scatter"
-        received: list[Any] = [None]
+        contents = None if objects is None else [_pack(each) for each in objects]
         try:
-            dist.scatter_object_list(received, None if objects is None else list(objects), group=self._objects)
+            return self._unpack(self._scatter_bytes(contents))
         except RuntimeError as error:
             if self.is_leader:
                 raise
             raise LeaderGoneError(f"rank 0 is gone: {first_line(error)}") from error
-        return received[0]
 
     def gather(self, value: object) -> list[Any]:  # Any: whatever the ranks send
         """Every rank's object, in order, on every rank."""
-        gathered: list[Any] = [None] * self.size
-        dist.all_gather_object(gathered, value, group=self._objects)
-        return gathered
+        return [self._unpack(content) for content in self._gather_bytes(_pack(value))]
+
+    def allow(self, *types: type) -> None:
+        """Let objects of these types pass between the ranks, beside tensors, numbers, texts and their containers."""
+        self._types.extend(types)
+
+    def _unpack(self, content: Tensor) -> Any:  # Any: whatever was sent
+        """The object of these bytes; the connection carries no key, so nothing but allowed types is ever made.
+
+        Raises:
+            TrainingError: the bytes name something else.
+        """
+        with torch.serialization.safe_globals([*self._types]):
+            try:
+                return torch.load(BytesIO(content.numpy().tobytes()), weights_only=True)
+            except UnpicklingError as error:
+                raise TrainingError(f"a rank received what no rank sends: {first_line(error)}") from error
+
+    def _scatter_bytes(self, contents: Sequence[Tensor] | None) -> Tensor:
+        sizes = torch.tensor([len(each) for each in contents] if contents else [0] * self.size)
+        dist.broadcast(sizes, src=0, group=self._objects)
+        received = torch.empty(int(sizes.max()), dtype=torch.uint8)
+        padded = None if contents is None else [_pad(each, len(received)) for each in contents]
+        dist.scatter(received, padded, src=0, group=self._objects)
+        return received[: int(sizes[self.rank])]
+
+    def _gather_bytes(self, content: Tensor) -> list[Tensor]:
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+        dist.all_gather(sizes, torch.tensor([len(content)]), group=self._objects)
+        width = max(int(size) for size in sizes)
+        gathered = [torch.empty(width, dtype=torch.uint8) for _ in range(self.size)]
+        dist.all_gather(gathered, _pad(content, width), group=self._objects)
+        return [each[: int(size)] for each, size in zip(gathered, sizes, strict=True)]
 
     def stop_followers(self) -> None:
         """Let `FSDPTrainingBackend.follow` of the other ranks return."""
         assert self.is_leader, "followers end when the leader says so"
         self.scatter([None] * self.size)
         self.followers_wait = False
+
+
+def _pack(value: object) -> Tensor:
+    """The object as bytes of torch's format, which `Ranks._unpack` reads without running code."""
+    buffer = BytesIO()
+    torch.save(value, buffer)
+    return torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
+
+
+def _pad(content: Tensor, width: int) -> Tensor:
+    return torch.nn.functional.pad(content, (0, width - len(content)))
 
 
 @contextmanager

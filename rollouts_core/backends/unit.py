@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import Any, Protocol, Self
 
 from rollouts_core.backends.proof import ProofError, prove_as_asked, prove_as_asking
+from rollouts_core.backends.store_tunnel import LOOPBACK, opened_gate, opened_tunnel
 from rollouts_core.errors import MachineLostError
 from rollouts_core.job import FurtherTrainer
 
@@ -60,9 +61,8 @@ class Meeting:
 
     num_nodes: int
     node_rank: int
-    host: str
-    """Address of the leader's machine, as this machine reaches it."""
-    port: int
+    store_port: int
+    """Port on this machine's loopback that leads to the store of all agents and ranks."""
     own_address: str
     """This machine's address in the network of all of them."""
 
@@ -233,20 +233,24 @@ def lead(trainers: Sequence[FurtherTrainer], key: str) -> Iterator[LeaderUnit]:
     Raises:
         MachineLostError: one of them did not come within JOIN_S.
     """
+    from rollouts_core.backends.process_group import open_store  # torch loads here
+
     with ExitStack() as stack:
         deadline = time.monotonic() + JOIN_S
         connections = [stack.enter_context(_connect(trainer, key, deadline)) for trainer in trainers]
         own_address = str(connections[0].getsockname()[0])
-        port = _find_free_port(own_address)
+        store, store_port = open_store(LOOPBACK, multi_tenant=True)
+        gate = _listen_at(own_address, 0)
+        port = gate.getsockname()[1]
+        stack.enter_context(opened_gate(gate, store_port, key))
         links = []
         for trainer, connection in zip(trainers, connections, strict=True):
             greeting = {"host": connection.getsockname()[0], "port": port, "num_nodes": 1 + len(trainers)}
             connection.sendall(json.dumps(greeting).encode() + b"\n")
             links.append(stack.enter_context(Link(trainer.name, connection)))
-        meeting = Meeting(
-            num_nodes=1 + len(trainers), node_rank=0, host=own_address, port=port, own_address=own_address
-        )
+        meeting = Meeting(num_nodes=1 + len(trainers), node_rank=0, store_port=store_port, own_address=own_address)
         yield LeaderUnit(meeting, trainers, links)
+        del store  # until here: it ends with its last reference
 
 
 def _connect(trainer: FurtherTrainer, key: str, deadline: float) -> socket.socket:
@@ -274,13 +278,6 @@ def _connect_once(trainer: FurtherTrainer, key: str) -> socket.socket:
     return connection
 
 
-def _find_free_port(host: str) -> int:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family) as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
-
-
 @contextmanager
 def follow(own: FurtherTrainer, *, node_rank: int, key: str, lease_file: Path) -> Iterator[FurtherUnit]:
     """Wait for the leader, which the job's lease bounds, and stay connected while the block runs.
@@ -289,7 +286,7 @@ def follow(own: FurtherTrainer, *, node_rank: int, key: str, lease_file: Path) -
         MachineLostError: nothing can listen at this machine's address.
     """
     with ExitStack() as stack:
-        with _listen_at(own) as listener:
+        with _listen_at(own.host, own.port) as listener:
             connection, greeting = _accept_leader(listener, key)
         stack.enter_context(connection)
 
@@ -298,22 +295,22 @@ def follow(own: FurtherTrainer, *, node_rank: int, key: str, lease_file: Path) -
                 os.utime(lease_file)
 
         leader = stack.enter_context(Link(str(greeting["host"]), connection, on_beat=renew))
+        tunnel = opened_tunnel(str(greeting["host"]), int(greeting["port"]), key)
         meeting = Meeting(
             num_nodes=int(greeting["num_nodes"]),
             node_rank=node_rank,
-            host=str(greeting["host"]),
-            port=int(greeting["port"]),
+            store_port=stack.enter_context(tunnel),
             own_address=own.host,
         )
         yield FurtherUnit(meeting, leader)
 
 
-def _listen_at(own: FurtherTrainer) -> socket.socket:
-    family = socket.AF_INET6 if ":" in own.host else socket.AF_INET
+def _listen_at(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        return socket.create_server((own.host, own.port), family=family)
+        return socket.create_server((host, port), family=family)
     except OSError as error:
-        raise MachineLostError(f"nothing can listen at {own.host}:{own.port}: {error.strerror}") from error
+        raise MachineLostError(f"nothing can listen at {host}:{port}: {error.strerror}") from error
 
 
 def _accept_leader(listener: socket.socket, key: str) -> tuple[socket.socket, dict[str, Any]]:  # Any: JSON
@@ -330,12 +327,12 @@ def _accept_leader(listener: socket.socket, key: str) -> tuple[socket.socket, di
         connection.close()
 
 
-def network_variables(meeting: Meeting) -> dict[str, str]:
-    """The variables that make gloo and NCCL talk in the network of the unit; none where they cannot be found.
+def network_variables(address: str) -> dict[str, str]:
+    """The variables that make gloo and NCCL use the network of this machine's `address`; {} if it cannot be found.
 
-    By themselves they take the one that the machine's own name leads to, or that they like best.
+    Without them, gloo takes the network that the machine's own name leads to, and NCCL the one that it likes best.
     """
-    interface = find_interface(meeting.own_address)
+    interface = find_interface(address)
     return {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"} if interface else {}
 
 

@@ -17,11 +17,9 @@ would make an NCCL group out of that one.
 
 from __future__ import annotations
 
-import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from typing import Any, Literal
 from uuid import uuid4
 
@@ -29,7 +27,7 @@ import httpx
 import torch
 from torch import Tensor
 from torch import distributed as dist
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # torch does not list them
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # torch does not list it
 
 from rollouts_core.backends.process_group import (
     TIMEOUT_S,
@@ -38,6 +36,7 @@ from rollouts_core.backends.process_group import (
     connect_nccl,
     let_go,
     name_store,
+    open_store,
     wait_for,
 )
 from rollouts_core.backends.process_group import find_address_towards as find_own_address
@@ -127,25 +126,6 @@ class WeightGroup:
             first_line = str(error).partition("\n")[0]
             own = f" (NCCL {nccl_version()} here; NCCL_DEBUG=WARN says more)" if self.backend == "nccl" else ""
             raise EngineUnavailableError(f"{self.url} {what} by {self.backend}: {first_line}{own}") from error
-
-
-def open_store(address: str) -> tuple[TCPStore, int]:
-    """A store, and the port at which it listens.
-
-    At this address alone: whoever reaches it could take part. OSError or RuntimeError where it cannot.
-    """
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.create_server((address, 0), family=family) as listener:
-        port: int = listener.getsockname()[1]
-        store = TCPStore(
-            address,
-            port,
-            is_master=True,
-            wait_for_workers=False,
-            master_listen_fd=listener.detach(),
-            timeout=timedelta(seconds=TIMEOUT_S),
-        )
-    return store, port
 
 
 def is_nccl_usable() -> bool:

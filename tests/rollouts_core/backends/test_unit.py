@@ -25,6 +25,7 @@ from safetensors.torch import load_file
 
 from rollouts_core.backends import unit
 from rollouts_core.backends.launch import agent_arguments, needs_launcher
+from rollouts_core.backends.process_group import join_store
 from rollouts_core.backends.unit import LeaderUnit, Link, Meeting, find_interface, follow, lead, network_variables
 from rollouts_core.config import ModelConfig, SFTTrainingConfig
 from rollouts_core.errors import MachineLostError
@@ -90,24 +91,22 @@ def test_who_trains_together_is_no_part_of_a_jobs_identity(base: InputModel) -> 
 
 
 def test_torchrun_is_told_where_the_machines_meet() -> None:
-    meeting = Meeting(num_nodes=3, node_rank=1, host="10.0.0.1", port=4711, own_address="10.0.0.2")
+    meeting = Meeting(num_nodes=3, node_rank=1, store_port=4711, own_address="10.0.0.2")
     arguments = agent_arguments(meeting)
     values = dict(zip(arguments[::2], arguments[1::2], strict=True))
     assert values == {
         "--nnodes": "3",
         "--node-rank": "1",
-        "--master-addr": "10.0.0.1",
+        "--master-addr": "127.0.0.1",
         "--master-port": "4711",
         "--local-addr": "10.0.0.2",
     }
-    assert agent_arguments(None)[0] == "--standalone"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="interfaces are found on Linux alone")
 def test_gloo_and_nccl_talk_by_the_interface_with_the_units_address() -> None:
     assert find_interface("127.0.0.1") == "lo" and find_interface("10.99.99.99") == ""
-    meeting = Meeting(num_nodes=2, node_rank=0, host="127.0.0.1", port=1, own_address="127.0.0.1")
-    assert network_variables(meeting) == {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"}
+    assert network_variables("127.0.0.1") == {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"}
 
 
 @pytest.mark.slow
@@ -131,6 +130,7 @@ def test_launchers_meet_by_their_key_and_each_beat_renews_the_lease(
     def be_further() -> None:
         with follow(further, node_rank=1, key=KEY, lease_file=lease) as joined:
             met.append(joined.meeting)
+            join_store("127.0.0.1", joined.meeting.store_port).set("from", "afar")
             wait_until(lambda: lease.stat().st_mtime > 1.0)
             joined.conclude(0)
 
@@ -142,11 +142,13 @@ def test_launchers_meet_by_their_key_and_each_beat_renews_the_lease(
             pass
     assert lease.stat().st_mtime == 1.0 and met == []
     with socket.create_connection((further.host, further.port)), lead([further], KEY) as joined:  # one says nothing
+        assert join_store("127.0.0.1", joined.meeting.store_port).get("from") == b"afar"
         wait_until(lambda: lease.stat().st_mtime > 1.0)
         joined.conclude(0)
     waiting.join()
-    port = joined.meeting.port
-    assert met == [Meeting(num_nodes=2, node_rank=1, host="127.0.0.1", port=port, own_address="127.0.0.1")]
+    [meeting] = met
+    assert meeting.store_port != joined.meeting.store_port
+    assert (meeting.num_nodes, meeting.node_rank, meeting.own_address) == (2, 1, "127.0.0.1")
 
 
 @contextmanager
@@ -200,7 +202,7 @@ def test_the_first_of_several_machines_that_is_lost_is_named_while_others_are_si
         gone.shutdown(socket.SHUT_RDWR)
         assert first.wait_for_end(60.0)
         joined = LeaderUnit(
-            Meeting(num_nodes=3, node_rank=0, host="", port=1, own_address=""), [trainer()] * 2, [first, second]
+            Meeting(num_nodes=3, node_rank=0, store_port=1, own_address=""), [trainer()] * 2, [first, second]
         )
         with pytest.raises(MachineLostError, match="was ended or killed"):
             joined.conclude(1)

@@ -1,0 +1,136 @@
+"""Carry connections to the leader's store between machines, each after both ends proved the run's key.
+
+A store of torch asks nobody for a key, so it listens on the loopback address alone.
+
+    leader's machine                                   further machine
+    store at 127.0.0.1 <── gate <── proof.py ── tunnel, listening at 127.0.0.1 <── ranks and torchrun's agent
+
+Not here: the proof (proof.py), what is stored (torch), when a gate opens (unit.py). Nothing is encrypted.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+
+from rollouts_core.backends.proof import ProofError, prove_as_asked, prove_as_asking
+
+LOOPBACK = "127.0.0.1"
+MAX_UNPROVEN = 32
+"""Connections that may be proving the key at the same time; a further one is closed at once."""
+CONNECT_TIMEOUT_S = 10.0
+_CHUNK_BYTES = 1 << 16
+
+logger = logging.getLogger(__name__)
+
+
+@contextmanager
+def opened_gate(listener: socket.socket, store_port: int, key: str) -> Iterator[None]:
+    """Let connections to `listener` through to the store on this machine's loopback, if they prove the key.
+
+    Args:
+        listener: listens where the other machines reach this one; the gate closes it.
+    """
+    unproven = threading.BoundedSemaphore(MAX_UNPROVEN)
+
+    def admit(connection: socket.socket) -> None:
+        try:
+            prove_as_asked(connection, key)
+        except ProofError as error:
+            logger.warning("refused a connection to the ranks' store: %s", error)
+            return
+        finally:
+            unproven.release()
+        _relay(connection, (LOOPBACK, store_port))
+
+    def accept(connection: socket.socket) -> None:
+        if unproven.acquire(blocking=False):
+            _start(admit, connection)
+        else:
+            connection.close()
+
+    with _accepting(listener, accept):
+        yield
+
+
+@contextmanager
+def opened_tunnel(host: str, port: int, key: str) -> Iterator[int]:
+    """Listen on this machine's loopback for connections to the store behind the gate at `host`; yields the port."""
+
+    def accept(connection: socket.socket) -> None:
+        _start(lambda each: _relay(each, (host, port), key), connection)
+
+    listener = socket.create_server((LOOPBACK, 0))
+    with _accepting(listener, accept):
+        yield listener.getsockname()[1]
+
+
+@contextmanager
+def _accepting(listener: socket.socket, accept: Callable[[socket.socket], None]) -> Iterator[None]:
+    def serve() -> None:
+        while True:
+            try:
+                connection, _ = listener.accept()
+            except OSError:
+                return  # the listener was closed
+            accept(connection)
+
+    thread = threading.Thread(target=serve, name="store tunnel", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            listener.shutdown(socket.SHUT_RDWR)  # wakes the thread
+        listener.close()
+        thread.join()
+
+
+def _start(serve: Callable[[socket.socket], None], connection: socket.socket) -> None:
+    """Serve a connection in a thread of its own, and close it afterwards."""
+
+    def run() -> None:
+        with connection:
+            serve(connection)
+
+    threading.Thread(target=run, name="store tunnel", daemon=True).start()
+
+
+def _relay(connection: socket.socket, target: tuple[str, int], key: str = "") -> None:
+    """Copy bytes both ways between a connection and a new one to `target`, until one of them ends.
+
+    Args:
+        key: to be proved to the target first, if given.
+    """
+    try:
+        further = socket.create_connection(target, CONNECT_TIMEOUT_S)
+    except OSError as error:
+        logger.warning("the ranks' store at %s:%d cannot be reached: %s", *target, error)
+        return
+    with further:
+        if key:
+            try:
+                prove_as_asking(further, key)
+            except ProofError as error:
+                logger.warning("the ranks' store at %s:%d: %s", *target, error)
+                return
+        for end in (connection, further):
+            end.settimeout(None)
+            end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # the store's messages are small
+        answers = threading.Thread(target=_copy, args=(further, connection), name="store tunnel", daemon=True)
+        answers.start()
+        _copy(connection, further)
+        answers.join()
+
+
+def _copy(source: socket.socket, sink: socket.socket) -> None:
+    """Send on what comes until the source ends, then shut both: a store has no use for half a connection."""
+    with suppress(OSError):
+        while chunk := source.recv(_CHUNK_BYTES):
+            sink.sendall(chunk)
+    for end in (source, sink):
+        with suppress(OSError):
+            end.shutdown(socket.SHUT_RDWR)
