@@ -11,7 +11,6 @@ variables (infra/providers/clouds.py, infra/ssh/login_keys.py, infra/stores/obje
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -24,9 +23,9 @@ from prefect.exceptions import PrefectHTTPStatusError
 from prefect.types import SecretDict
 from pydantic import Field, SecretStr
 
+from flows.credential_variables import check_carried
 from infra.errors import TransientInfraError
 from infra.foreign_text import shown_line
-from infra.node import VARIABLE
 from infra.providers.clouds import CREDENTIALS_VARIABLE
 from rollouts_core.errors import ConfigError
 
@@ -72,7 +71,7 @@ def take_credentials(name: str) -> None:
     """Put what the block holds into the environment of this process; nothing where none is named.
 
     Raises:
-        ConfigError: there is no such block, or it has something that is no variable.
+        ConfigError: there is no such block, or it holds a variable that is no key.
         TransientInfraError: Prefect does not answer.
     """
     if name:
@@ -83,15 +82,15 @@ def variables_of(name: str) -> dict[str, str]:
     """The environment that the block stands for: its variables, and its name.
 
     Raises:
-        ConfigError: there is no such block, or it has something that is no variable.
+        ConfigError: there is no such block, or it holds a variable that is no key.
     """
     if (variables := find_credentials().get(name)) is None:
         raise ConfigError(
             f"Prefect has no credentials named {name}: save them in the UI under Blocks, as {TYPE_NAME}, or by "
             f"rollouts credentials {name} VARIABLE..."
         )
-    if wrong := [variable for variable in variables if not re.match(VARIABLE, variable)]:
-        raise ConfigError(f"the credentials {name} have {wrong[0]!r}, which is no name of an environment variable")
+    for variable in variables:
+        check_carried(name, variable)
     return {**variables, CREDENTIALS_VARIABLE: name}
 
 

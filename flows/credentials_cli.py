@@ -19,6 +19,7 @@ from typing import Annotated
 
 import typer
 
+from flows.credential_variables import check_carried
 from flows.form import CREDENTIALS_PATTERN
 from flows.preflight import check_writable
 from flows.server import local_server, prefect_environment
@@ -45,6 +46,8 @@ def credentials(
     """
     check_request(name, variables or [], remove=remove)
     values = read_variables(variables or [])
+    for variable in values:
+        check_carried(name, variable)
     check_writable(store)
     with local_server(store) as address:
         os.environ.update(prefect_environment(store.resolve(), address))

@@ -1,35 +1,36 @@
-"""Which code a run may name that was asked for through Prefect: by a form, a schedule, or HTTP.
+"""Which code, machines and secrets a run may name that was asked for through Prefect: by a form, a schedule, or HTTP.
 
-    function    rollout.reward_fn and its like, as package.module:function
-    model       model.path with trust_remote_code, which runs what lies in the model's folder, and then also what
-                evaluate.model and evaluate.against name, but for what runs of the store made
-    program     rollout.engine.python and router_python, and every word but numbers in rollout.engine.extra_args:
-                servers have arguments that name modules, or let a model's own code run; and node.ssh_config, in
-                which OpenSSH finds commands to run here
+    function    rollout.reward_fn and its like: module, or the package above it
+    program     an interpreter, an argument or a command, packages to install, an image, OpenSSH's configuration,
+                which may name commands, and a machine over SSH, which gets code, data and keys: the exact value
+    secret      a variable and where it is sent: VARIABLE@URL; VARIABLE if it goes to the run's own engines
+    model       model.path with trust_remote_code, which runs code in the model's folder, and then also
+                evaluate.model and evaluate.against, unless a run of the store made them: the exact path
 
-Without this list, whoever may start a run, or writes deployments on a shared server, could have any function of any
-installed package called. Trusted is what configurations name that were given to `rollouts up`, by somebody with a shell
-on this machine, and what ROLLOUTS_TRUSTED_CODE lists: packages, and models by their paths, separated by commas.
+The fields carry their kind as a mark (`needs_trust`). Without this list, everybody that may start a run could call any
+function of any installed package. Trusted are the values in configurations that were given to `rollouts up`, in a shell
+of this machine, and the values that ROLLOUTS_TRUSTED_CODE lists, separated by commas.
 
-Not here: `rollouts run CONFIG`, whose configuration is somebody's own; that names can be resolved (rollouts_core).
+Not here: `rollouts run CONFIG`, whose configuration is the user's own; that names can be resolved (rollouts_core).
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from flows.deployments import load_deployments
 from flows.evaluate_settings import EvaluateConfig
 from flows.store import STORE_VARIABLE
-from infra.node import NodeSettings
+from infra.node import SYSTEM_PYTHON, NodeSettings
 from infra.stores.object_store import is_url
-from rollouts_core.config import Config
+from rollouts_core.config import Config, name_of_function
 from rollouts_core.errors import ConfigError
 from tasks.model_names import BASE
 from tasks.places import RUNS, STAGES
@@ -45,42 +46,79 @@ def check_trusted(
     store: Path | None = None,
     node: NodeSettings | None = None,
 ) -> None:
-    """Raise ConfigError for the first code of somebody that the settings name and nobody here trusts.
+    """Raise ConfigError for the first value in the settings that needs trust and has none.
 
     Args:
         evaluate: which models are loaded in place of the configuration's own.
         store: of the run, whose models need no trust beyond that of the configurations that made them.
         node: on which it is to run.
     """
-    modules, models = modules_named_by(config), models_named_by(config, evaluate)
+    models = models_named_by(config, evaluate)
     if store is not None and is_served(store):
         made = [setting for setting in SCORED if setting in models and is_made_in(store, models[setting])]
         models = {setting: model for setting, model in models.items() if setting not in made}
-    programs = programs_named_by(config)
-    if node is not None:
-        programs |= ssh_configs_of(node.model_dump(mode="json"))
-    if not modules and not models and not programs:
+    marked = find_marked(config) + (find_marked(node, "node") if node is not None else [])
+    named = [*marked, *(Named(setting=setting, kind="model", value=model) for setting, model in models.items())]
+    if not named:
         return
-    trusted = {OWN_PACKAGE, *listed(), *given_to_up()}
-    refused = {
-        setting: code
-        for setting, code in modules.items()
-        if not any(code == each or code.startswith(f"{each}.") for each in trusted)
-    }
-    exact = {**models, **programs}
-    refused |= {setting: code for setting, code in exact.items() if code not in trusted - {OWN_PACKAGE}}
-    for setting, code in refused.items():
-        what = f"is {code}" if setting in programs else f"names code of {code}"
-        raise ConfigError(
-            f"{setting} {what}, which runs that are asked for through Prefect may not run here: list "
-            f"it in the variable {VARIABLE} where runs are served, or give a configuration that names it to "
-            "rollouts up"
-        )
+    trusted = {*listed(), *given_to_up()}
+    for each in named:
+        if not is_trusted(each, trusted):
+            what = "names code of" if each.kind in ("function", "model") else "is"
+            raise ConfigError(
+                f"{each.setting} {what} {each.value}, which a run that is asked for through Prefect may not name here: "
+                f"list it in the variable {VARIABLE} where runs are served, or give a configuration that names it to "
+                "rollouts up"
+            )
 
 
-def modules_named_by(config: Config) -> dict[str, str]:
-    """The modules of functions, by the settings that name them; with a package its modules are trusted."""
-    return config.rollout.modules_named
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Named:
+    """A value that needs trust."""
+
+    setting: str
+    kind: str
+    """function, program, secret or model: see the head of this file."""
+    value: str
+
+
+def is_trusted(named: Named, trusted: Collection[str]) -> bool:
+    """True if the value is among the trusted ones; a package that is trusted stands for its modules, too."""
+    if named.kind != "function":
+        return named.value in trusted
+    return any(named.value == each or named.value.startswith(f"{each}.") for each in (OWN_PACKAGE, *trusted))
+
+
+def find_marked(settings: BaseModel, place: str = "") -> list[Named]:
+    """The values that need trust in a record of settings and in the records within.
+
+    Args:
+        place: the setting that holds the record.
+    """
+    found: list[Named] = []
+    for name, field in type(settings).model_fields.items():
+        setting, value = f"{place}.{name}".lstrip("."), getattr(settings, name)
+        mark = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
+        if kind := str(mark.get("needs_trust", "")):
+            target = str(getattr(settings, str(mark["sent_to"]))) if "sent_to" in mark else ""
+            found += [Named(setting=at, kind=kind, value=word) for at, word in _words_of(setting, kind, value, target)]
+            continue
+        several = value if isinstance(value, tuple | list) else [value]
+        for index, each in enumerate(several):
+            if isinstance(each, BaseModel):
+                found += find_marked(each, setting if each is value else f"{setting}.{index}")
+    return found
+
+
+def _words_of(setting: str, kind: str, value: Any, target: str) -> list[tuple[str, str]]:  # Any: of every field
+    """The parts of a marked field's value that need trust, each with its place; numbers and empty texts need none."""
+    if kind == "function":
+        module, colon, _ = name_of_function(value).partition(":")
+        return [(setting, module)] if colon else []
+    if kind == "secret":
+        return [(setting, f"{value}@{target}" if target else value)] if value else []
+    words = [(setting, value)] if isinstance(value, str) else [(f"{setting}.{i}", word) for i, word in enumerate(value)]
+    return [(at, word) for at, word in words if word not in ("", SYSTEM_PYTHON) and not _is_number(word)]
 
 
 def models_named_by(config: Config, evaluate: EvaluateConfig | None) -> dict[str, str]:
@@ -90,22 +128,6 @@ def models_named_by(config: Config, evaluate: EvaluateConfig | None) -> dict[str
     scored = dict(zip(SCORED, (evaluate.model, evaluate.against), strict=True)) if evaluate else {}
     others = {setting: given for setting, given in scored.items() if given not in ("", BASE)}
     return {"model.trust_remote_code": config.model.path, **others}
-
-
-def programs_named_by(config: Config) -> dict[str, str]:
-    """The interpreters that engines are run by, and what may name code among their arguments, by the settings."""
-    engine = config.rollout.engine
-    words = {f"extra_args.{number}": word for number, word in enumerate(engine.extra_args) if not _is_number(word)}
-    named = {"python": engine.python, "router_python": engine.router_python, **words}
-    return {f"rollout.engine.{setting}": word for setting, word in named.items() if word}
-
-
-def ssh_configs_of(node: Mapping[str, Any]) -> dict[str, str]:  # Any: JSON
-    """The configurations of OpenSSH that a node and the others of its unit name, by the settings."""
-    nodes = {"node": node}
-    for kind in ("trainer_nodes", "engine_nodes"):
-        nodes |= {f"node.{kind}.{number}": each for number, each in enumerate(node.get(kind, ()))}
-    return {f"{place}.ssh_config": each["ssh_config"] for place, each in nodes.items() if each.get("ssh_config")}
 
 
 def _is_number(word: str) -> bool:
@@ -137,7 +159,7 @@ def listed() -> list[str]:
 
 
 def given_to_up() -> set[str]:
-    """The code of the configurations that the process which serves this run was given."""
+    """The values that need trust in the configurations of the process that serves this run."""
     if not (store := os.environ.get(STORE_VARIABLE)):
         return set()
     code: set[str] = set()
@@ -146,7 +168,9 @@ def given_to_up() -> set[str]:
             config = Config.model_validate(deployment.parameters["config"])
             scored = deployment.parameters.get("evaluate")
             evaluate = EvaluateConfig.model_validate(scored) if scored else None
-            code.update(modules_named_by(config).values(), models_named_by(config, evaluate).values())
-            code.update(programs_named_by(config).values())
-            code.update(ssh_configs_of(deployment.parameters.get("node", {})).values())
+            code.update(each.value for each in find_marked(config))
+            code.update(models_named_by(config, evaluate).values())
+        with suppress(KeyError, ValidationError):  # it names no machine, or another version made it
+            node = TypeAdapter[NodeSettings](NodeSettings).validate_python(deployment.parameters["node"])
+            code.update(each.value for each in find_marked(node))
     return code

@@ -11,6 +11,7 @@ from pathlib import PurePosixPath
 from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic.config import JsonDict
 
 from infra.offers import CLOUD_NAMES, NETWORKED_CLOUDS, GPUQuery
 
@@ -38,6 +39,12 @@ VARIABLE = r"^([A-Za-z_][A-Za-z0-9_]*)?$"
 SSH_PORT = 22
 NO_PROVIDER = "none"
 """The provider of what stands for a machine where none is needed."""
+RUNS_PROGRAM: JsonDict = {"needs_trust": "program"}
+"""Marks a field that names a program, commands, packages to install, or a machine that gets code, data and keys.
+A run that is asked for through Prefect may set such a field only to a value that the operator trusts
+(flows/trusted_code.py)."""
+SYSTEM_PYTHON = "/usr/bin/python3"
+"""The interpreter that a machine's own system brings."""
 
 
 class LocalNode(BaseModel):
@@ -49,7 +56,7 @@ class LocalNode(BaseModel):
     """Where the stages run: on the machine of the worker itself."""
     root: str = ""
     """Directory in which the run directories lie. Leave it empty to use the store of the pipeline."""
-    python: str = ""
+    python: str = Field("", json_schema_extra=RUNS_PROGRAM)
     """Python interpreter that runs the training, with torch installed. Leave it empty to use the worker's own."""
     min_free_gb: float = Field(default=10.0, ge=0, allow_inf_nan=False, strict=True)
     """Refuse to start when the disk has less free space than this, in GB (10^9 bytes)."""
@@ -62,9 +69,9 @@ class PackageSettings(BaseModel):
 
     install: Literal["nothing", "pip", "uv"] = "nothing"
     """Install the packages of this project on the machine, into an environment of their own below `root`, once."""
-    requirements: str = ""
+    requirements: str = Field("", json_schema_extra=RUNS_PROGRAM)
     """File with the exact versions to install. Leave it empty to install those that are installed here."""
-    package_index: str = ""
+    package_index: str = Field("", json_schema_extra=RUNS_PROGRAM)
     """URL of the index to install from. Leave it empty for what the machine's own pip or uv is set to."""
 
     @field_validator("package_index")
@@ -76,7 +83,7 @@ class PackageSettings(BaseModel):
 class SSHMachine(PackageSettings):
     """How a machine of yours is logged in to, and what is where on it."""
 
-    host: str
+    host: str = Field(json_schema_extra=RUNS_PROGRAM)
     """The machine, as user@host or user@host:port; an IPv6 address in brackets. Or its name in ~/.ssh/config."""
     key_file: str = ""
     """Private key to log in with. Leave it empty to use those of the SSH agent and of ~/.ssh."""
@@ -90,13 +97,13 @@ class SSHMachine(PackageSettings):
     proxy_jump: str = ""
     """Machines to go through, as `ssh -J` takes them: user@bastion:port, or a name in ~/.ssh/config; several with
     commas."""
-    ssh_config: str = ""
+    ssh_config: str = Field("", json_schema_extra=RUNS_PROGRAM)
     """Configuration of OpenSSH for names in `host` and `proxy_jump`. Leave it empty for ~/.ssh/config."""
     trust_first_use: bool = Field(default=False, strict=True)
     """Believe the key of a machine that nobody knows, remember it in the store, and refuse another one later."""
     root: str = "~/rollouts"
     """Directory on the machine for run directories, inputs and code; begins with / or ~/."""
-    python: str
+    python: str = Field(json_schema_extra=RUNS_PROGRAM)
     """Python interpreter on the machine, with the packages of this project or, where `install` says so, without."""
     min_free_gb: float = Field(default=10.0, ge=0, allow_inf_nan=False, strict=True)
     """Refuse to start when the disk of `root` has less free space than this, in GB (10^9 bytes)."""
@@ -196,7 +203,7 @@ class InstanceNode(PackageSettings):
     """Directory on the machine for run directories, inputs and code; begins with / or ~/."""
     install: Literal["nothing", "pip", "uv"] = "uv"
     """Install the packages of this project on the machine, into an environment of their own below `root`, once."""
-    python: str = "/usr/bin/python3"
+    python: str = Field(SYSTEM_PYTHON, json_schema_extra=RUNS_PROGRAM)
     """Python interpreter on the machine, 3.11 or newer; where `install` is `nothing`, with the packages."""
     min_free_gb: float = Field(default=10.0, ge=0, allow_inf_nan=False, strict=True)
     """Refuse to start when the disk of `root` has less free space than this, in GB (10^9 bytes)."""
@@ -221,7 +228,7 @@ class RentedNode(PackageSettings):
     """What the run may spend on machines, in US dollars. A machine is ended when the money is used up."""
     max_hours: float = Field(default=24.0, gt=0, le=720, strict=True)
     """No machine is kept longer than this, in hours."""
-    image: str = ""
+    image: str = Field("", json_schema_extra=RUNS_PROGRAM)
     """Container image (RunPod, Vast.ai), image (Lambda, Prime Intellect) or operating system (Shadeform). Leave it
     empty to use the provider's usual one."""
     key_file: str = "~/.ssh/id_ed25519"
@@ -233,7 +240,7 @@ class RentedNode(PackageSettings):
     """`expect`: the first connection to a machine is held against a host key that is known before, where its provider
     allows that (Lambda, RunPod). `first_use`: the key that it shows then is believed, for images that make their own
     whatever they were given."""
-    setup: tuple[str, ...] = ()
+    setup: tuple[str, ...] = Field((), json_schema_extra=RUNS_PROGRAM)
     """Shell commands that are run once on a fresh machine, for example to install what the packages of this project
     need. They are shown in Prefect's pages: put no secret there."""
     num_trainer_nodes: int = Field(default=1, ge=1, le=64, strict=True)
@@ -257,7 +264,7 @@ class RentedNode(PackageSettings):
     """Directory on the machine for run directories, inputs and code; begins with / or ~/."""
     install: Literal["nothing", "pip", "uv"] = "uv"
     """Install the packages of this project on the machine, into an environment of their own below `root`, once."""
-    python: str = "/usr/bin/python3"
+    python: str = Field(SYSTEM_PYTHON, json_schema_extra=RUNS_PROGRAM)
     """Python interpreter on the machine, 3.11 or newer; where `install` is `nothing`, with the packages."""
     min_free_gb: float = Field(default=10.0, ge=0, allow_inf_nan=False, strict=True)
     """Refuse to start when the disk of `root` has less free space than this, in GB (10^9 bytes)."""

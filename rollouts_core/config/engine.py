@@ -11,7 +11,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from rollouts_core.config.record import PLACEMENT, Finite, Record, refuse_password
+from rollouts_core.config.record import PLACEMENT, RUNS_PROGRAM, SENDS_SECRET, Finite, Record, refuse_password
 
 EngineKind = Literal["embedded", "sglang", "vllm"]
 WeightTransfer = Literal["auto", "gloo", "nccl", "tensors"]
@@ -42,19 +42,19 @@ class EngineConfig(Record):
     kind: EngineKind = "embedded"
     """embedded: this project's own, for small models on a CPU. sglang and vllm are installed by you, usually into an
     environment of their own."""
-    python: str = Field("", json_schema_extra=PLACEMENT)
+    python: str = Field("", json_schema_extra=PLACEMENT | RUNS_PROGRAM)
     """Python interpreter of the environment that SGLang or vLLM is installed in, as an absolute path on the node; empty
     takes that of the jobs."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Number format of the engine's weights; auto takes that of the model's configuration, on a GPU bfloat16 in place
     of float32, in which checkpoints are saved. The embedded engine always takes float32."""
-    api_key_variable: str = Field("", json_schema_extra=PLACEMENT)
+    api_key_variable: str = Field("", json_schema_extra=PLACEMENT | SENDS_SECRET | {"sent_to": "router_url"})
     """Environment variable that holds the key without which the engine answers nobody, exported where the run is
     started; empty asks for none. The key itself is in no file that outlives the engine."""
     context_length: int = Field(0, ge=0)
     """Prompt and completion tokens of a request at most; 0 takes what rollout.max_prompt_tokens and
     rollout.sampling.max_new_tokens need."""
-    extra_args: tuple[str, ...] = ()
+    extra_args: tuple[str, ...] = Field((), json_schema_extra=RUNS_PROGRAM)
     """Further arguments of the server's command line, for instance ["--mem-fraction-static", "0.7"]."""
     weight_transfer: WeightTransfer = Field("auto", json_schema_extra=PLACEMENT)
     """How new weights reach the engine. auto: by memory or files of the trainer that it reads. gloo: over the network.
@@ -63,7 +63,7 @@ class EngineConfig(Record):
     router_url: str = Field("", pattern=r"^(https?://[^/]+)?$", json_schema_extra=PLACEMENT)
     """Where a router of sglang-router listens that chooses among the engines, as the trainer reaches it; empty lets the
     trainer choose. Its engines are told to it. Not with vLLM."""
-    router_python: str = Field("", json_schema_extra=PLACEMENT)
+    router_python: str = Field("", json_schema_extra=PLACEMENT | RUNS_PROGRAM)
     """Python interpreter of an environment with sglang-router, as an absolute path on the machine that trains: RL
     starts a router there that chooses among the engines, and ends it. Not with vLLM, and not beside router_url."""
     start_timeout_s: Annotated[Finite, Field(gt=0)] = Field(300.0, json_schema_extra=PLACEMENT)

@@ -28,6 +28,13 @@ PLACEMENT: JsonDict = {"affects_result": False}
 SELECTION: JsonDict = {"affects_weights": False}
 """Marks a field that decides how far training goes or which checkpoints stay: a resumed training may change it."""
 
+CALLS_FUNCTION: JsonDict = {"needs_trust": "function"}
+RUNS_PROGRAM: JsonDict = {"needs_trust": "program"}
+SENDS_SECRET: JsonDict = {"needs_trust": "secret"}
+"""Mark a field that names a function to call, a program or its arguments, or an environment variable that is sent away.
+A run that is asked for through Prefect may set such a field only to a value that the operator trusts
+(flows/trusted_code.py). A field marked SENDS_SECRET also has `sent_to`, the field that says where."""
+
 
 def _finite(value: float) -> float:
     if not math.isfinite(value):
@@ -56,6 +63,7 @@ FunctionName = Annotated[
     str | Callable[..., Any],  # Any: user functions of many shapes
     PlainSerializer(_write_function, return_type=str),
     WithJsonSchema({"type": "string"}),
+    Field(json_schema_extra=CALLS_FUNCTION),
 ]
 
 

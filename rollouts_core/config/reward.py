@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, model_validator
 
-from rollouts_core.config.record import PLACEMENT, Finite, FunctionName, Record, refuse_password
+from rollouts_core.config.record import PLACEMENT, SENDS_SECRET, Finite, FunctionName, Record, refuse_password
 
 JUDGE_PROMPT = """\
 You grade an answer.
@@ -72,7 +72,7 @@ class RewardConfig(Record):
     its number, from 0."""
     judge_prompt: str = JUDGE_PROMPT
     """What the judge reads, with {prompt}, {response} and {answer}. Its last "Score: N" from 0 to 10 counts as N/10."""
-    api_key_variable: str = Field("", json_schema_extra=PLACEMENT)
+    api_key_variable: str = Field("", json_schema_extra=PLACEMENT | SENDS_SECRET | {"sent_to": "url"})
     """Environment variable that holds the key of the service or judge; empty sends none."""
     batch_size: int = Field(32, ge=1, json_schema_extra=PLACEMENT)
     """Samples that the service, classifier or reward model scores at a time."""

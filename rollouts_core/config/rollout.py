@@ -11,7 +11,7 @@ from pydantic import Field, field_validator, model_validator
 
 from rollouts_core.config.engine import ENGINE_MARGINS, MIN_ENGINE_CONTEXT, EngineConfig
 from rollouts_core.config.filter import FilterConfig
-from rollouts_core.config.record import PLACEMENT, Finite, FunctionName, Record, name_of_function
+from rollouts_core.config.record import CALLS_FUNCTION, PLACEMENT, Finite, FunctionName, Record, name_of_function
 from rollouts_core.config.reward import RewardConfig
 
 
@@ -63,7 +63,7 @@ class RolloutConfig(Record):
     """How completions are sampled."""
     engine: EngineConfig = EngineConfig()
     """Who samples."""
-    environment: str = ""
+    environment: str = Field("", json_schema_extra=CALLS_FUNCTION)
     """Who answers the policy and grades it: a name of `rollouts_core.environments.ENVIRONMENTS` or
     `package.module:Class`. May be empty where `reward_fn` or `rewards` grade."""
     multi_turn: MultiTurnConfig = MultiTurnConfig()

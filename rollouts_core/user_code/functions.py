@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import inspect
 from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any, TypeVar
@@ -42,7 +43,7 @@ def resolve_function(name: str | FunctionT, known: Mapping[str, FunctionT], *, s
         raise ConfigError(f"{setting}: {name!r} names no module: give package.module:function")
     found: Any = (module := _import(module_name, setting=setting))  # Any: whatever the name leads to
     for part in function_name.split("."):
-        found = getattr(found, part, None)
+        found = getattr(found, part, None) if found is module or inspect.isclass(found) else None
     if found is None:
         functions = [each for each, value in vars(module).items() if callable(value)]
         close = difflib.get_close_matches(function_name, functions, n=1)
@@ -50,8 +51,25 @@ def resolve_function(name: str | FunctionT, known: Mapping[str, FunctionT], *, s
         raise ConfigError(f"{setting}: module {module_name!r} has no {function_name!r}{hint}")
     if not callable(found):
         raise ConfigError(f"{setting}: {name!r} is not a function")
+    if home := find_foreign_home(found, module):
+        raise ConfigError(
+            f"{setting}: {name!r} is not defined in {module_name.partition('.')[0]} but in {home}: give the name that "
+            "it has there, or define a function that calls it"
+        )
     function: FunctionT = found
     return function
+
+
+def find_foreign_home(found: object, module: ModuleType) -> str:
+    """The module that defines a function or class if it belongs to another package than `module`, else "".
+
+    Trust in a package would otherwise reach everything that the package imports, such as `os.abort`. Objects and inner
+    functions that the package made from parts of others are its own.
+    """
+    if not (inspect.isroutine(found) or inspect.isclass(found)) or "<locals>" in getattr(found, "__qualname__", ""):
+        return ""
+    home = str(getattr(found, "__module__", None) or "builtins")
+    return "" if home.partition(".")[0] == module.__name__.partition(".")[0] else home
 
 
 def _say_no_file(name: str, *, setting: str) -> str:

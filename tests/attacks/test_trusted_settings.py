@@ -1,0 +1,175 @@
+"""Pins that a run which is asked for through Prefect names no program, code, machine or secret that is not trusted.
+
+Everybody that knows a server's password may start runs. Without these tests, a new setting that names a program would
+let them run it as the user that serves, and a variable with a cloud's key could be sent to any address.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+from pydantic import BaseModel, TypeAdapter
+from pydantic.fields import FieldInfo
+
+from flows.credential_variables import check_carried
+from flows.credentials import FIELDS, variables_in, variables_of
+from flows.deployments import Deployment, save_deployments
+from flows.evaluate_settings import EvaluateConfig
+from flows.form import RunOptions
+from flows.retrain_settings import RetrainConfig, ScheduleConfig
+from flows.store import STORE_VARIABLE
+from flows.trusted_code import VARIABLE, check_trusted
+from infra.node import FurtherNode, InstanceNode, LocalNode, NodeSettings, RentedNode, SSHNode
+from rollouts_core.config import Config
+from rollouts_core.errors import ConfigError
+from rollouts_core.user_code.functions import resolve_function
+
+DATA = {"sft": "sft.jsonl", "prompts": "p.jsonl", "selection": "s.jsonl", "heldout": "h.jsonl"}
+SSH = {"provider": "ssh", "host": "me@box", "python": "/usr/bin/python3"}
+RENTED = {"provider": "provision", "max_usd": 1.0}
+JUDGE = {"kind": "judge", "model": "m", "api_key_variable": "AWS_SECRET_ACCESS_KEY"}
+
+HARMLESS = {
+    *("name", "store", "publish", "credentials", "register_as", "fresh", "report_to"),  # RunOptions
+    *("model", "against", "data", "sources", "cron", "time_zone", "overlap"),  # EvaluateConfig, RetrainConfig, schedule
+    *("provider", "root", "install", "key_file", "key_variable", "host_key", "host_keys", "known_hosts", "proxy_jump"),
+    *("address", "instance", "gpu_types", "regions", "security", "min_cuda", "providers"),
+    *("mode", "path", "revision", "split", "subset", "sft", "sft_eval", "prompts", "rollouts", "selection", "heldout"),
+    *("metric", "engine", "kind", "dtype", "weight_transfer", "router_url", "url", "label", "judge_prompt"),
+    *("algorithm", "baseline", "train_on", "on_overlong", "attention", "backend", "precision", "allow_changed"),
+    *("resume_from", "target_modules", "stop", "stop_regex", "settings"),
+}
+"""Fields with texts that start nothing, install nothing, and send no secret. A field of such a name was looked at."""
+
+
+def fields_of(model: type[BaseModel], seen: set[type[BaseModel]]) -> Iterator[tuple[str, FieldInfo]]:
+    """Every field of a record and of the records within, with the name of its record."""
+    if model in seen:
+        return
+    seen.add(model)
+    for name, field in model.model_fields.items():
+        yield f"{model.__name__}.{name}", field
+        for within in records_in(field.annotation):
+            yield from fields_of(within, seen)
+
+
+def records_in(annotation: Any) -> list[type[BaseModel]]:  # Any: a type
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [each for part in get_args(annotation) for each in records_in(part)]
+
+
+def holds_text(annotation: Any) -> bool:  # Any: a type
+    """Whether a value of the type may hold a text of the user's choice."""
+    if annotation is str:
+        return True
+    return any(holds_text(part) for part in get_args(annotation) if not isinstance(part, str))
+
+
+def test_every_setting_with_a_text_is_marked_or_known_to_be_harmless() -> None:
+    seen: set[type[BaseModel]] = set()
+    records = (Config, LocalNode, SSHNode, FurtherNode, InstanceNode, RentedNode, RunOptions)
+    unknown = []
+    for record in (*records, EvaluateConfig, RetrainConfig, ScheduleConfig):
+        for place, field in fields_of(record, seen):
+            is_marked = isinstance(field.json_schema_extra, dict) and "needs_trust" in field.json_schema_extra
+            if holds_text(field.annotation) and not is_marked and place.rpartition(".")[2] not in HARMLESS:
+                unknown.append(place)
+    assert unknown == [], "mark these (rollouts_core/config/record.py), or add them to HARMLESS"
+
+
+def check(node: dict[str, Any] | None = None, **rollout: Any) -> None:  # Any: settings
+    config = Config.model_validate({"model": {"path": "/m"}, "data": DATA, "rollout": rollout})
+    adapter: TypeAdapter[Any] = TypeAdapter(NodeSettings)
+    check_trusted(config, node=adapter.validate_python(node or {"provider": "local"}))
+
+
+@pytest.mark.parametrize(
+    ("node", "setting"),
+    [
+        ({"provider": "local", "python": "/tmp/evil.sh"}, "node.python"),
+        (SSH | {"host": "me@localhost"}, "node.host"),
+        (SSH | {"python": "/tmp/evil.sh"}, "node.python"),
+        (SSH | {"package_index": "http://evil.example/simple"}, "node.package_index"),
+        (SSH | {"requirements": "/tmp/evil.txt"}, "node.requirements"),
+        (SSH | {"trainer_nodes": [{"host": "me@10.0.0.9", "python": "/usr/bin/python3"}]}, "node.trainer_nodes.0.host"),
+        ({"provider": "instance", "instance": "runpod:a", "python": "/tmp/evil.sh"}, "node.python"),
+        (RENTED | {"setup": ["true", "curl evil.example"]}, "node.setup.1"),
+        (RENTED | {"image": "evil/image"}, "node.image"),
+        (RENTED | {"package_index": "http://evil.example/simple"}, "node.package_index"),
+    ],
+)
+def test_a_machine_runs_nothing_that_is_not_trusted(
+    node: dict[str, Any], setting: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(VARIABLE, "me@box,true")
+    with pytest.raises(
+        ConfigError, match=f"^{setting} is .*which a run that is asked for through Prefect may not name"
+    ):
+        check(node)
+
+
+def test_machines_of_the_providers_own_kind_need_no_trust() -> None:
+    for node in ({"provider": "local"}, RENTED, {"provider": "instance", "instance": "runpod:a"}):
+        check(node)
+
+
+def test_a_secret_goes_to_the_address_that_was_trusted_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match=r"rewards\.0\.api_key_variable is AWS_SECRET_ACCESS_KEY@http://evil"):
+        check(rewards=[JUDGE | {"url": "http://evil.example/v1"}])
+    monkeypatch.setenv(VARIABLE, "AWS_SECRET_ACCESS_KEY,AWS_SECRET_ACCESS_KEY@https://judge.example/v1")
+    with pytest.raises(ConfigError, match=r"rewards\.0\.api_key_variable is AWS_SECRET_ACCESS_KEY@http://evil"):
+        check(rewards=[JUDGE | {"url": "http://evil.example/v1"}])
+    check(rewards=[JUDGE | {"url": "https://judge.example/v1"}])
+    monkeypatch.delenv(VARIABLE)
+    given = {"model": {"path": "/m"}, "data": DATA, "rollout": {"rewards": [JUDGE | {"url": "https://judge.example"}]}}
+    (tmp_path / "prefect").mkdir()
+    deployment = Deployment(name="mine", description="", parameters={"config": given, "node": SSH})
+    save_deployments(tmp_path / "prefect", [deployment])
+    monkeypatch.setenv(STORE_VARIABLE, str(tmp_path))
+    check(SSH, rewards=[JUDGE | {"url": "https://judge.example"}])
+    with pytest.raises(ConfigError, match=r"node\.host is me@other"):
+        check(SSH | {"host": "me@other"}, rewards=[JUDGE | {"url": "https://judge.example"}])
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "rollouts_core.environments.sandbox:os.abort",
+        "rollouts_core.environments.sandbox:Path.unlink",
+        "rollouts_core.environments.sandbox:Path",
+        "rollouts_core.config:Record.model_construct",
+        "rollouts_core.system.files:os.remove",
+    ],
+)
+def test_a_trusted_module_lends_no_trust_to_what_it_imports(name: str) -> None:
+    with pytest.raises(ConfigError, match=r"is not defined in rollouts_core but in|has no"):
+        resolve_function(name, {}, setting="reward_fn")
+
+
+@pytest.mark.parametrize(
+    "variable",
+    [
+        *("ROLLOUTS_TRUSTED_CODE", "ROLLOUTS_STORE_KEY", "PREFECT_API_KEY", "PREFECT_API_URL", "PYTHONPATH"),
+        *("PYTHONSTARTUP_KEY", "LD_PRELOAD", "LD_X_KEY", "PATH", "HOME", "BASH_ENV", "AWS_CONFIG_FILE", "http_proxy"),
+        *("SSL_CERT_FILE", "key", "A=KEY", "GIT_SSH_COMMAND", "TMPDIR", "CUDA_VISIBLE_DEVICES"),
+    ],
+)
+def test_credentials_carry_nothing_that_steers_a_process(variable: str) -> None:
+    with pytest.raises(ConfigError, match="the credentials team may not carry"):
+        check_carried("team", variable)
+
+
+@pytest.mark.parametrize("variable", [*FIELDS, "JUDGE_KEY", "WANDB_API_KEY", "TEAM_SSH_KEY", "AWS_SESSION_TOKEN"])
+def test_credentials_carry_keys(variable: str) -> None:
+    check_carried("team", variable)
+
+
+def test_a_block_that_steers_a_process_is_refused_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    block = {"more": {"JUDGE_KEY": "k", "ROLLOUTS_TRUSTED_CODE": "os"}}
+    monkeypatch.setattr("flows.credentials.find_credentials", lambda: {"team": variables_in(block)})
+    with pytest.raises(ConfigError, match="the credentials team may not carry 'ROLLOUTS_TRUSTED_CODE'"):
+        variables_of("team")
