@@ -41,6 +41,6 @@ def check_carried(name: str, variable: str) -> None:
         return
     raise ConfigError(
         f"the credentials {name} may not carry {variable!r}: they hold keys, in variables whose names end in KEY, "
-        "TOKEN, SECRET or PASSWORD (as JUDGE_KEY) and do not belong to Python, Prefect or rollouts: rename it, or export "
-        "it where runs are served"
+        "TOKEN, SECRET or PASSWORD (as JUDGE_KEY) and do not belong to Python, Prefect or rollouts: rename it, or "
+        "export it where runs are served"
     )
