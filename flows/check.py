@@ -67,7 +67,7 @@ def check_settings(
 def _run_checks(settings: str, say: Callable[[str], None], refusal: IO[str]) -> int:
     """Check in a process of its own, and say what it prints; returns its exit code."""
     pipe = subprocess.PIPE
-    command = [sys.executable, "-m", "flows.check"]
+    command = [sys.executable, "-P", "-m", "flows.check"]
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=refusal, text=True) as process:
         assert process.stdin is not None and process.stdout is not None
         try:

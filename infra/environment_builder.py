@@ -28,7 +28,7 @@ CACHE = "../../cache/uv"
 
 FOLDERS_OF_UV = ("~/.local/bin", "~/.cargo/bin")
 
-PIP = ["-m", "pip", "install", "--disable-pip-version-check", "--no-input"]
+PIP = ["-P", "-m", "pip", "install", "--disable-pip-version-check", "--no-input"]
 
 
 def main() -> int:
@@ -60,7 +60,7 @@ def install_by_pip(environment: Path, arguments: "list[str]") -> None:
     if sys.version_info < (3, 11):  # noqa: UP036 - the node's own may be older
         found = f"{sys.executable} is {sys.version.split()[0]}"
         raise_refusal(f"Python 3.11 or newer is needed, {found}: name another interpreter, or install by uv")
-    run([sys.executable, "-m", "venv", str(environment)])
+    run([sys.executable, "-P", "-m", "venv", str(environment)])
     run([str(environment / "bin" / "python"), *PIP, *arguments])
 
 
@@ -82,7 +82,7 @@ def fetch_uv(tools: Path, index: "list[str]") -> str:
     if importlib.util.find_spec("pip") is not None:
         run([sys.executable, *PIP, "--target", str(tools), "--upgrade", *index, "uv"])
     else:
-        run([sys.executable, "-m", "venv", "--clear", str(tools)])
+        run([sys.executable, "-P", "-m", "venv", "--clear", str(tools)])
         run([str(tools / "bin" / "python"), *PIP, *index, "uv"])
     return str(tools / "bin" / "uv")
 

@@ -48,7 +48,7 @@ def job_spec(
     """
     return JobSpec(
         run_dir=stage.run_dir,
-        argv=(session.python, "-m", "rollouts_core", stage.kind, f"{stage.run_dir}/job.json"),
+        argv=(session.python, "-P", "-m", "rollouts_core", stage.kind, f"{stage.run_dir}/job.json"),
         job=stage.job,
         env=job_environment(stage, known_keys) | variables_of_place(code_dir),
         timeout_s=stage.timeout_s,

@@ -88,7 +88,7 @@ def _process_beside(training: TrackedStage, say: Callable[[str], None]) -> Itera
     training.state.parent.mkdir(parents=True, exist_ok=True)
     with training.state.with_suffix(".log").open("ab") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "tasks.tracking"],
+            [sys.executable, "-P", "-m", "tasks.tracking"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log,

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 
+from infra.supervisor.files import internal_path
 from infra.supervisor.output import CappedLog, ProgramOutput
 from infra.supervisor.processes import UNKILLABLE_AFTER_S, count_oom_kills, find_processes, send_signal
 from infra.supervisor.spec import JobSpec
@@ -67,12 +68,15 @@ def spawn_program(spec: JobSpec, attempt: int, gpu_locks: Sequence[int] = ()) ->
         if os.getppid() != supervisor_pid:  # it died before the line above
             os._exit(125)
 
+    # Not the run directory: files in it may come from another machine, and Python imports from where it stands.
+    work_dir = internal_path(spec.run_dir, "work")
+    work_dir.mkdir(exist_ok=True)
     output_fd, program_fd = os.pipe()
     oom_kills_before = count_oom_kills()
     try:
         process = subprocess.Popen(
             spec.argv,
-            cwd=spec.run_dir,
+            cwd=work_dir,
             env=build_environment(os.environ, spec, attempt),
             stdin=subprocess.DEVNULL,
             stdout=program_fd,

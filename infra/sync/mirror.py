@@ -11,7 +11,10 @@ Not here: the node's side (sender.py), copies in the other direction (push.py).
     checkpoints               only those with a manifest; those that the job has deleted are deleted here too, but none
                               of a later step than its newest: those are of another node, and the only copy
 
-So whatever a reader finds here is whole, at any moment. A file counts as unchanged when size and time agree.
+Whatever a reader finds here is whole, at any moment. A file counts as unchanged when size and time agree.
+
+A node may be anybody's, so only names that a job writes are taken: a stage that continues elsewhere brings its folder
+along, and `json.py` in it must not be there to be imported. Numbers and sizes of files have limits.
 """
 
 import functools
@@ -22,7 +25,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from io import FileIO
 from pathlib import Path, PurePosixPath
@@ -43,6 +46,16 @@ PULL_INTERVAL_S = 10.0
 APPENDED = ("log.txt", "metrics.jsonl", "events.jsonl", "gpu_use.jsonl")
 MANIFEST, RESULT = "manifest.json", "result.json"
 STEP = re.compile(r"checkpoints/step_(\d+)")
+JOB_FILES = re.compile(
+    r"(job|result)\.json|log\.txt|(metrics|events|gpu_use)\.jsonl|exit-\d+\.json|finish-(\d+|asked)"
+    r"|(engine-\d+|router)\.txt|samples/[^/]+\.jsonl|checkpoints/[^/]+(/[^/]+){1,3}"
+)
+"""What the files of a run directory are called (docs/run_directory.md)."""
+MAX_FILES = 100_000
+MAX_TEXT_BYTES = 8 << 30
+"""Largest file outside of checkpoints: logs, metrics, samples."""
+RESERVED_BYTES, RESERVED_SHARE = 1 << 30, 0.02
+"""A mirror leaves so many bytes of this machine's disk free, or this share of a small disk."""
 INCOMING = ".incoming"
 LOCK = ".mirror.lock"
 MAX_HEAD_BYTES = 64 << 10
@@ -58,11 +71,19 @@ JsonObject = dict[str, Any]
 logger = logging.getLogger(__name__)
 
 
-def pull_run(session: Session, source: str, target: Path) -> int:
+def is_job_file(name: str) -> bool:
+    """True if a job writes files of this name."""
+    return JOB_FILES.fullmatch(name) is not None
+
+
+def pull_run(session: Session, source: str, target: Path, *, takes: Callable[[str], bool] = is_job_file) -> int:
     """Fetch what is new in the run directory `source` on the node; returns how many files that was.
 
     Of several processes that mirror into the same directory, one works at a time. Nothing there is touched when the
     node has no such directory.
+
+    Args:
+        takes: which names are fetched; others are named in a warning.
 
     Raises:
         TransientInfraError: the connection broke, or a file arrived damaged; the next call goes on from there.
@@ -72,7 +93,7 @@ def pull_run(session: Session, source: str, target: Path) -> int:
     try:
         target.mkdir(parents=True, exist_ok=True)
         with locked(target / LOCK):
-            there, digest = _list(session, source)
+            there, digest = _list(session, source, takes)
             if there is None:
                 return 0
             _remove_deleted_checkpoints(there, target)
@@ -111,11 +132,11 @@ def mirrored(session: Session, source: str, target: Path, *, interval_s: float =
 def is_behind(session: Session, source: str, target: Path) -> bool:
     """Whether the last whole checkpoint of a run directory on the node is of an earlier step than ours, or none."""
     ours = [path.relative_to(target).as_posix() for path in target.glob(f"checkpoints/*/{MANIFEST}")]
-    there, _ = _list(session, source)
+    there, _ = _list(session, source, is_job_file)
     return _newest_step(there or ()) < _newest_step(ours)
 
 
-def _list(session: Session, source: str) -> tuple[dict[str, list[int]] | None, str]:
+def _list(session: Session, source: str, takes: Callable[[str], bool]) -> tuple[dict[str, list[int]] | None, str]:
     """Size and time of change of the node's files, of checkpoints only the whole ones; and what it can digest by."""
     listed = session.run_program(Path(sender.__file__), ["list", source], timeout_s=LIST_TIMEOUT_S, may_repeat=True)
     answer = read_answer(listed)
@@ -136,14 +157,24 @@ def _list(session: Session, source: str) -> tuple[dict[str, list[int]] | None, s
             raise PermanentInfraError(f"{source} on the node: the file name {name!r} is refused: it begins with a dot")
         if not _are_size_and_time(found):
             raise PermanentInfraError(f"{source} on the node: {name} cannot have size and time {str(found)[:80]}")
+    if len(files) > MAX_FILES:
+        raise PermanentInfraError(f"{source} on the node has {len(files)} files, and a job writes {MAX_FILES} at most")
+    if strange := [name for name in files if not takes(name)]:
+        _warn_of_left_out(source, shown_line(", ".join(map(repr, strange[:3]))))
+        files = {name: found for name, found in files.items() if takes(name)}
+    for name, (size, _) in files.items():
+        if size > MAX_TEXT_BYTES and not name.startswith("checkpoints/"):
+            raise PermanentInfraError(f"{source} on the node: {name} has {size} bytes, the limit is {MAX_TEXT_BYTES}")
     whole = {str(PurePosixPath(name).parent) for name in files if PurePosixPath(name).name == MANIFEST}
     return {name: found for name, found in files.items() if _checkpoint_of(name) in (None, *whole)}, digest
 
 
 @functools.lru_cache
 def _warn_of_left_out(source: str, left_out: str) -> None:
-    """Once for each: it is asked again and again, and says the same."""
-    logger.warning("%r on the node: %s is not copied: give it a plain name, or leave to read it", source, left_out)
+    """Warn once for each: the node is asked again and again, and answers the same."""
+    logger.warning(
+        "%r on the node: %s is not copied: a job leaves no file of that name, or nobody may read it", source, left_out
+    )
 
 
 def _checkpoint_of(name: str) -> str | None:
@@ -178,9 +209,11 @@ def _is_new(path: Path, size: int, modified_ns: int) -> bool:
 
 
 def _check_room(target: Path, sizes: Mapping[str, int]) -> None:
-    """Return if the disk here has room for what is missing of the files."""
+    """Return if the disk here has room for what is missing of the files, and some to spare."""
     needed = sum(max(0, size - _size_of(_part_of(target, name))) for name, size in sizes.items())
-    if shutil.disk_usage(target).free < needed:
+    disk = shutil.disk_usage(target)
+    reserved = min(RESERVED_BYTES, int(disk.total * RESERVED_SHARE)) if needed else 0
+    if disk.free < needed + reserved:
         raise DiskFullError(str(target), needed)
 
 

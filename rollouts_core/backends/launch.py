@@ -80,7 +80,7 @@ def launch(
         where = agent_arguments(meeting)
         shutdown = {} if unit is None else {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(SHUTDOWN_S)}
         os.environ.update(network_variables(meeting.own_address) | shutdown | dict(os.environ))  # what is set stays
-        program = ["-m", "rollouts_core", *arguments]
+        program = ["--no-python", sys.executable, "-P", "-u", "-m", "rollouts_core", *arguments]
         exit_codes = _run_agent([*where, "--nproc-per-node", str(num_processes), "--log-dir", str(log_dir), *program])
         code = choose_exit_code(exit_codes) if exit_codes else 0
         if unit is not None:

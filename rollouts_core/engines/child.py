@@ -138,7 +138,7 @@ def start_engine(
     with log.open("ab") as output:
         log_start = output.tell()
         process = subprocess.Popen(
-            [sys.executable, "-m", "rollouts_core", "serve", str(own.job)],
+            [sys.executable, "-P", "-m", "rollouts_core", "serve", str(own.job)],
             env=os.environ | ({"CUDA_VISIBLE_DEVICES": ranks, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"} if ranks else {}),
             stdin=subprocess.DEVNULL,
             stdout=output,

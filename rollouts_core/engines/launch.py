@@ -169,7 +169,7 @@ def weights_dtype(job: ServeJob, model_dir: Path, *, on_gpu: bool) -> str:
 def _render_sglang(job: ServeJob, model_dir: str, on_gpu: bool) -> tuple[list[str], dict[str, str]]:
     num_running = job.deployment.max_running_requests
     arguments = [
-        *("-m", "sglang.launch_server", "--model-path", model_dir, "--host", job.host, "--port", str(job.port)),
+        *("-P", "-m", "sglang.launch_server", "--model-path", model_dir, "--host", job.host, "--port", str(job.port)),
         *("--dtype", weights_dtype(job, Path(model_dir), on_gpu=on_gpu)),
         *("--context-length", str(job.context_length)),
         *("--max-running-requests", str(num_running), "--tp-size", _num_gpus(job)),
@@ -188,7 +188,7 @@ def _render_sglang(job: ServeJob, model_dir: str, on_gpu: bool) -> tuple[list[st
 
 def _render_vllm(job: ServeJob, model_dir: str, on_gpu: bool) -> tuple[list[str], dict[str, str]]:
     arguments = [
-        *("-m", "vllm.entrypoints.openai.api_server", "--model", model_dir, "--host", job.host),
+        *("-P", "-m", "vllm.entrypoints.openai.api_server", "--model", model_dir, "--host", job.host),
         *("--port", str(job.port), "--dtype", weights_dtype(job, Path(model_dir), on_gpu=on_gpu)),
         *("--max-model-len", str(job.context_length), "--max-num-seqs", str(job.deployment.max_running_requests)),
         *("--tensor-parallel-size", _num_gpus(job), "--logprobs-mode", LOGPROBS_MODE),

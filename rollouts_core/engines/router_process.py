@@ -83,7 +83,7 @@ class RouterProcess:
     def _start(self) -> subprocess.Popen[bytes]:
         self._started_at = time.monotonic()
         command = [
-            *(self._python, "-m", "sglang_router.launch_router", "--host", LOOPBACK, "--port", str(self._port)),
+            *(self._python, "-P", "-m", "sglang_router.launch_router", "--host", LOOPBACK, "--port", str(self._port)),
             *("--prometheus-host", LOOPBACK, "--prometheus-port", str(self._metrics_port)),
             *("--cb-timeout-duration-secs", str(FAILED_ENGINE_S), "--log-level", "warn"),
         ]

@@ -72,7 +72,7 @@ def find_model_size(model: ModelConfig, *, timeout_s: float = HUB_TIMEOUT_S) -> 
         return read_folder(folder)
     if not HUB_ID.fullmatch(model.path):
         return ModelSize(problem="it is neither a folder nor a name on the hub")
-    command = [sys.executable, "-m", __name__, model.path, model.revision]
+    command = [sys.executable, "-P", "-m", __name__, model.path, model.revision]
     environment = {**os.environ, "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
     try:
         done = subprocess.run(

@@ -1,6 +1,7 @@
 """Small shell programs as jobs, and ways to look at their processes."""
 
 import os
+import shlex
 import signal
 import subprocess
 from contextlib import suppress
@@ -13,7 +14,9 @@ from tests.waiting import wait_until
 
 
 def shell_spec(run_dir: Path, script: str, **limits: Any) -> JobSpec:
-    return JobSpec(run_dir=str(run_dir), argv=("/bin/sh", "-c", script), job={"script": script}, **limits)
+    """A job that runs the script in its run directory."""
+    moved = f"cd {shlex.quote(str(run_dir))} || exit; {script}"
+    return JobSpec(run_dir=str(run_dir), argv=("/bin/sh", "-c", moved), job={"script": script}, **limits)
 
 
 def is_alive(pid: int) -> bool:

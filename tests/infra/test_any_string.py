@@ -25,10 +25,10 @@ from infra.errors import PermanentInfraError
 from infra.jobs import JobSpec, JobState, cancel_job, start_or_attach
 from infra.node import NodeSettings, SSHNode
 from infra.session import LocalSession, Session
-from infra.sync.mirror import pull_run
 from infra.sync.push import publish_directory
 from tasks.records import RunScope
 from tests.infra.shell_jobs import wait_for_end
+from tests.infra.sync.pulling import pull_run
 
 pytestmark = pytest.mark.slow
 

@@ -19,11 +19,11 @@ from infra.chunks import CHUNK_BYTES
 from infra.errors import CompletedCommand, PermanentInfraError
 from infra.session import LocalSession, Session
 from infra.ssh.ssh_session import SSHSession
-from infra.sync.mirror import pull_run
 from infra.sync.push import publish_directory
 from infra.sync.receiver import DIGESTS
 from infra.sync.sender import Sender
 from tests.infra.ssh_server import SSHServer
+from tests.infra.sync.pulling import pull_run
 
 INTERPRETERS = {"bare": "sha256", "with packages": "blake3"}
 

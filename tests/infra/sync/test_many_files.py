@@ -15,9 +15,9 @@ import pytest
 from infra.ssh.agent_call import AgentCall, JsonObject
 from infra.ssh.agents import Agents, Purpose
 from infra.ssh.ssh_session import SSHSession
-from infra.sync.mirror import pull_run
 from infra.sync.push import publish_directory
 from tests.infra.ssh_server import SSHServer
+from tests.infra.sync.pulling import pull_run
 
 pytestmark = pytest.mark.slow
 MEMORY = Path("/dev/shm")

@@ -26,9 +26,10 @@ from infra.node_agent import DIGESTS
 from infra.session import LocalSession, Session
 from infra.ssh.ssh_session import SSHSession
 from infra.sync import sender
-from infra.sync.mirror import mirrored, pull_run
+from infra.sync.mirror import mirrored
 from infra.sync.receiver import hash_file
 from tests.infra.ssh_server import SSHServer, running_server
+from tests.infra.sync.pulling import pull_run
 from tests.waiting import wait_until
 
 
