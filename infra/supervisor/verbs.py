@@ -27,7 +27,7 @@ def main(argv: list[str]) -> int:
     verbs: dict[str, Callable[[], JsonObject]] = {
         "start": lambda: start_job(dataclasses.replace(parse_spec(sys.stdin.buffer.read()), run_dir=run_dir)),
         "status": lambda: read_status(run_dir),
-        "cancel": lambda: cancel_job(run_dir, float(parameters[0]), *parameters[1:]),
+        "cancel": lambda: cancel_job(run_dir, *map(float, parameters[:3]), int(parameters[3]), *parameters[4:]),
         "renew": lambda: renew_lease(run_dir),
         "finish": lambda: ask_to_finish(run_dir, parameters[0]),
         "tail": lambda: read_log_tail(run_dir, int(parameters[0])),

@@ -284,7 +284,8 @@ def test_checkpoints_without_an_evaluation_are_not_compared_with_those_that_have
         ([{"reward": 0.5, "reward_unfiltered": 0.25}], "reward_unfiltered", 0.25),
         ([{"loss": 2.0}], "reward", None),
         ([{"loss": 2.0}, {"loss": 4.0}], "loss", -3.0),
-        ([{"loss": 2.0, "eval_loss": 5.0}, {"loss": 4.0, "eval_loss": 1.0}, {"loss": 9.0}], "eval_loss", -1.0),
+        ([{"loss": 2.0, "eval_loss": 5.0}, {"loss": 4.0, "eval_loss": 1.0}], "eval_loss", -1.0),
+        ([{"loss": 2.0, "eval_loss": 5.0}, {"loss": 9.0}], "eval_loss", None),  # the loss of other weights
         ([{"loss": 2.0}], "eval_loss", None),
         ([], "loss", None),
     ],
