@@ -47,6 +47,7 @@ __all__ = [
     "ask_to_finish",
     "cancel_job",
     "describe_exit",
+    "describe_saved",
     "follow_job",
     "job_status",
     "raise_failure",

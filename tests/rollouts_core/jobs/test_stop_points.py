@@ -12,29 +12,31 @@ import json
 import random
 import signal
 import time
-from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rollouts_core.checkpoint import list_checkpoints, load_manifest, verify_checkpoint
-from rollouts_core.config import DeploymentConfig, MultiTurnConfig, OptimConfig, RLOptimConfig, RLTrainingConfig
-from rollouts_core.config import RolloutConfig, SFTTrainingConfig
-from rollouts_core.job import EngineAddress, InputDataset, InputModel, SFTJob
+from rollouts_core.checkpoint import list_checkpoints, load_manifest
+from rollouts_core.config import (
+    OptimConfig,
+    RLOptimConfig,
+    RLTrainingConfig,
+    SFTTrainingConfig,
+)
 from rollouts_core.data.rows import digest_path
+from rollouts_core.job import EngineAddress, InputDataset, InputModel, SFTJob
 from rollouts_core.metrics import read_json_lines
+from tests.rollouts_core.jobs import test_kill_points
 from tests.rollouts_core.jobs.test_kill_points import (
     FINISH_TIMEOUT_S,
     ONE_THREAD,
     ROLLOUT,
     START_TIMEOUT_S,
     assert_same_run,
-    base,  # noqa: F401 - a fixture
-    engine,  # noqa: F401 - a fixture
     finish,
     input_file,
-    read_rows,
     rl_job,
     said_by,
     start,
@@ -45,6 +47,7 @@ from tests.rollouts_core.jobs.test_kill_points import (
 )
 
 pytestmark = pytest.mark.slow
+base, engine = test_kill_points.base, test_kill_points.engine
 
 STOPPED_CODE = 128 + signal.SIGTERM
 SFT_TRAINING = SFTTrainingConfig(
@@ -104,7 +107,7 @@ def stop_often(directory: Path, *, seed: int, num_stops: int, max_steps: int, gr
     finish(directory, attempt=num_stops + 1)
 
 
-def sft_job(base: InputModel, quickstart_dir: Path, **training: Any) -> SFTJob:  # noqa: F811
+def sft_job(base: InputModel, quickstart_dir: Path, **training: Any) -> SFTJob:
     path = quickstart_dir / "sft.jsonl"
     data = InputDataset(path=str(path), digest=digest_path(path))
     return SFTJob(model=base, data=(data,), training=SFT_TRAINING.model_copy(update=training), deployment=ONE_THREAD)
@@ -113,7 +116,7 @@ def sft_job(base: InputModel, quickstart_dir: Path, **training: Any) -> SFTJob: 
 def test_sft_stopped_four_times_is_the_run_that_was_not(
     base: InputModel,
     quickstart_dir: Path,
-    tmp_path: Path,  # noqa: F811
+    tmp_path: Path,
 ) -> None:
     job = sft_job(with_dropout(base, tmp_path / "model"), quickstart_dir)
     finish(write_job(tmp_path / "straight", job))
@@ -124,7 +127,7 @@ def test_sft_stopped_four_times_is_the_run_that_was_not(
 def test_a_step_that_outlasts_the_grace_period_is_given_up_and_done_again(
     base: InputModel,
     quickstart_dir: Path,
-    tmp_path: Path,  # noqa: F811
+    tmp_path: Path,
 ) -> None:
     """A step of 200 micro-batches takes some seconds; two are granted, and half of them are kept for the save."""
     job = sft_job(
@@ -147,10 +150,14 @@ def test_a_step_that_outlasts_the_grace_period_is_given_up_and_done_again(
     assert_same_run(tmp_path / "straight", stopped)
 
 
+def is_at(directory: Path, *, step: int, num_resumed: int) -> bool:
+    return last_step(directory) == step and len(events_of(directory, "resumed")) == num_resumed
+
+
 def test_an_evaluation_that_outlasts_the_grace_period_is_done_when_the_run_goes_on(
     base: InputModel,
     quickstart_dir: Path,
-    tmp_path: Path,  # noqa: F811
+    tmp_path: Path,
 ) -> None:
     rows = (quickstart_dir / "sft.jsonl").read_text()
     (tmp_path / "eval.jsonl").write_text(rows * 80)
@@ -161,11 +168,7 @@ def test_an_evaluation_that_outlasts_the_grace_period_is_done_when_the_run_goes_
     stopped = write_job(tmp_path / "stopped", job)
     for attempt in (1, 2):
         process = start(stopped, attempt=attempt)
-        wait_while_it_runs(
-            lambda: last_step(stopped) == 3 and len(events_of(stopped, "resumed")) == attempt - 1,
-            process,
-            START_TIMEOUT_S,
-        )
+        wait_while_it_runs(partial(is_at, stopped, step=3, num_resumed=attempt - 1), process, START_TIMEOUT_S)
         time.sleep(1.0)  # step 4 takes a fraction of a second, its evaluation many
         (stopped / f"stop-{attempt}").write_text("2")
         process.terminate()
@@ -180,7 +183,7 @@ def test_an_evaluation_that_outlasts_the_grace_period_is_done_when_the_run_goes_
 def test_before_the_first_whole_step_there_is_nothing_to_save(
     base: InputModel,
     quickstart_dir: Path,
-    tmp_path: Path,  # noqa: F811
+    tmp_path: Path,
 ) -> None:
     directory = write_job(tmp_path / "run", sft_job(base, quickstart_dir, num_steps=3, batch_size=400))
     process = start(directory)
@@ -197,7 +200,7 @@ def test_rl_stopped_four_times_is_the_run_that_was_not(
     base: InputModel,
     quickstart_dir: Path,
     engine: EngineAddress,
-    tmp_path: Path,  # noqa: F811
+    tmp_path: Path,
 ) -> None:
     job = rl_job(base, quickstart_dir, engine, ROLLOUT).model_copy(update={"training": RL_TRAINING})
     straight, stopped = (write_job_of_run(tmp_path / name, job) for name in ("straight", "stopped"))
