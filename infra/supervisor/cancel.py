@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from infra.locks import locked
 from infra.supervisor.files import (
@@ -27,16 +29,29 @@ from infra.supervisor.status import is_supervised, read_status
 CANCEL_MARGIN_S = 15.0
 
 
-def cancel_job(
-    run_dir: str, grace_s: float, max_grace_s: float, wait_s: float, attempt: int, store: str = ""
-) -> JsonObject:
-    """Have the job end and return its status, once its end is recorded or `wait_s` is over: then `is_ending` is true.
+class CancelRequest(NamedTuple):
+    """How a job is to be ended."""
 
-    The job's processes get SIGTERM, and SIGKILL after `grace_s`. If the program says how long it needs to save what it
-    has, its process alone gets SIGTERM, and all get SIGKILL after that time, at most `max_grace_s`.
+    grace_s: float
+    """Between SIGTERM and SIGKILL of its processes."""
+    max_grace_s: float
+    """The most for a program that says how long it needs to save what it has: its process alone gets SIGTERM then."""
+    wait_s: float
+    """How long its end is waited for."""
+    attempt: int
+    """The one that is to end, if it still runs; 0 means the one under way."""
+
+    @classmethod
+    def parse(cls, parameters: Sequence[str]) -> CancelRequest:
+        """The request in parameters of a command line."""
+        grace_s, max_grace_s, wait_s = map(float, parameters[:3])
+        return cls(grace_s, max_grace_s, wait_s, int(parameters[3]))
+
+
+def cancel_job(run_dir: str, asked: CancelRequest, store: str = "") -> JsonObject:
+    """Have the job end and return its status, when its end is recorded or not waited for longer: then it `is_ending`.
 
     Args:
-        attempt: the one that is to end, if it still runs; 0 means the one under way.
         store: on whose behalf; a job that runs of other stores follow is left RUNNING. Empty ends it all the same.
 
     Raises:
@@ -44,20 +59,21 @@ def cancel_job(
     """
     if not Path(run_dir, INTERNAL_DIR).is_dir() or (store and is_followed_elsewhere(run_dir, store)):
         return read_status(run_dir)
+    attempt = asked.attempt
     with locked(internal_path(run_dir, "start.lock")):  # a start under way becomes either running or nothing
         status = read_status(run_dir)
         if attempt and status["attempt"] != attempt:
             return status_of_ended(run_dir, attempt)
         if status["state"] == "LOST":
-            end_orphans(run_dir, grace_s)
+            end_orphans(run_dir, asked.grace_s)
         if status["state"] != "RUNNING":
             return read_status(run_dir)
         attempt = attempt or status["attempt"]
-        request_cancel(run_dir, attempt, f"{grace_s:g} {max_grace_s:g}")
-    until = time.monotonic() + wait_s
+        request_cancel(run_dir, attempt, f"{asked.grace_s:g} {asked.max_grace_s:g}")
+    until = time.monotonic() + asked.wait_s
     while is_supervised(run_dir) and latest_attempt(run_dir) == attempt:
         if time.monotonic() >= until:
-            check_overdue(run_dir, attempt, grace_s)
+            check_overdue(run_dir, attempt, asked.grace_s)
             return read_status(run_dir)
         time.sleep(POLL_S / 2)
     ended = read_status(run_dir)

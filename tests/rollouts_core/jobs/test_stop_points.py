@@ -9,6 +9,7 @@ hours of training, or leave half of an update in a checkpoint that looks whole.
 from __future__ import annotations
 
 import json
+import os
 import random
 import signal
 import time
@@ -18,8 +19,9 @@ from typing import Any
 
 import pytest
 
-from rollouts_core.checkpoint import list_checkpoints, load_manifest
+from rollouts_core.checkpoint import list_checkpoints, load_manifest, verify_checkpoint
 from rollouts_core.config import (
+    DeploymentConfig,
     OptimConfig,
     RLOptimConfig,
     RLTrainingConfig,
@@ -28,6 +30,7 @@ from rollouts_core.config import (
 from rollouts_core.data.rows import digest_path
 from rollouts_core.job import EngineAddress, InputDataset, InputModel, SFTJob
 from rollouts_core.metrics import read_json_lines
+from tests.mounts import fill, mounted_tmpfs
 from tests.rollouts_core.jobs import test_kill_points
 from tests.rollouts_core.jobs.test_kill_points import (
     FINISH_TIMEOUT_S,
@@ -160,7 +163,7 @@ def test_an_evaluation_that_outlasts_the_grace_period_is_done_when_the_run_goes_
     tmp_path: Path,
 ) -> None:
     rows = (quickstart_dir / "sft.jsonl").read_text()
-    (tmp_path / "eval.jsonl").write_text(rows * 80)
+    (tmp_path / "eval.jsonl").write_text(rows * 60)
     job = sft_job(
         with_dropout(base, tmp_path / "model"), quickstart_dir, num_steps=8, checkpoint_every=4, eval_every=4
     ).model_copy(update={"eval_data": input_file(tmp_path / "eval.jsonl")})
@@ -207,3 +210,61 @@ def test_rl_stopped_four_times_is_the_run_that_was_not(
     finish(straight)
     stop_often(stopped, seed=2, num_stops=4, max_steps=5)
     assert_same_run(straight, stopped)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(
+    "rollout",
+    [
+        pytest.param({"max_staleness": 2}, id="ahead of the trainer"),
+        pytest.param({"environment": "tests.rollouts_core.kill_rewards:GoOn", "reward_fn": ""}, id="turns"),
+    ],
+)
+def test_rl_of_other_kinds_stopped_four_times_is_the_run_that_was_not(
+    base: InputModel, quickstart_dir: Path, engine: EngineAddress, tmp_path: Path, rollout: dict[str, Any]
+) -> None:
+    settings = ROLLOUT.model_copy(update=rollout)
+    settings = type(settings).model_validate(settings.model_dump(exclude_defaults=True))
+    job = rl_job(base, quickstart_dir, engine, settings).model_copy(update={"training": RL_TRAINING})
+    straight, stopped = (write_job_of_run(tmp_path / name, job) for name in ("straight", "stopped"))
+    finish(straight)
+    stop_often(stopped, seed=3, num_stops=4, max_steps=5)
+    assert_same_run(straight, stopped)
+
+
+def test_several_processes_finish_the_step_and_lose_none(
+    base: InputModel, quickstart_dir: Path, tmp_path: Path
+) -> None:
+    """Only the leading process is told, as the supervisor does."""
+    two = DeploymentConfig(trainer_threads=1, trainer_processes=2)
+    job = sft_job(base, quickstart_dir, num_steps=12, checkpoint_every=12).model_copy(update={"deployment": two})
+    straight = start(write_job(tmp_path / "straight", job))
+    stopped = write_job(tmp_path / "stopped", job)
+    process = start(stopped)
+    wait_while_it_runs(lambda: last_step(stopped) >= 3, process, FINISH_TIMEOUT_S)
+    (stopped / "stop-1").write_text("0.1")  # no step is given up, however little time there is
+    told = json.loads((stopped / "stop.json").read_text())
+    assert told["pid"] != process.pid
+    os.kill(told["pid"], signal.SIGTERM)
+    assert process.wait(60) == STOPPED_CODE, said_by(process)
+    assert events_of(stopped, "stopped")[-1]["step"] >= 3
+    finish(stopped, attempt=2)
+    assert straight.wait(FINISH_TIMEOUT_S) == 0
+    assert_same_run(tmp_path / "straight", stopped)
+
+
+def test_on_a_full_disk_the_checkpoint_before_stays_whole(
+    base: InputModel, quickstart_dir: Path, tmp_path: Path
+) -> None:
+    with mounted_tmpfs(tmp_path / "disk", "size=64m") as disk:
+        directory = write_job(disk / "run", sft_job(base, quickstart_dir, num_steps=100_000, checkpoint_every=40))
+        process = start(directory)
+        wait_while_it_runs(lambda: events_of(directory, "checkpoint"), process, START_TIMEOUT_S)
+        process.send_signal(signal.SIGSTOP)
+        fill(disk)
+        process.terminate()
+        process.send_signal(signal.SIGCONT)
+        assert process.wait(30) in (2, STOPPED_CODE)
+        newest = list_checkpoints(directory / "checkpoints")[-1]
+        told = json.loads((directory / "stop.json").read_text())
+        assert told["saved_step"] == verify_checkpoint(newest).step
