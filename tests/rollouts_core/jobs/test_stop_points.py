@@ -172,8 +172,8 @@ def test_an_evaluation_that_outlasts_the_grace_period_is_done_when_the_run_goes_
     for attempt in (1, 2):
         process = start(stopped, attempt=attempt)
         wait_while_it_runs(partial(is_at, stopped, step=3, num_resumed=attempt - 1), process, START_TIMEOUT_S)
-        time.sleep(1.0)  # step 4 takes a fraction of a second, its evaluation many
-        (stopped / f"stop-{attempt}").write_text("2")
+        time.sleep(0.3)  # step 4 takes a fraction of that, its evaluation many seconds
+        (stopped / f"stop-{attempt}").write_text("1")
         process.terminate()
         assert process.wait(10) == STOPPED_CODE, said_by(process)
         assert last_step(stopped) == 3
@@ -258,13 +258,15 @@ def test_on_a_full_disk_the_checkpoint_before_stays_whole(
 ) -> None:
     with mounted_tmpfs(tmp_path / "disk", "size=64m") as disk:
         directory = write_job(disk / "run", sft_job(base, quickstart_dir, num_steps=100_000, checkpoint_every=40))
+        (directory / "log.txt").symlink_to(tmp_path / "log.txt")  # the supervisor takes what is said by a pipe
         process = start(directory)
         wait_while_it_runs(lambda: events_of(directory, "checkpoint"), process, START_TIMEOUT_S)
         process.send_signal(signal.SIGSTOP)
         fill(disk)
         process.terminate()
         process.send_signal(signal.SIGCONT)
-        assert process.wait(30) in (2, STOPPED_CODE)
+        assert process.wait(30) in (2, STOPPED_CODE), said_by(process)
         newest = list_checkpoints(directory / "checkpoints")[-1]
         told = json.loads((directory / "stop.json").read_text())
         assert told["saved_step"] == verify_checkpoint(newest).step
+    assert (tmp_path / "log.txt").read_text().splitlines()[-1].startswith("rollouts: the disk is full")
