@@ -38,6 +38,7 @@ from infra.sync.mirror import mirrored, pull_run
 from rollouts_core.backends.unit import MACHINE_LOST_CODE
 from rollouts_core.errors import InputError
 from rollouts_core.run_directory import RunDirectory
+from rollouts_core.stopping import describe_stop
 from tasks.artifacts import find_damage, is_finished, set_damage_aside
 from tasks.closest_stage import describe_difference
 from tasks.earlier_scores import take_earlier_scores
@@ -219,6 +220,8 @@ def follow_until_finished(session: Session, status: JobStatus, progress: StagePr
             progress.say(f"has its GPUs, after {event['waited_s']:.0f} s")
         if event["event"] == "few_updates" and "step" in event and event["attempt"] == status.attempt:
             progress.say(event["message"])
+        if event["event"] == "stopped" and event["attempt"] == status.attempt:
+            progress.say(shown_lines(describe_stop(event["step"], event.get("problem", ""))))
         if event["event"] == "failed" and event["attempt"] == status.attempt:
             complaints.append(shown_lines(event["message"]))
 
