@@ -25,13 +25,14 @@ from flows.server import ServerAddress, local_server, named_url, prefect_environ
 from flows.status import FLOWS, NOT_ENDED, name_of_run, of_store, without_later_looks
 from flows.terminal import DEFAULT_STORE, Store, console
 from flows.up import check_server, find_serving
+from infra.jobs import MAX_GRACE_S
 from infra.ledger import Ledger
 from infra.renting.rentals import open_rentals
 from infra.run_ids import short_id
 from rollouts_core.errors import InputError, RolloutsError
 
 WAIT_S = 720.0
-"""Jobs end within half a minute; what a machine elsewhere has of them is fetched within ten."""
+"""Added to the time that a training may take to save. Results on another machine are fetched within ten minutes."""
 POLL_S = 0.5
 FULL_ID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 ENDED = ("COMPLETED", "FAILED", "CANCELLED")
@@ -80,7 +81,8 @@ def cancel_run(address: ServerAddress, ledger: Ledger, store: Path, run: FlowRun
     if (run["state_type"] in (*ENDED, "CRASHED") and not is_alive) or is_left_alone(address, ledger, store, run):
         return _give_back_here(address, store, run)
     _set_state(address, run["id"], "CANCELLING")
-    deadline = time.monotonic() + WAIT_S
+    wait_s = WAIT_S + float(run["parameters"].get("run", {}).get("stop_timeout_s", MAX_GRACE_S))
+    deadline = time.monotonic() + wait_s
     while time.monotonic() < deadline:
         state = ask(address, "GET", f"/flow_runs/{run['id']}")
         # Of a run that had to be killed the serving process gives back what it held when it is Cancelled already.
@@ -92,7 +94,7 @@ def cancel_run(address: ServerAddress, ledger: Ledger, store: Path, run: FlowRun
             return _give_back_here(address, store, state)
         time.sleep(POLL_S)
     raise RolloutsError(
-        f"{_name(run)} was asked to give up and has not in {WAIT_S / 60:.0f} minutes: its page says more, "
+        f"{_name(run)} was asked to give up and has not in {wait_s / 60:.0f} minutes: its page says more, "
         f"{run_url(address, run['id'])}"
     )
 

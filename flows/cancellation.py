@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -35,7 +36,7 @@ from flows.form import HeldNode
 from flows.store import with_store
 from infra.errors import InfraError, PermanentInfraError, TransientInfraError
 from infra.interrupts import interrupted_if
-from infra.ledger import Ledger
+from infra.ledger import LEDGER_FILE, Ledger
 from infra.node import LocalNode, NodeSettings, RentedNode, without_further_nodes
 from infra.providers import provision_node
 from infra.providers.rented import find_rented, release_rentals
@@ -67,6 +68,7 @@ class HeldByRun(BaseModel):
     run_name: str
     store: str
     node: NodeSettings
+    stop_timeout_s: float = 600.0
 
 
 def is_cancelled(run_id: str) -> bool:
@@ -149,6 +151,7 @@ def release_for(flow_run: FlowRun) -> str:
         run_name=options.get("name", flow_run.name),
         store=str(Path(options.get("store", ".rollouts")).resolve()),
         node=NODE_SETTINGS.validate_python(flow_run.parameters["node"]),
+        stop_timeout_s=options.get("stop_timeout_s", 600.0),
     )
     if not (credentials := options.get("credentials", "")):
         return release_leases(held)
@@ -160,7 +163,7 @@ def release_for(flow_run: FlowRun) -> str:
 
 def release_leases(held: HeldByRun) -> str:
     """End the jobs that only this run wants, and say in a sentence what was done."""
-    scope = RunScope(run_id=held.run_id, run_name=held.run_name, store=held.store)
+    scope = RunScope(run_id=held.run_id, run_name=held.run_name, store=held.store, stop_timeout_s=held.stop_timeout_s)
     settings = held.node
     try:
         if isinstance(settings, RentedNode):
@@ -171,6 +174,25 @@ def release_leases(held: HeldByRun) -> str:
         return "; ".join(give_back_reached(settings, scope))
     except (PermanentInfraError, TransientInfraError) as error:
         return NOT_ENDED.format(error=error)
+
+
+def release_beside(settings: NodeSettings, scope: RunScope) -> None:
+    """Have a process of its own give back what the run holds, when its jobs have saved what they have."""
+    held = HeldByRun(
+        run_id=scope.run_id,
+        run_name=scope.run_name,
+        store=scope.store,
+        node=settings,
+        stop_timeout_s=scope.stop_timeout_s,
+    )
+    with (scope.output_dir.parent / f"{scope.output_dir.name}-release.txt").open("ab") as said:
+        subprocess.Popen(
+            [sys.executable, "-P", "-m", __spec__.name, held.model_dump_json()],
+            stdin=subprocess.DEVNULL,
+            stdout=said,
+            stderr=said,
+            start_new_session=True,
+        )
 
 
 def release_without_settings(run_id: str, store: Path) -> str:
@@ -221,5 +243,12 @@ def give_back_rented(settings: RentedNode, scope: RunScope) -> list[str]:
     return done + release_rentals(store, scope.run_id)
 
 
+def main() -> None:
+    """Give back what the run of the command line holds, which lives as long as that takes."""
+    held = HeldByRun.model_validate_json(sys.argv[1])
+    with Ledger(Path(held.store) / LEDGER_FILE) as ledger, ledger.living_run(held.run_id):
+        sys.stdout.write(release_leases(held))
+
+
 if __name__ == "__main__":
-    sys.stdout.write(release_leases(HeldByRun.model_validate_json(sys.argv[1])))
+    main()

@@ -136,6 +136,10 @@ class RunOptions(Record):
     restarts: int = Field(2, ge=0, le=10)
     """How many times a run that `rollouts up` serves, or `rollouts watch` looks after, is started again by itself after
     its process was killed, by -9 or with the machine."""
+    stop_timeout_s: float = Field(600.0, gt=0)
+    """The most seconds that a training gets to save its last step when the run is cancelled, interrupted or out of
+    money. It takes 1.5 times its longest recent step and save, at least 30 s. On a rented machine it gets at most half
+    of the time that is left there."""
     publish: str = ""
     """URL of an object store, for example s3://bucket/folder: the final checkpoint and the report are published in its
     folder of the run's name. Empty publishes nothing."""

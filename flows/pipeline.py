@@ -34,6 +34,7 @@ from flows.cancellation import (
     ended_when_cancelled,
     is_cancelled,
     release_after_cancellation,
+    release_beside,
 )
 from flows.check import check_settings
 from flows.credentials import take_credentials
@@ -43,7 +44,7 @@ from flows.live import find_live_pages
 from flows.retrain_settings import RetrainConfig
 from flows.server import held_server
 from infra.errors import BudgetUsedUpError
-from infra.interrupts import interrupted_afterwards, uninterrupted
+from infra.interrupts import interrupted_afterwards, noted_interrupts, uninterrupted
 from infra.ledger import Ledger
 from infra.node import Node, NodeSettings, RentedNode
 from infra.providers.rented import ended_when_expired
@@ -200,6 +201,7 @@ def open_scope(run: RunOptions) -> RunScope:
         run_name=run.name,
         store=str(store),
         fresh=run.fresh,
+        stop_timeout_s=run.stop_timeout_s,
         publish=run.publish,
         publish_checkpoints=run.publish_checkpoints,
         report_to=run.report_to,
@@ -263,8 +265,10 @@ def released_at_the_end(settings: NodeSettings, scope: RunScope) -> Iterator[Nod
         machine = provision(settings, scope)
         yield machine
     except (KeyboardInterrupt, GeneratorExit):  # the latter where Ctrl-C came just before the block began
-        with uninterrupted():
-            release_whatever(machine, scope)  # the flow run is ending: no further task can be run in it
+        with noted_interrupts() as is_impatient:  # the flow run is ending: no further task can be run in it
+            release_whatever(machine, scope, is_impatient)
+        if is_impatient() and machine is not None and machine.is_rented:
+            release_beside(settings, scope)
         raise
     except TerminationSignal:
         if is_cancelled(scope.run_id):
@@ -283,9 +287,13 @@ def released_at_the_end(settings: NodeSettings, scope: RunScope) -> Iterator[Nod
         release(machine, scope)
 
 
-def release_whatever(machine: Node | None, scope: RunScope) -> None:
-    """Give back the machine, or what was rented where the run was not told of it any more."""
+def release_whatever(machine: Node | None, scope: RunScope, is_impatient: Callable[[], bool] = lambda: False) -> None:
+    """Give back the machine, or what was rented where the run was not told of it any more.
+
+    Args:
+        is_impatient: True stops waiting for a training that saves its last step.
+    """
     if machine is None:
         release_unknown(scope)
     else:
-        release_now(machine, scope)
+        release_now(machine, scope, is_impatient=is_impatient)

@@ -27,6 +27,7 @@ from infra.renting.rentals import describe_keeping, open_rentals
 from infra.run_ids import short_id
 from rollouts_core.metrics import read_last_lines
 from rollouts_core.run_directory import RunDirectory
+from rollouts_core.stopping import describe_stop
 from tasks.early_end import read_early_end
 from tasks.model_aliases import models_of_runs
 
@@ -108,7 +109,7 @@ def verdict_of(record: Path) -> str:
 
 
 def early_ends(store: Path, run_ids: Collection[str]) -> dict[str, list[str]]:
-    """What these runs had end early, a sentence for each stage, by the run's id."""
+    """What these runs had end early, or what they stopped, a sentence for each stage, by the run's id."""
     if not (store / LEDGER_FILE).is_file():
         return {}
     said: dict[str, list[str]] = {}
@@ -116,9 +117,19 @@ def early_ends(store: Path, run_ids: Collection[str]) -> dict[str, list[str]]:
         uses = [use for use in ledger.stage_uses() if use.run_id in run_ids]
     for use in uses:
         early = read_early_end(store / "stages" / use.stage)
-        if early is not None and early.asked_by == use.run_id:
-            said.setdefault(use.run_id, []).append(f"{use.stage.rpartition('-')[0]} {early.sentence}")
+        is_own = early is not None and early.asked_by == use.run_id
+        sentence = early.sentence if is_own and early else read_stop(RunDirectory(store / "stages" / use.stage))
+        if sentence:
+            said.setdefault(use.run_id, []).append(f"{use.stage.rpartition('-')[0]} {sentence}")
     return said
+
+
+def read_stop(directory: RunDirectory) -> str:
+    """Which step a training has saved that was stopped and has not gone on since; empty for any other stage."""
+    events = read_last_lines(directory.events)
+    if not events or events[-1].get("event") != "stopped":
+        return ""
+    return shown_line(describe_stop(int(events[-1].get("step", 0)), str(events[-1].get("problem", ""))))
 
 
 def of_store(address: ServerAddress, store: Path, runs: list[dict[str, Any]]) -> list[dict[str, Any]]:  # Any: JSON

@@ -24,6 +24,20 @@ def uninterrupted() -> Iterator[None]:
 
 
 @contextmanager
+def noted_interrupts() -> Iterator[Callable[[], bool]]:
+    """Ctrl-C inside is only noted; the callable says if one came."""
+    came: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda: False
+        return
+    previous = signal.signal(signal.SIGINT, lambda number, _: came.append(number))
+    try:
+        yield lambda: bool(came)
+    finally:
+        signal.signal(signal.SIGINT, previous)
+
+
+@contextmanager
 def interrupted_afterwards() -> Iterator[None]:
     """Ctrl-C inside takes effect when the block has been left without an error."""
     if threading.current_thread() is not threading.main_thread():

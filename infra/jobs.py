@@ -47,6 +47,7 @@ __all__ = [
     "ask_to_finish",
     "cancel_job",
     "describe_exit",
+    "describe_saved",
     "follow_job",
     "job_status",
     "raise_failure",
@@ -61,6 +62,10 @@ __all__ = [
 JsonObject = dict[str, Any]
 
 CALL_TIMEOUT_S = 60.0
+MAX_GRACE_S = 600.0
+"""Unless the caller says otherwise, a program has at most this long to save what it has."""
+CANCEL_LOOK_S = 1.0
+"""How long one look waits for the end of a job that is being cancelled."""
 MAX_BROKEN_STREAMS = 10
 """So many connections in a row may end without a word before following a job is given up."""
 STEADY_S = 600.0
@@ -108,6 +113,10 @@ class JobExit:
     started_at: str
     """ISO 8601, UTC, by the node's clock."""
     ended_at: str
+    saved_step: int | None = None
+    """The last step that the program has saved, 0 before the first; None if the program does not say."""
+    problem: str = ""
+    """Why the program could not save a later step when it was told to end; else empty."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,6 +141,8 @@ class JobStatus:
     """Why it is LOST; else empty."""
     orphans: tuple[int, ...]
     """Processes that a LOST job has left behind; the next start, or a cancel, ends them."""
+    is_ending: bool = False
+    """It is RUNNING, and saves what it has: its end was asked for, or one of its limits is reached."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,7 +164,7 @@ def start_or_attach(session: Session, spec: JobSpec) -> JobStatus:
         PermanentInfraError: the command cannot be run, or what is being ended does not end.
     """
     assert PurePosixPath(spec.run_dir).is_absolute(), f"run_dir is {spec.run_dir!r}, not an absolute path"
-    timeout_s = CALL_TIMEOUT_S + ENDING_WAIT_S
+    timeout_s = CALL_TIMEOUT_S + ENDING_WAIT_S + spec.max_grace_s
     status = parse_status(_call(session, "start", spec.run_dir, stdin=render_spec(spec), timeout_s=timeout_s))
     logger.info("%s %s, attempt %d", "found" if status.attached else "started", spec.run_dir, status.attempt)
     return status
@@ -164,16 +175,38 @@ def job_status(session: Session, run_dir: str) -> JobStatus:
     return parse_status(_call(session, "status", run_dir))
 
 
-def cancel_job(session: Session, run_dir: str, grace_s: float, *, store: str = "") -> JobStatus:
-    """End the job with all its processes, SIGKILL after `grace_s`, and return how it ended; harmless when it has.
+def cancel_job(
+    session: Session,
+    run_dir: str,
+    grace_s: float,
+    *,
+    max_grace_s: float = MAX_GRACE_S,
+    store: str = "",
+    on_wait: Callable[[], None] = lambda: None,
+    is_impatient: Callable[[], bool] = lambda: False,
+) -> JobStatus:
+    """End the job with all its processes and return how it ended; harmless when it has.
+
+    Its processes get SIGTERM, and SIGKILL after `grace_s`; a program that says how long it needs to save what it has
+    gets that long, at most `max_grace_s`.
 
     Args:
         store: identity of the ledger on whose behalf this is; a job that runs of others follow is left, and is RUNNING.
             Empty ends it whoever follows it.
+        on_wait: called once if the end takes a while.
+        is_impatient: True stops the waiting; the job saves and ends all the same, and is RUNNING and `is_ending`.
     """
     on_behalf = (store,) if store else ()
-    answer = _call(session, "cancel", run_dir, str(grace_s), *on_behalf, timeout_s=grace_s + CALL_TIMEOUT_S)
-    return parse_status(answer)
+    limits = (str(grace_s), str(max_grace_s), str(CANCEL_LOOK_S))
+    attempt = 0
+    while True:
+        asked = (*limits, str(attempt), *on_behalf)
+        status = parse_status(_call(session, "cancel", run_dir, *asked, timeout_s=grace_s + CALL_TIMEOUT_S))
+        if not status.is_ending or is_impatient():
+            return status
+        if not attempt:
+            attempt = status.attempt
+            on_wait()
 
 
 def ask_to_finish(session: Session, run_dir: str, asked_by: str) -> JobStatus:
@@ -300,7 +333,7 @@ def raise_failure(
 def describe_exit(exit_record: JobExit) -> str:
     """One sentence about how a job ended."""
     if exit_record.cancelled:
-        return "it was cancelled."
+        return f"it was cancelled{describe_saved(exit_record)}."
     if exit_record.timeout:
         return (
             f"it was ended by its time limit after {exit_record.seconds:.0f} s: raise "
@@ -315,6 +348,18 @@ def describe_exit(exit_record: JobExit) -> str:
     if exit_record.code == 0:
         return "it ended without an error, but also without writing result.json."
     return f"it failed by itself after {exit_record.seconds:.0f} s."
+
+
+def describe_saved(exit_record: JobExit) -> str:
+    """Which step a job has saved that was ended from outside, as the rest of a sentence; "" if it does not say."""
+    if exit_record.saved_step is None:
+        return ""
+    problem = f": {exit_record.problem}" if exit_record.problem else ""
+    return (
+        f"{problem}, step {exit_record.saved_step} is saved"
+        if exit_record.saved_step
+        else f"{problem}, no step is saved"
+    )
 
 
 def render_spec(spec: JobSpec) -> bytes:

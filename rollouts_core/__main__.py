@@ -30,6 +30,7 @@ from rollouts_core.backends.launch import (
     run_worker,
 )
 from rollouts_core.backends.unit import MACHINE_LOST_CODE, Unit, follow, lead
+from rollouts_core.checkpoint import newest_step
 from rollouts_core.config.messages import first_line
 from rollouts_core.errors import InputError, MachineLostError
 from rollouts_core.hub_cache import use_fallback
@@ -37,6 +38,7 @@ from rollouts_core.job import Job, RLJob, ServeJob, SFTJob, load_job
 from rollouts_core.keys import OWN_KEY_VARIABLE, read_key
 from rollouts_core.metrics import EventLog
 from rollouts_core.run_directory import RunDirectory, attempt_number
+from rollouts_core.stopping import TrainingStop
 from rollouts_core.system.open_files import raise_file_limit
 from rollouts_core.system.parent_death import die_with_parent
 from rollouts_core.system.utf8 import ensure_utf8
@@ -123,6 +125,8 @@ def main(argv: list[str] | None = None) -> int:
                 log_dir=directory.root / "torchrun",
                 join=partial(_join_machines, job, directory),
             )
+        if isinstance(job, SFTJob | RLJob) and not is_follower():
+            tell_saved_step(directory)
         run = _load_runner(job)
         _look_for_garbage()
     except InputError as error:
@@ -167,6 +171,12 @@ def _load_runner(job: Job) -> Callable[[RunDirectory], None]:
     from rollouts_core.jobs.eval_job import run_eval_job
 
     return partial(run_eval_job, job)
+
+
+def tell_saved_step(directory: RunDirectory) -> None:
+    """Say which step of a training is saved, for the record of its end: loading takes a while, and may be stopped."""
+    stop = TrainingStop(told=directory.stop_state, attempt=attempt_number())
+    stop.note_saved(newest_step(directory.checkpoints))
 
 
 def _join_machines(job: Job, directory: RunDirectory) -> AbstractContextManager[Unit | None]:

@@ -175,6 +175,11 @@ def step_directory(parent: Path, step: int) -> Path:
     return parent / f"step_{step:06d}"
 
 
+def newest_step(parent: Path) -> int:
+    """The step of a run's newest checkpoint; 0 without one."""
+    return max((int(path.name.removeprefix("step_")) for path in list_checkpoints(parent)), default=0)
+
+
 def list_checkpoints(parent: Path) -> list[Path]:
     """The checkpoints of a run by step, whole or not."""
     if not parent.is_dir():
@@ -259,9 +264,12 @@ def prune_checkpoints(
     Args:
         is_comparable: told what a checkpoint was trained with, whether its score is one that others compare with.
     """
-    if _is_early(newest):
-        return
     checkpoints = list_checkpoints(parent)
+    if _is_early(newest):
+        for path in checkpoints[: checkpoints.index(newest)]:
+            if _is_early(path):
+                remove_directory(path)
+        return
     regular = [path for path in checkpoints[: checkpoints.index(newest)] if not _is_early(path)] + [newest]
     kept = {*regular[-keep:], *_best_of(regular, keep_best, is_comparable)}
     for path in checkpoints:

@@ -27,7 +27,7 @@ from torch import Tensor
 from rollouts_core.algorithms.credit import RolloutScores, trained_samples
 from rollouts_core.algorithms.loss import Metrics
 from rollouts_core.algorithms.mismatch import ENGINE_METRICS, MISMATCH_METRICS
-from rollouts_core.backends.protocol import TrainingBackend
+from rollouts_core.backends.protocol import TrainingBackend, TrainingState
 from rollouts_core.backends.threaded import beside_event_loop, run_with
 from rollouts_core.batch import build_batch, place_samples, split_by_sample
 from rollouts_core.config import RLTrainingConfig
@@ -42,6 +42,7 @@ from rollouts_core.rollout.manager import AsyncRolloutManager
 from rollouts_core.rollout.offline_rollouts import OfflineRollouts
 from rollouts_core.saving import RunCheckpoints, describe_settings, is_same_task
 from rollouts_core.signal_watch import SignalWatch
+from rollouts_core.stopping import TrainingStop
 from rollouts_core.types import RolloutBatch, Sample, Status, trajectory_places
 from rollouts_core.update import SkipCounter, update_policy
 
@@ -65,6 +66,7 @@ async def run_rl_training(
     on_batch: OnBatch | None = None,
     is_colocated: bool = False,
     is_end_asked: Callable[[], bool] = lambda: False,
+    stop: TrainingStop | None = None,
 ) -> list[Metrics]:
     """Train for `config.num_steps` steps; returns the metrics of each step that was run.
 
@@ -79,6 +81,7 @@ async def run_rl_training(
         is_colocated: the engines hand their memory over while the trainer trains, and are published to after each step.
         inputs: digests of what the training was made from, by name; a checkpoint of others is refused.
         is_end_asked: looked at after every step; True ends the training there, with a checkpoint.
+        stop: looked at after every step; asked, the step is saved and the training ends by StoppedError.
 
     Raises:
         CheckpointError: a checkpoint of other settings or inputs.
@@ -86,6 +89,7 @@ async def run_rl_training(
         RewardError, DataError: a sample without a reward, unless the settings exclude such samples, or log-probs.
         NonFiniteError: a loss or gradient that is not finite, where the settings stop for it, or too many in a row.
         NoSignalError: too many steps in a row taught nothing; there is a checkpoint of the last one.
+        StoppedError: `stop` was asked.
     """
     rollout = rollout_manager.config
     history: list[Metrics] = []
@@ -101,45 +105,76 @@ async def run_rl_training(
             events=events,
             is_end_asked=is_end_asked,
             before_save=partial(keep_logged, metrics_logger),
+            stop=stop,
         ) as checkpoints,
     ):
         handed_over = partial(memory_handed_over, trainer, inference_engines, is_colocated=is_colocated)
         publish = partial(publish_version, trainer, inference_engines, own_target, rollout_manager)
         async with handed_over():  # says before the first step where an engine cannot
-            first_step, skips, signal = await resume(checkpoints, data_buffer, rollout_manager)
+            state, skips, signal = await resume(checkpoints, data_buffer, rollout_manager)
+        cursors = partial(read_cursors, data_buffer, rollout_manager, skips, signal)
+        conclude = partial(conclude_step, checkpoints, signal, cursors, history, metrics_logger)
+        began = perf_counter()
         published = await publish()
-        for step in range(first_step, config.num_steps + 1):
+        await checkpoints.begin()
+        if pending := state.get("pending"):  # a stop could not wait for the publication
+            await conclude(state["step"], {**pending, "publish_s": perf_counter() - began})
+        for step in range(state["step"] + 1, config.num_steps + 1):
             began = perf_counter()
             batch = await rollout_manager.generate_batch()
             note_batch(step, batch, events, on_batch)
             generated = perf_counter()
             async with handed_over():
-                metrics = await run_with(trainer, partial(train_on_rollouts, batch=batch, config=config, pad_id=pad_id))
+                train = partial(
+                    train_on_rollouts, batch=batch, config=config, pad_id=pad_id, before_update=checkpoints.stop.hold
+                )
+                metrics = await run_with(trainer, train)
             skips.after_step(step, metrics)
             trained = perf_counter()
+            metrics |= describe_rollouts(batch) | {"generate_s": generated - began, "train_s": trained - generated}
             # At a checkpoint too: a run that goes on from there publishes these weights before anything else.
             is_publish_due = step % config.sync_every == 0 or checkpoints.is_due(step)
             if is_colocated or (is_publish_due and backend.weight_version != published):
+                checkpoints.note_trained(step, metrics, cursors)
                 published = await publish(step, events)
-            times = {"generate_s": generated - began, "train_s": trained - generated}
-            times |= {"publish_s": perf_counter() - trained, "idle_s": rollout_manager.take_idle_s()}
-            history.append(metrics | describe_rollouts(batch) | times)
-            if metrics_logger and (step % config.log_every == 0 or step in (1, config.num_steps)):
-                metrics_logger.log(history[-1], step)
-            signal.after_step(step, history[-1], events)
-            cursors = partial(read_cursors, data_buffer, rollout_manager, skips, signal)
-            if await checkpoints.after_step(step, history[-1], cursors, is_over=signal.is_over):
-                signal.check()
+            times = {"publish_s": perf_counter() - trained, "idle_s": rollout_manager.take_idle_s()}
+            if await conclude(step, metrics | times):
                 break
     return history
+
+
+async def conclude_step(
+    checkpoints: RunCheckpoints,
+    signal: SignalWatch,
+    cursors: Callable[[], Mapping[str, Any]],  # Any: JSON
+    history: list[Metrics],
+    metrics_logger: MetricsLogger | None,
+    step: int,
+    metrics: Metrics,
+) -> bool:
+    """Log and save what was trained and published; True when the training ends here, before its last step.
+
+    Raises:
+        NoSignalError: too many steps in a row taught nothing; there is a checkpoint of the last one.
+        StoppedError: the training was asked to stop; the step is saved.
+    """
+    config = checkpoints.config
+    history.append(metrics)
+    if metrics_logger and (step % config.log_every == 0 or step in (1, config.num_steps)):
+        metrics_logger.log(metrics, step)
+    signal.after_step(step, metrics, checkpoints.events)
+    ends_here = await checkpoints.after_step(step, metrics, cursors, is_over=signal.is_over)
+    if ends_here:
+        signal.check()
+    return ends_here
 
 
 async def resume(
     checkpoints: RunCheckpoints,
     data_buffer: DataBuffer | None,
     rollout_manager: AsyncRolloutManager | OfflineRollouts,
-) -> tuple[int, SkipCounter, SignalWatch]:
-    """Go on from the newest checkpoint, where there is one; returns the next step, and what was just counted.
+) -> tuple[TrainingState, SkipCounter, SignalWatch]:
+    """Go on from the newest checkpoint, if there is one; returns its state, of step 0 without one, and what it counted.
 
     With other data, where that is allowed, the weights go on and the data begin, at the first prompt or recorded step:
     a place in the former data and groups of them that were under way mean nothing here. With other settings the groups
@@ -152,7 +187,7 @@ async def resume(
     """
     config = checkpoints.config
     assert isinstance(config, RLTrainingConfig), "the checkpoints of RL have its settings"
-    state = await checkpoints.resume() or {"step": 0}
+    state: TrainingState = await checkpoints.resume() or {"step": 0}
     are_same_data = "data" not in checkpoints.changed
     signal_state = state.get("signal") if is_same_task(checkpoints.changed) else None
     signal = SignalWatch(config.max_steps_without_signal, signal_state)
@@ -163,7 +198,7 @@ async def resume(
             data_buffer.load_state_dict(state["data_buffer"])
     if checkpoints.events and checkpoints.directory and is_same_task(checkpoints.changed):
         rollout_manager.replay(read_schedules(checkpoints.events.path, after_step=state["step"]))
-    return state["step"] + 1, SkipCounter(config.max_skipped_updates, state.get("num_skipped", 0)), signal
+    return state, SkipCounter(config.max_skipped_updates, state.get("num_skipped", 0)), signal
 
 
 async def publish_version(
@@ -226,9 +261,17 @@ def read_schedules(events: Path, *, after_step: int) -> list[Schedule]:
 
 
 async def train_on_rollouts(
-    backend: TrainingBackend, batch: RolloutBatch, config: RLTrainingConfig, *, pad_id: int
+    backend: TrainingBackend,
+    batch: RolloutBatch,
+    config: RLTrainingConfig,
+    *,
+    pad_id: int,
+    before_update: Callable[[], None] = lambda: None,
 ) -> Metrics:
     """The optimizer updates that a batch of rollouts gives; without any signal in it there is none.
+
+    Args:
+        before_update: called before the weights change.
 
     Raises:
         RewardError: a sample without a reward, unless the settings exclude such samples.
@@ -247,7 +290,7 @@ async def train_on_rollouts(
         num_ranks=backend.num_ranks,
     )
     tried = [
-        await update_policy(backend, micro_batches, on_nonfinite=config.on_nonfinite)
+        await update_policy(backend, micro_batches, on_nonfinite=config.on_nonfinite, before_update=before_update)
         for micro_batches in updates * config.num_epochs
         if micro_batches
     ]

@@ -83,6 +83,16 @@ class RunDirectory:
         return self.root / f"finish-{attempt_number()}"
 
     @property
+    def stop_request(self) -> Path:
+        """In: how many seconds this attempt has to save and end; there before it gets SIGTERM."""
+        return self.root / f"stop-{attempt_number()}"
+
+    @property
+    def stop_state(self) -> Path:
+        """Out: how long the training needs to save and end, which process is to be told, which step is saved."""
+        return self.root / "stop.json"
+
+    @property
     def lease_file(self) -> Path:
         """In: its modification time says when somebody last wanted the job."""
         return self.root / ".job" / "lease"

@@ -13,7 +13,9 @@ import asyncio
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from time import perf_counter, time
 from types import TracebackType
 from typing import Any, Literal, NamedTuple, Self
 
@@ -22,6 +24,8 @@ from pydantic import BaseModel
 
 from rollouts_core.algorithms.loss import Metrics
 from rollouts_core.backends.protocol import TrainFuture, TrainingBackend, TrainingState
+from rollouts_core.backends.random_state import RandomState, get_random_state, remembered
+from rollouts_core.backends.threaded import without_thread
 from rollouts_core.checkpoint import (
     adopt_checkpoint,
     find_checkpoint,
@@ -35,6 +39,7 @@ from rollouts_core.config import RLTrainingConfig, SFTTrainingConfig
 from rollouts_core.errors import CheckpointError
 from rollouts_core.fingerprint import SEMANTICS_VERSION, training_settings
 from rollouts_core.metrics import EventLog
+from rollouts_core.stopping import StoppedError, TrainingStop, describe_problem
 from rollouts_core.system.files import remove_partial_directories
 
 logger = logging.getLogger(__name__)
@@ -58,6 +63,8 @@ class _Save(NamedTuple):
     path: Path
     step: int
     future: TrainFuture[None]
+    began_at: float
+    """Seconds since 1970."""
 
 
 class RunCheckpoints:
@@ -72,6 +79,7 @@ class RunCheckpoints:
         scored_by: what `score_steps` reads; a checkpoint of steps that do not have it has no score.
         is_end_asked: looked at after every step; True ends the training there, with a checkpoint.
         before_save: called before a checkpoint is written, when its steps are done and logged.
+        stop: asked after every step, too; then the training is saved there, and ends by StoppedError.
     """
 
     def __init__(
@@ -85,6 +93,7 @@ class RunCheckpoints:
         events: EventLog | None = None,
         is_end_asked: Callable[[], bool] = lambda: False,
         before_save: Callable[[], None] = lambda: None,
+        stop: TrainingStop | None = None,
     ) -> None:
         self.backend = backend
         self.directory = directory
@@ -94,10 +103,12 @@ class RunCheckpoints:
         self.events = events
         self.is_end_asked = is_end_asked
         self.before_save = before_save
+        self.stop = stop or TrainingStop(can_abandon=False)
         self.changed: list[str] = []
         """Settings and inputs that differ, as is allowed, from those of the checkpoint that `resume` went on from."""
         self._saving: _Save | None = None
         self._window: list[Metrics] = []
+        self._step_began = perf_counter()
 
     async def __aenter__(self) -> Self:
         return self
@@ -105,6 +116,7 @@ class RunCheckpoints:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.stop.hold()
         with anyio.CancelScope(shield=True):
             try:
                 await self._settle(wait=True)
@@ -118,6 +130,23 @@ class RunCheckpoints:
         Raises:
             CheckpointError: it is of other settings, of another model, or of a step beyond `config.num_steps`.
         """
+        state = await self._load_newest()
+        self.stop.note_saved(state["step"] if state else 0)
+        return state
+
+    async def begin(self) -> None:
+        """Begin with the steps: from here on a stop waits for the one under way.
+
+        Raises:
+            StoppedError: the training is to stop already.
+        """
+        await asyncio.sleep(0)
+        self.stop.is_training = True
+        if self.stop.is_asked:
+            raise StoppedError(self.stop.saved_step)
+        self._step_began = perf_counter()
+
+    async def _load_newest(self) -> TrainingState | None:
         if self.directory is None or (checkpoint := self._find_checkpoint(self.directory)) is None:
             return None
         manifest = load_manifest(checkpoint)
@@ -141,6 +170,17 @@ class RunCheckpoints:
             return False
         return step % self.config.checkpoint_every == 0 or step == self.config.num_steps
 
+    def note_trained(self, step: int, metrics: Metrics, cursors: Callable[[], Mapping[str, Any]]) -> None:  # Any: JSON
+        """Take note that the weights of a step are whole, and that what belongs to it besides may take long.
+
+        A stop that cannot wait for that saves the step with `metrics` as its `pending`: the run that goes on does the
+        rest of the step first.
+        """
+        if not self.stop.is_watched or self.directory is None:
+            return
+        state = self._state_of(step, self._window, cursors())
+        self._let_go(step, {**state, "is_early": True, "score": None, "pending": dict(metrics)})
+
     async def after_step(
         self,
         step: int,
@@ -152,37 +192,101 @@ class RunCheckpoints:
         """Finish a save that is done; begin one when it is due. True when the training ends here, before its last step.
 
         Args:
-            cursors: what the loop needs to go on from here besides the step; asked for only when a save is due.
+            cursors: what the loop needs to go on from here besides the step.
             is_over: the loop has a reason of its own to end here.
+
+        Raises:
+            StoppedError: the training was asked to stop; the step is saved.
         """
         await asyncio.sleep(0)  # the only place where a loop that never waits can be cancelled
+        self.stop.hold()
+        self.stop.note_step(perf_counter() - self._step_began)
         await self._settle(wait=False)
-        is_asked = step < self.config.num_steps and self.is_end_asked()
-        ends_here = is_asked or (step < self.config.num_steps and is_over)
+        is_last = step == self.config.num_steps
+        is_asked = not is_last and self.is_end_asked()
+        ends_here = is_asked or (not is_last and is_over)
         if is_asked:
             self._write_event("finished_early", step=step, num_steps=self.config.num_steps)
         if self.directory is None:
+            if self.stop.is_asked:
+                raise StoppedError(0)
             return ends_here
         self._window.append({name: value for name, value in metrics.items() if name == self.scored_by})
-        if not (ends_here or self.is_due(step)):
-            return False
+        is_saved = ends_here or self.is_due(step)
+        if is_saved:
+            await self._begin_save(step, cursors)
+        if self.stop.is_asked and not ends_here and not is_last:
+            await self._stop_here(step, cursors, is_saved=is_saved)
+        if self.stop.is_watched:
+            self._let_go(step, self._state_of(step, self._window, cursors()))
+        self._step_began = perf_counter()
+        return ends_here
+
+    async def _begin_save(self, step: int, cursors: Callable[[], Mapping[str, Any]]) -> None:  # Any: JSON
+        """Begin to write the checkpoint of a step that is done; at most one is in flight."""
+        assert self.directory is not None, "nothing is written without a directory"
         await self._settle(wait=True)
-        score = score_steps(self._window, self.scored_by)
+        window = list(self._window)
         if step % self.config.checkpoint_every == 0:
             self._window = []
-        state = {
-            "step": step,
-            "num_steps": self.config.num_steps,
-            "score": score,
-            "settings": dict(self.settings),
-            "window": list(self._window),
-            **({"is_early": True} if not self.is_due(step) else {}),
-            **cursors(),
-        }
+        state = {**self._state_of(step, window, cursors()), "window": list(self._window)}
         self.before_save()
         path = step_directory(self.directory, step)
-        self._saving = _Save(path, step, self.backend.save_checkpoint(path, state))
-        return ends_here
+        self._saving = _Save(path, step, self.backend.save_checkpoint(path, state), time())
+
+    def _state_of(
+        self, step: int, window: Sequence[Metrics], cursors: Mapping[str, Any]
+    ) -> dict[str, Any]:  # Any: JSON
+        """What a checkpoint of a step says besides the weights."""
+        return {
+            "step": step,
+            "num_steps": self.config.num_steps,
+            "score": score_steps(window, self.scored_by),
+            "settings": dict(self.settings),
+            "window": list(window),
+            **({"is_early": True} if not self.is_due(step) else {}),
+            **cursors,
+        }
+
+    async def _stop_here(
+        self, step: int, cursors: Callable[[], Mapping[str, Any]], *, is_saved: bool
+    ) -> None:  # Any: JSON
+        try:
+            if not is_saved:
+                await self._begin_save(step, cursors)
+            await self._settle(wait=True)
+        except Exception as error:
+            self.stop.note_problem(describe_problem(error))
+            raise
+        raise StoppedError(step)
+
+    def _let_go(self, step: int, state: Mapping[str, Any]) -> None:  # Any: JSON
+        """Have a stop save this step, as it is now, where it cannot wait for the next one."""
+        self.stop.let_go(partial(self._save_whole, step, state, get_random_state()))
+
+    def _save_whole(
+        self,
+        step: int,
+        state: Mapping[str, Any],
+        random: RandomState,
+    ) -> None:
+        """Write the checkpoint of a step that is done, while the next one is under way: the process ends afterwards."""
+        assert self.directory is not None, "nothing is written without a directory"
+        if self._saving is not None:
+            asyncio.run(_result_of(self._saving.future))
+            self._note_saved(self._saving)
+        if self.stop.saved_step == step and "pending" not in state:
+            return
+        self.before_save()
+        path, began_at = step_directory(self.directory, step), time()
+        with remembered(random):  # what the step under way has taken from it, it takes again
+            future = without_thread(self.backend).save_checkpoint(path, state)
+        asyncio.run(_result_of(future))
+        self._note_saved(_Save(path, step, future, began_at))
+
+    def _note_saved(self, saving: _Save) -> None:
+        self.stop.note_saved(saving.step, max(0.0, saving.path.stat().st_ctime - saving.began_at))
+        self._write_event("checkpoint", step=saving.step)
 
     def _find_checkpoint(self, directory: Path) -> Path | None:
         """The run's newest whole checkpoint, after giving it that of `config.resume_from` where it has none."""
@@ -233,7 +337,7 @@ class RunCheckpoints:
             keep_best=self.config.keep_best,
             is_comparable=self._is_comparable,
         )
-        self._write_event("checkpoint", step=saving.step)
+        self._note_saved(saving)
 
     def _is_comparable(self, settings: Mapping[str, Any]) -> bool:  # Any: JSON
         """Whether the score of a checkpoint of these settings is of the same as those to come."""
@@ -246,6 +350,10 @@ class RunCheckpoints:
     def _write_event(self, event: str, **details: Any) -> None:  # Any: JSON
         if self.events:
             self.events.write(event, **details)
+
+
+async def _result_of(future: TrainFuture[None]) -> None:
+    await future.result()
 
 
 def describe_settings(
@@ -322,14 +430,14 @@ def _names(allowed: str, setting: str) -> bool:
 def score_steps(window: Sequence[Metrics], scored_by: ScoredBy) -> float | None:
     """How good the policy was over some steps, higher is better: what keep-best goes by.
 
-    The mean reward, minus the mean training loss, or minus the loss of the last evaluation; None where none of the
-    steps has it.
+    The mean reward, minus the mean training loss, or minus the evaluation loss after the last step. None if no step
+    has one, or if the last step was not evaluated: the loss of an earlier step is of other weights.
     """
     values = [metrics[scored_by] for metrics in window if scored_by in metrics]
     if not values:
         return None
     if scored_by == "eval_loss":
-        return -values[-1]
+        return -window[-1][scored_by] if scored_by in window[-1] else None
     mean = sum(values) / len(values)
     return -mean if scored_by == "loss" else mean
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from time import perf_counter
 
 from rollouts_core.algorithms.loss import Metrics
-from rollouts_core.backends.protocol import TrainingBackend
+from rollouts_core.backends.protocol import TrainingBackend, TrainingState
 from rollouts_core.batch import TrainBatch, build_batch, with_step_totals
 from rollouts_core.config import SFTTrainingConfig
 from rollouts_core.data.packing import pack_rows
@@ -26,6 +26,7 @@ from rollouts_core.data.steps import Cursor, Samples, iterate_sft_steps
 from rollouts_core.errors import DataError
 from rollouts_core.metrics import EventLog, MetricsLogger, keep_logged
 from rollouts_core.saving import RunCheckpoints, describe_settings
+from rollouts_core.stopping import TrainingStop
 from rollouts_core.types import Sample
 from rollouts_core.update import SkipCounter, update_policy
 
@@ -42,6 +43,7 @@ async def run_sft_training(
     events: EventLog | None = None,
     eval_samples: Sequence[Sample] = (),
     is_end_asked: Callable[[], bool] = lambda: False,
+    stop: TrainingStop | None = None,
 ) -> list[Metrics]:
     """Train for `config.num_steps` steps; returns the metrics of each step that was run.
 
@@ -53,54 +55,67 @@ async def run_sft_training(
         inputs: digests of what the training was made from, by name; a checkpoint of others is refused.
         eval_samples: demonstrations whose loss is taken every `config.eval_every` steps and at the end.
         is_end_asked: looked at after every step; True ends the training there, with a checkpoint.
+        stop: looked at after every step; asked, the step is saved and the training ends by StoppedError.
 
     Raises:
         CheckpointError: a checkpoint of other settings, samples or inputs.
         DataError: a stream that ends early.
         NonFiniteError: a loss or gradient that is not finite, where the settings stop for it, or too many in a row.
+        StoppedError: `stop` was asked.
     """
     known_inputs = dict(inputs or {})
     if checkpoint_dir and isinstance(samples, Sequence):
         known_inputs["samples"] = digest_samples(samples)
     if checkpoint_dir:
         known_inputs["eval_samples"] = digest_samples(eval_samples)
-    settings = describe_settings(config, known_inputs)
     history: list[Metrics] = []
     async with RunCheckpoints(
         backend,
         checkpoint_dir,
         config,
-        settings=settings,
+        settings=describe_settings(config, known_inputs),
         scored_by="eval_loss" if eval_samples else "loss",
         events=events,
         is_end_asked=is_end_asked,
         before_save=partial(keep_logged, metrics_logger),
+        stop=stop,
     ) as checkpoints:
-        state = await checkpoints.resume()
-        start_step = state["step"] if state else 0
-        skips = SkipCounter(config.max_skipped_updates, state.get("num_skipped", 0) if state else 0)
-        steps = iterate_sft_steps(samples, config, Cursor(*state["cursor"]) if state else None)
-        for step, rows in enumerate(itertools.islice(steps, config.num_steps - start_step), start=start_step + 1):
-            began = perf_counter()
-            micro_batches = prepare_sft_batch(rows, config, pad_id=pad_id, num_ranks=backend.num_ranks)
-            metrics = await update_policy(backend, micro_batches, on_nonfinite=config.on_nonfinite)
-            skips.after_step(step, metrics)
-            num_tokens = sum(len(sample.tokens) for row in rows for sample in row)
-            metrics |= {"num_tokens": num_tokens, "tokens_per_s": num_tokens / (perf_counter() - began)}
+        state: TrainingState = await checkpoints.resume() or {"step": 0}
+        evaluate = partial(compute_eval_loss, backend, eval_samples, config, pad_id=pad_id)
+        skips = SkipCounter(config.max_skipped_updates, state.get("num_skipped", 0))
+        steps = iterate_sft_steps(samples, config, Cursor(*state["cursor"]) if state["step"] else None)
+
+        def read_cursors() -> dict[str, object]:
+            return {"cursor": steps.cursor, "num_skipped": skips.num_in_a_row}
+
+        async def conclude(step: int, metrics: Metrics) -> bool:
+            """Evaluate, log and save what was trained; True when the training ends here."""
             if eval_samples and (step % config.eval_every == 0 or step == config.num_steps):
-                metrics["eval_loss"] = await compute_eval_loss(backend, eval_samples, config, pad_id=pad_id)
+                checkpoints.note_trained(step, metrics, read_cursors)
+                metrics["eval_loss"] = await evaluate()
             history.append(metrics)
             is_logged = step % config.log_every == 0 or step in (1, config.num_steps) or "eval_loss" in metrics
             if metrics_logger and is_logged:
                 metrics_logger.log(metrics, step)
-            if await checkpoints.after_step(
-                step, metrics, lambda: {"cursor": steps.cursor, "num_skipped": skips.num_in_a_row}
-            ):
+            return await checkpoints.after_step(step, metrics, read_cursors)
+
+        await checkpoints.begin()
+        if "pending" in state and await conclude(state["step"], dict(state["pending"])):
+            return history
+        for step, rows in enumerate(itertools.islice(steps, config.num_steps - state["step"]), start=state["step"] + 1):
+            began = perf_counter()
+            micro_batches = prepare_sft_batch(rows, config, pad_id=pad_id, num_ranks=backend.num_ranks)
+            metrics = await update_policy(
+                backend, micro_batches, on_nonfinite=config.on_nonfinite, before_update=checkpoints.stop.hold
+            )
+            skips.after_step(step, metrics)
+            num_tokens = sum(len(sample.tokens) for row in rows for sample in row)
+            metrics |= {"num_tokens": num_tokens, "tokens_per_s": num_tokens / (perf_counter() - began)}
+            if await conclude(step, metrics):
                 return history
-    if start_step + len(history) < config.num_steps:
-        raise DataError(
-            f"the samples ended after {start_step + len(history)} of {config.num_steps} steps: give more rows"
-        )
+    num_done = state["step"] + len(history) - ("pending" in state)
+    if num_done < config.num_steps:
+        raise DataError(f"the samples ended after {num_done} of {config.num_steps} steps: give more rows")
     return history
 
 

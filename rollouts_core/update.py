@@ -6,7 +6,7 @@ Not here: which samples an update takes (sft.py, rl_batch.py), gradients (backen
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 from rollouts_core.algorithms.loss import Metrics
@@ -25,8 +25,12 @@ async def update_policy(
     micro_batches: Sequence[TrainBatch],
     *,
     on_nonfinite: Literal["stop", "skip"] = "stop",
+    before_update: Callable[[], None] = lambda: None,
 ) -> Metrics:
     """Add up the gradients of the micro-batches, then step.
+
+    Args:
+        before_update: called before the weights change.
 
     Returns:
         The update's metrics, with `num_nonfinite` = 0; or that as 1 and nothing else where the update was skipped.
@@ -39,6 +43,7 @@ async def update_policy(
     try:
         for micro_batch in micro_batches:
             results.append(await _add_gradient(backend, micro_batch))
+        before_update()
         return {"num_nonfinite": 0.0, **sum_metrics(results), **await backend.optim_step().result()}
     except NonFiniteError as error:
         if on_nonfinite == "stop":

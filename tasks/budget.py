@@ -24,7 +24,7 @@ from infra.providers import open_session
 from infra.providers.rented import rentals_of_unit
 from infra.repeating import repeating
 from tasks.leases import has_lease
-from tasks.node_job import GRACE_S
+from tasks.node_job import GRACE_S, longest_grace_s
 from tasks.records import RunScope
 from tasks.salvage import SALVAGE_S
 from tasks.stage import leases_on
@@ -87,4 +87,4 @@ def cancel_jobs(node: Node, scope: RunScope) -> None:
     leases = leases_on(scope, node)[node.name]
     with open_session(node) as session:
         for lease in sorted(leases, key=lambda lease: has_lease(lease.run_dir)):
-            cancel_job(session, lease.run_dir, GRACE_S)
+            cancel_job(session, lease.run_dir, GRACE_S, max_grace_s=longest_grace_s(node, scope))

@@ -6,13 +6,16 @@ Not here: what the stage is (plan.py), bringing it there (placement.py), running
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping
 from pathlib import PurePosixPath
 from types import MappingProxyType
 from typing import Any
 
 from infra.jobs import FIRST_GPU, JobSpec, JobState, job_status
+from infra.ledger import Ledger
 from infra.node import Node
+from infra.providers.rented import rentals_of_unit
 from infra.session import Session
 from rollouts_core.backends.allocator import KEPT_MEMORY
 from rollouts_core.hub_cache import FALLBACK
@@ -20,7 +23,9 @@ from rollouts_core.keys import read_hub_token, read_named_keys
 from tasks.records import RunScope, Stage
 
 GRACE_S = 10.0
-"""Between asking a job to end and killing it."""
+"""Between asking a job to end and killing it, unless the job says how long it needs to save what it has."""
+GRACE_SHARE = 0.5
+"""Of what is left of a rented machine's time."""
 USER_ERROR_CODE = 2
 """Exit code of a job that refuses its settings or its inputs."""
 COUNTED_BY_BUS = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
@@ -53,12 +58,22 @@ def job_spec(
         env=job_environment(stage, known_keys) | variables_of_place(code_dir),
         timeout_s=stage.timeout_s,
         grace_s=GRACE_S,
+        max_grace_s=scope.stop_timeout_s,
         max_restarts=max_restarts,
         lease_s=lease_s,
         gpus=gpus,
         gpu_group=stage.fingerprint,
         run_name=scope.output_dir.name,
     )
+
+
+def longest_grace_s(node: Node, scope: RunScope) -> float:
+    """The most seconds for a training to save what it has. The rest of a rented machine's time is for fetching that."""
+    if not node.is_rented:
+        return scope.stop_timeout_s
+    with Ledger(scope.ledger_path) as ledger:
+        left_s = [rental.expires_at - time.time() for rental in rentals_of_unit(ledger, node)]
+    return min(scope.stop_timeout_s, *(max(0.0, each) * GRACE_SHARE for each in left_s))
 
 
 def variables_of_place(code_dir: str) -> dict[str, str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from prefect import task
@@ -38,7 +38,14 @@ def provision(settings: NodeSettings, scope: RunScope) -> Node:
     return node
 
 
-def give_back(node: Node, scope: RunScope, *, keep_minutes: float = 0.0) -> list[str]:
+def give_back(
+    node: Node,
+    scope: RunScope,
+    *,
+    keep_minutes: float = 0.0,
+    say: Callable[[str], None] = lambda sentence: None,
+    is_impatient: Callable[[], bool] = lambda: False,
+) -> list[str]:
     """End every job that only this run wants, then give the node back; returns what was done, a sentence each.
 
     What stopped jobs have on another machine is fetched before. A rented machine is given back also where its jobs
@@ -47,16 +54,20 @@ def give_back(node: Node, scope: RunScope, *, keep_minutes: float = 0.0) -> list
 
     Args:
         keep_minutes: so long a rented machine that can be reached stays, in place of being given back.
+        say: told that a job is waited for that saves what it has.
+        is_impatient: True stops that waiting; the job saves and ends by itself.
     """
     leases: dict[str, list[Lease]] = {}
+    is_saving = False
     is_left = True  # where the jobs cannot be seen to, others may need what is beside them, which ends by itself
     kept: list[str] = []
     try:
         leases = leases_on(scope, node)
-        given_up = stop_leased_jobs(scope, node, leases[node.name])
+        given_up = stop_leased_jobs(scope, node, leases[node.name], say=say, is_impatient=is_impatient)
         is_left = bool(given_up.left_to_stores)
+        is_saving = bool(given_up.still_saving)
         done = describe_given_up(given_up)
-        done += salvage(scope, node) if node.is_remote else []
+        done += salvage(scope, node) if node.is_remote and not is_saving else []
         if node.is_rented and keep_minutes > 0:
             kept = keep_rented(node, keep_minutes)
     except InfraError as error:
@@ -69,11 +80,13 @@ def give_back(node: Node, scope: RunScope, *, keep_minutes: float = 0.0) -> list
             further_done = [
                 done
                 for each in node.further_nodes
-                for done in give_back_further(each, leases.get(each.name, []), scope, is_left=is_left)
+                for done in give_back_further(each, leases.get(each.name, []), scope, is_left=is_left or is_saving)
             ]
         finally:
-            if not kept:
+            if not kept and not (is_saving and node.is_rented):
                 release_node(node)
+    if is_saving and node.is_rented:
+        return [*done, *further_done, f"{node.name} is given back when that is fetched"]
     done += [*further_done, *(kept or [describe_release(node)])]
     if node.is_rented:
         with Ledger(scope.ledger_path) as ledger:
@@ -86,7 +99,8 @@ def give_back(node: Node, scope: RunScope, *, keep_minutes: float = 0.0) -> list
 def describe_given_up(given_up: GivenUp) -> list[str]:
     """What became of a run's jobs, a sentence each."""
     return [
-        *(f"ended the job in {run_dir}" for run_dir in given_up.ended),
+        *(f"ended the job in {run_dir}{saved}" for run_dir, saved in given_up.ended.items()),
+        *(f"the job in {run_dir} saves its last step and ends by itself" for run_dir in given_up.still_saving),
         *(f"left the job in {run_dir} to another run that wants it" for run_dir in given_up.left_to_runs),
         *(f"left the job in {run_dir}: a run of another store follows it" for run_dir in given_up.left_to_stores),
         *(f"left the job in {run_dir}, which ends when nobody needs it" for run_dir in given_up.left_to_those),
@@ -127,10 +141,12 @@ def describe_release(node: Node) -> str:
     )
 
 
-def release_now(node: Node, scope: RunScope, *, keep_minutes: float = 0.0) -> None:
+def release_now(
+    node: Node, scope: RunScope, *, keep_minutes: float = 0.0, is_impatient: Callable[[], bool] = lambda: False
+) -> None:
     """`give_back`, with what was asked for besides and has appeared since, and say what was done."""
     with StageProgress("release") as progress:
-        done = give_back(node, scope, keep_minutes=keep_minutes)
+        done = give_back(node, scope, keep_minutes=keep_minutes, say=progress.say, is_impatient=is_impatient)
         if node.is_rented and keep_minutes == 0:
             done += give_back_unknown(scope)
         for sentence in done:

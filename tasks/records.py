@@ -35,6 +35,8 @@ class RunScope(TaskRecord):
     """Absolute path of the store."""
     fresh: tuple[str, ...] = ()
     """Stages that must not reuse what another run left."""
+    stop_timeout_s: float = 600.0
+    """The most seconds that a training gets to save its last step when it is stopped."""
     publish: str = ""
     """URL below which results are published; empty publishes nothing."""
     publish_checkpoints: bool = False

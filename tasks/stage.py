@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from infra.jobs import (
     JobState,
     JobStatus,
     cancel_job,
+    describe_saved,
     follow_job,
     read_log_tail,
     require_finished,
@@ -36,12 +38,13 @@ from infra.sync.mirror import mirrored, pull_run
 from rollouts_core.backends.unit import MACHINE_LOST_CODE
 from rollouts_core.errors import InputError
 from rollouts_core.run_directory import RunDirectory
+from rollouts_core.stopping import describe_stop
 from tasks.artifacts import find_damage, is_finished, set_damage_aside
 from tasks.closest_stage import describe_difference
 from tasks.earlier_scores import take_earlier_scores
 from tasks.early_end import begin_with_earlier, check_own_end, read_early_end, requests_passed_on
 from tasks.leases import has_lease
-from tasks.node_job import GRACE_S, USER_ERROR_CODE, gpus_of, job_spec
+from tasks.node_job import GRACE_S, USER_ERROR_CODE, gpus_of, job_spec, longest_grace_s
 from tasks.placement import place_stage
 from tasks.plan import check_plugins
 from tasks.progress import StageProgress
@@ -217,6 +220,8 @@ def follow_until_finished(session: Session, status: JobStatus, progress: StagePr
             progress.say(f"has its GPUs, after {event['waited_s']:.0f} s")
         if event["event"] == "few_updates" and "step" in event and event["attempt"] == status.attempt:
             progress.say(event["message"])
+        if event["event"] == "stopped" and event["attempt"] == status.attempt:
+            progress.say(shown_lines(describe_stop(event["step"], event.get("problem", ""))))
         if event["event"] == "failed" and event["attempt"] == status.attempt:
             complaints.append(shown_lines(event["message"]))
 
@@ -240,7 +245,10 @@ def follow_until_finished(session: Session, status: JobStatus, progress: StagePr
 class GivenUp:
     """What became of the jobs that a run wanted, by their directories; one that had ended by itself is in none."""
 
-    ended: list[str] = field(default_factory=list)
+    ended: dict[str, str] = field(default_factory=dict)
+    """With which step they have saved, as the rest of a sentence."""
+    still_saving: list[str] = field(default_factory=list)
+    """They end by themselves: the caller did not want to wait."""
     left_to_runs: list[str] = field(default_factory=list)
     """Other runs of this store want them."""
     left_to_stores: list[str] = field(default_factory=list)
@@ -249,9 +257,22 @@ class GivenUp:
     """Those of other stores may need them; they end by themselves when nobody does."""
 
 
-def stop_leased_jobs(scope: RunScope, node: Node, leases: Sequence[Lease]) -> GivenUp:
-    """Give up the run's claims on jobs of a node, and end those that nobody else wants."""
+def stop_leased_jobs(
+    scope: RunScope,
+    node: Node,
+    leases: Sequence[Lease],
+    *,
+    say: Callable[[str], None] = lambda sentence: None,
+    is_impatient: Callable[[], bool] = lambda: False,
+) -> GivenUp:
+    """Give up the run's claims on jobs of a node, and end those that nobody else wants.
+
+    Args:
+        say: told once that a job is waited for that saves what it has.
+        is_impatient: True stops the waiting.
+    """
     given_up = GivenUp()
+    max_grace_s = longest_grace_s(node, scope)
     with Ledger(scope.ledger_path) as ledger, open_session(node) as session:
         for lease in sorted(leases, key=lambda lease: has_lease(lease.run_dir)):  # a training before what it needs
             ledger.drop_claim(lease.run_dir, scope.run_id)
@@ -264,11 +285,23 @@ def stop_leased_jobs(scope: RunScope, node: Node, leases: Sequence[Lease]) -> Gi
                 if given_up.left_to_stores and has_lease(lease.run_dir):
                     given_up.left_to_those.append(lease.run_dir)
                     continue
-                found = cancel_job(session, lease.run_dir, GRACE_S, store=ledger.identity)
-            if found.state is JobState.RUNNING:
+                found = cancel_job(
+                    session,
+                    lease.run_dir,
+                    GRACE_S,
+                    max_grace_s=max_grace_s,
+                    store=ledger.identity,
+                    on_wait=partial(say, f"waits until the job in {lease.run_dir} has saved its last step"),
+                    is_impatient=is_impatient,
+                )
+            if found.is_ending:
+                given_up.still_saving.append(lease.run_dir)
+                if node.is_rented:  # the process that fetches it and gives the machine back has to find it
+                    ledger.add_lease(lease.run_dir, scope.run_id, lease.node)
+            elif found.state is JobState.RUNNING:
                 given_up.left_to_stores.append(lease.run_dir)
             elif found.exit is not None and found.exit.cancelled:
-                given_up.ended.append(lease.run_dir)
+                given_up.ended[lease.run_dir] = describe_saved(found.exit)
     return given_up
 
 

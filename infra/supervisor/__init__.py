@@ -6,7 +6,7 @@ nodes by content (node_programs.py). Not here: what the program does, how a node
     start RUN_DIR (spec on stdin) ── finished? alive? ── no: fork ── supervisor ── the program, its own session
     status RUN_DIR                                                    │ holds .job/lock for its whole life, so the
     follow RUN_DIR LOG METRICS EVENTS (offsets) [STORE]               │ kernel tells if it lives, even after kill -9
-    cancel RUN_DIR GRACE_S [STORE]                                    └ writes exit-<n>.json for attempt n, last
+    cancel RUN_DIR GRACE_S MAX_GRACE_S WAIT_S ATTEMPT [STORE]         └ writes exit-<n>.json for attempt n, last
     renew RUN_DIR
     finish RUN_DIR ASKED_BY
     tail RUN_DIR MAX_BYTES
@@ -18,6 +18,9 @@ Each verb but `follow` prints one JSON object, `{"error": sentence}` with exit c
     log.txt       what the program wrote to stdout and stderr, raw, over all attempts
     exit-<n>.json how attempt n ended
     finish-<n>    who asks the program of attempt n to end by itself, with what it has; programs need not heed it
+    stop.json     written by a program that saves what it has when it gets SIGTERM: its process, how long that takes,
+                  which step is saved. SIGKILL comes after that time; the program's other processes get no SIGTERM
+    stop-<n>      how many seconds the program of attempt n has for that; there before it gets SIGTERM
     result.json   written by the program, last: the job is finished
     .job/         lock, start.lock, lease, meta-<n>.json, cancel-<n>, spare-<n> (becomes that where the disk takes no
                   more files), ending-<n> (a limit of attempt n is reached), supervisor-<n>.txt (our own failures),

@@ -5,10 +5,22 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from infra.locks import locked
-from infra.supervisor.files import INTERNAL_DIR, POLL_S, JsonObject, exit_path, internal_path, latest_attempt, read_json
+from infra.supervisor.files import (
+    INTERNAL_DIR,
+    POLL_S,
+    JsonObject,
+    exit_path,
+    granted_s,
+    internal_path,
+    latest_attempt,
+    read_json,
+    read_text,
+)
 from infra.supervisor.follow import is_followed_elsewhere
 from infra.supervisor.processes import end_orphans
 from infra.supervisor.spec import JobError
@@ -17,43 +29,84 @@ from infra.supervisor.status import is_supervised, read_status
 CANCEL_MARGIN_S = 15.0
 
 
-def cancel_job(run_dir: str, grace_s: float, store: str = "") -> JsonObject:
-    """End the job and return once its end is recorded: SIGTERM to all its processes, SIGKILL after `grace_s`.
+class CancelRequest(NamedTuple):
+    """How a job is to be ended."""
+
+    grace_s: float
+    """Between SIGTERM and SIGKILL of its processes."""
+    max_grace_s: float
+    """The most for a program that says how long it needs to save what it has: its process alone gets SIGTERM then."""
+    wait_s: float
+    """How long its end is waited for."""
+    attempt: int
+    """The one that is to end, if it still runs; 0 means the one under way."""
+
+    @classmethod
+    def parse(cls, parameters: Sequence[str]) -> CancelRequest:
+        """The request in parameters of a command line."""
+        grace_s, max_grace_s, wait_s = map(float, parameters[:3])
+        return cls(grace_s, max_grace_s, wait_s, int(parameters[3]))
+
+
+def cancel_job(run_dir: str, asked: CancelRequest, store: str = "") -> JsonObject:
+    """Have the job end and return its status, when its end is recorded or not waited for longer: then it `is_ending`.
 
     Args:
         store: on whose behalf; a job that runs of other stores follow is left RUNNING. Empty ends it all the same.
+
+    Raises:
+        JobError: it outlived SIGKILL.
     """
     if not Path(run_dir, INTERNAL_DIR).is_dir() or (store and is_followed_elsewhere(run_dir, store)):
         return read_status(run_dir)
+    attempt = asked.attempt
     with locked(internal_path(run_dir, "start.lock")):  # a start under way becomes either running or nothing
         status = read_status(run_dir)
+        if attempt and status["attempt"] != attempt:
+            return status_of_ended(run_dir, attempt)
         if status["state"] == "LOST":
-            end_orphans(run_dir, grace_s)
+            end_orphans(run_dir, asked.grace_s)
         if status["state"] != "RUNNING":
             return read_status(run_dir)
-        request_cancel(run_dir, status["attempt"], grace_s)
-    deadline = time.monotonic() + grace_s + CANCEL_MARGIN_S
-    while is_supervised(run_dir) and latest_attempt(run_dir) == status["attempt"]:
-        if time.monotonic() >= deadline:
-            raise JobError(f"the job did not end within {grace_s + CANCEL_MARGIN_S:g} s: look at its processes")
+        attempt = attempt or status["attempt"]
+        request_cancel(run_dir, attempt, f"{asked.grace_s:g} {asked.max_grace_s:g}")
+    until = time.monotonic() + asked.wait_s
+    while is_supervised(run_dir) and latest_attempt(run_dir) == attempt:
+        if time.monotonic() >= until:
+            check_overdue(run_dir, attempt, asked.grace_s)
+            return read_status(run_dir)
         time.sleep(POLL_S / 2)
     ended = read_status(run_dir)
-    if ended["attempt"] == status["attempt"] and ended["state"] != "RUNNING":
+    if ended["attempt"] == attempt and ended["state"] != "RUNNING":
         return ended
-    # Somebody waited for the end, and starts the next attempt, which is none of ours.
-    record = read_json(exit_path(run_dir, status["attempt"]))
-    return {**status, "state": "EXITED", "pid": None, "waits_for": "", "exit": record}
+    return status_of_ended(run_dir, attempt)
 
 
-def request_cancel(run_dir: str, attempt: int, grace_s: float) -> None:
-    """Let the file appear that asks for the end of an attempt; where it stays empty the spec's grace holds."""
+def status_of_ended(run_dir: str, attempt: int) -> JsonObject:
+    """How an attempt ended that another start has waited for: the next attempt is that start's."""
+    ended = {"attempt": attempt, "state": "EXITED", "pid": None, "waits_for": "", "reason": "", "is_ending": False}
+    return {**read_status(run_dir), **ended, "exit": read_json(exit_path(run_dir, attempt))}
+
+
+def check_overdue(run_dir: str, attempt: int, grace_s: float) -> None:
+    """Raise JobError for a job that still runs when it should have been killed."""
+    limit_s = max(grace_s, granted_s(run_dir, attempt)) + CANCEL_MARGIN_S
+    asked_at = internal_path(run_dir, f"cancel-{attempt}").stat().st_mtime
+    if time.time() >= asked_at + limit_s and is_supervised(run_dir):
+        raise JobError(f"the job did not end within {limit_s:g} s: look at its processes")
+
+
+def request_cancel(run_dir: str, attempt: int, limits: str) -> None:
+    """Let the file appear that asks for the end of an attempt; where it stays empty the spec's limits hold."""
     request = internal_path(run_dir, f"cancel-{attempt}")
+    if read_text(request) == limits:
+        return
     try:
         request.touch()
     except OSError:  # the disk takes no more files
         internal_path(run_dir, f"spare-{attempt}").rename(request)
     with contextlib.suppress(OSError):  # it is full
-        request.write_text(str(grace_s))
+        request.write_text(limits)
 
 
 def ask_to_finish(run_dir: str, asked_by: str) -> JsonObject:

@@ -38,6 +38,25 @@ def latest_attempt(run_dir: str) -> int:
     return max(numbers, default=0)
 
 
+def read_stop_state(run_dir: str, attempt: int) -> JsonObject:
+    """What the program of an attempt says of its end: its process, how long it needs, which step is saved."""
+    said = read_json(Path(run_dir, "stop.json")) or {}
+    return said if said.get("attempt") == attempt else {}
+
+
+def granted_path(run_dir: str, attempt: int) -> Path:
+    """Where the program finds how many seconds it has to save and end."""
+    return Path(run_dir, f"stop-{attempt}")
+
+
+def granted_s(run_dir: str, attempt: int) -> float:
+    """How many seconds the program of an attempt has to save and end; 0 if it was not told to."""
+    try:
+        return float(granted_path(run_dir, attempt).read_text())
+    except (OSError, ValueError):
+        return 0.0
+
+
 def parse_object(text: bytes) -> JsonObject | None:
     """The JSON object in a text, or None."""
     try:

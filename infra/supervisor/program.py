@@ -16,7 +16,7 @@ from infra.supervisor.files import internal_path
 from infra.supervisor.output import CappedLog, ProgramOutput
 from infra.supervisor.processes import UNKILLABLE_AFTER_S, count_oom_kills, find_processes, send_signal
 from infra.supervisor.spec import JobSpec
-from infra.supervisor.stop_requests import StopRequests
+from infra.supervisor.stop_requests import Grant, StopRequests
 from infra.supervisor.variables import build_environment
 
 LEFTOVER_GRACE_S = 2.0
@@ -104,7 +104,8 @@ def watch_program(
     output = ProgramOutput(program.output_fd, log)
     wait_status: int | None = None
     stopped_by = ""
-    kill_at = math.inf
+    told_at = kill_at = math.inf
+    grant: Grant | None = None
     leftover_processes = 0
     while True:
         on_look()
@@ -124,9 +125,17 @@ def watch_program(
             leftover_processes = max(leftover_processes, len(processes))
             if not processes or now > kill_at + UNKILLABLE_AFTER_S:
                 break
-        if kill_at == math.inf:
+        if wait_status is not None and grant is not None:
+            grant, kill_at = None, now + LEFTOVER_GRACE_S
+            send_signal(processes, signal.SIGTERM)
+        elif kill_at == math.inf and stopped_by and (grant := requests.grant()) is not None:
+            told_at, kill_at = now, now + grant.seconds
+            send_signal([grant.pid] if grant.pid in processes else processes, signal.SIGTERM)
+        elif kill_at == math.inf:
             kill_at = now + (requests.grace_s if stopped_by else LEFTOVER_GRACE_S)
             send_signal(processes, signal.SIGTERM)
+        elif grant is not None and now < kill_at:
+            kill_at = told_at + (requests.grant() or grant).seconds
         elif now >= kill_at:
             send_signal(processes, signal.SIGKILL)
     output.drain()

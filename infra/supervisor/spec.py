@@ -30,6 +30,8 @@ class JobSpec:
     """The whole attempt ends after this time; 0 is no limit."""
     grace_s: float = 30.0
     """Between SIGTERM and SIGKILL when the job is ended from outside."""
+    max_grace_s: float = 600.0
+    """The most between the two for a program that says in stop.json how long it needs to save what it has."""
     max_restarts: int = 0
     """How often, within an attempt, a program that ended with another code than 0 is started again in a row."""
     healthy_s: float = 3600.0

@@ -15,7 +15,15 @@ import traceback
 from pathlib import Path
 
 from infra.locks import locked
-from infra.supervisor.files import INTERNAL_DIR, POLL_S, JsonObject, internal_path, read_text, write_json
+from infra.supervisor.files import (
+    INTERNAL_DIR,
+    POLL_S,
+    JsonObject,
+    granted_s,
+    internal_path,
+    read_text,
+    write_json,
+)
 from infra.supervisor.processes import become_subreaper, end_orphans
 from infra.supervisor.program import LEFTOVER_GRACE_S
 from infra.supervisor.spec import JobError, JobSpec
@@ -24,7 +32,7 @@ from infra.supervisor.supervise import supervise
 from infra.supervisor.variables import with_absolute_paths
 
 ENDING_WAIT_S = 60.0
-"""So long a start waits for the end of an attempt that is being ended."""
+"""A start waits this long for the end of an attempt, and longer if the attempt has time to save what it has."""
 
 
 def start_job(spec: JobSpec) -> JsonObject:
@@ -35,25 +43,20 @@ def start_job(spec: JobSpec) -> JsonObject:
     run_dir = spec.run_dir
     Path(run_dir).mkdir(parents=True, exist_ok=True)
     Path(run_dir, INTERNAL_DIR).mkdir(mode=0o700, exist_ok=True)
-    deadline = time.monotonic() + ENDING_WAIT_S
+    began = time.monotonic()
     while True:
         with locked(internal_path(run_dir, "start.lock")) as start_lock:
             status = renew_lease(run_dir)  # before the look below, see StopRequests
-            if not is_being_ended(status):
+            if not status["is_ending"]:
                 return start_or_find(spec, status, start_lock)
         # Outside the lock, which a second request to cancel needs: else that would end what is started here.
-        if time.monotonic() >= deadline:
+        limit_s = ENDING_WAIT_S + granted_s(run_dir, status["attempt"])
+        if time.monotonic() >= began + limit_s:
             raise JobError(
-                f"attempt {status['attempt']} is being ended, and did not end within {ENDING_WAIT_S:g} s: "
+                f"attempt {status['attempt']} is being ended, and did not end within {limit_s:g} s: "
                 "look at its processes"
             )
         time.sleep(POLL_S / 2)
-
-
-def is_being_ended(status: JsonObject) -> bool:
-    """Whether the end of an attempt that still runs has been asked for, or one of its limits is reached."""
-    names = [f"{reason}-{status['attempt']}" for reason in ("cancel", "ending")]
-    return status["state"] == "RUNNING" and any(internal_path(status["run_dir"], name).exists() for name in names)
 
 
 def start_or_find(spec: JobSpec, status: JsonObject, start_lock: int) -> JsonObject:

@@ -36,6 +36,7 @@ def read_status(run_dir: str) -> JsonObject:
         "exit": exit_record,
         "reason": "",
         "orphans": [],
+        "is_ending": is_alive and is_being_ended(run_dir, attempt),
     }
     if is_alive:
         return {**status, "state": "RUNNING"}
@@ -49,6 +50,11 @@ def read_status(run_dir: str) -> JsonObject:
         return {**status, "state": "LOST", "reason": "the node was rebooted"}
     orphans = find_processes(run_dir, group=meta.get("pid"))
     return {**status, "state": "LOST", "reason": "its supervisor was killed", "orphans": orphans}
+
+
+def is_being_ended(run_dir: str, attempt: int) -> bool:
+    """Whether the end of an attempt has been asked for, or one of its limits is reached."""
+    return any(internal_path(run_dir, f"{reason}-{attempt}").exists() for reason in ("cancel", "ending"))
 
 
 def renew_lease(run_dir: str) -> JsonObject:

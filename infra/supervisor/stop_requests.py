@@ -5,9 +5,18 @@ from __future__ import annotations
 import contextlib
 import math
 import time
+from typing import NamedTuple
 
-from infra.supervisor.files import POLL_S, internal_path
+from infra.supervisor.files import POLL_S, granted_path, internal_path, read_stop_state
 from infra.supervisor.spec import JobSpec
+
+
+class Grant(NamedTuple):
+    """Time for a program to save what it has."""
+
+    pid: int
+    """The process that is told to: the program may have others, which it needs to finish its work."""
+    seconds: float
 
 
 class StopRequests:
@@ -29,14 +38,37 @@ class StopRequests:
         self._lease_s = spec.lease_s if spec.lease_s > 0 else math.inf
         self._lease_stamp = 0.0
         self._renewed = time.monotonic()
-        self._spec_grace_s = spec.grace_s
+        self._spec, self._attempt = spec, attempt
+        self._granted: Grant | None = None
 
     @property
     def grace_s(self) -> float:
         """What the cancel request asks for, or else the spec."""
+        return self._limits[0]
+
+    @property
+    def _limits(self) -> tuple[float, float]:
+        """The time for a program that does not say how long it needs, and the most for one that does."""
         with contextlib.suppress(OSError, ValueError):
-            return float(self._cancel_path.read_text())
-        return self._spec_grace_s
+            grace_s, max_grace_s = map(float, self._cancel_path.read_text().split())
+            return grace_s, max_grace_s
+        return self._spec.grace_s, self._spec.max_grace_s
+
+    def grant(self) -> Grant | None:
+        """How long a program has that said how long it needs, and write that down for it; None for any other one.
+
+        Asked again it is never longer than before: what is wanted later of the same end may leave less time.
+        """
+        said = read_stop_state(self._spec.run_dir, self._attempt)
+        if self._granted is None and not isinstance(said.get("pid"), int):
+            return None
+        wanted = self._granted or Grant(said["pid"], float(said.get("grace_s", 0.0)))
+        granted = Grant(wanted.pid, min(wanted.seconds, self._limits[1]))
+        if granted != self._granted:
+            with contextlib.suppress(OSError):  # a full disk: then it has what it said, unless that is too much
+                granted_path(self._spec.run_dir, self._attempt).write_text(f"{granted.seconds:g}")
+            self._granted = granted
+        return granted
 
     def find(self) -> str:
         """Why the job has to end now; empty when it has not."""

@@ -23,6 +23,7 @@ from infra.supervisor.files import (
     exit_path,
     file_size,
     internal_path,
+    read_stop_state,
     write_json,
 )
 from infra.supervisor.gpu_slots import GPUSlots, find_gpu_slots
@@ -75,6 +76,7 @@ def supervise(spec: JobSpec, attempt: int, report_fd: int) -> None:
             ending, restarts = run_with_restarts(started_program, spec, meta, log, slots)
         else:
             ending, restarts = started_program, 0
+    said = read_stop_state(spec.run_dir, attempt)
     slots.release()  # before anybody hears of the end: the next job may want them at once
     record = {
         "attempt": attempt,
@@ -86,6 +88,8 @@ def supervise(spec: JobSpec, attempt: int, report_fd: int) -> None:
         "oom": ending.oom,
         "leftover_processes": ending.leftover_processes,
         "restarts": restarts,
+        "saved_step": said.get("saved_step"),
+        "problem": said.get("problem", ""),
         "seconds": round(time.monotonic() - started, 3),
         "started_at": started_at.isoformat(),
         "ended_at": datetime.now(timezone.utc).isoformat(),  # noqa: UP017 - Python 3.10 has no datetime.UTC

@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Callable
 
-from infra.supervisor.cancel import ask_to_finish, cancel_job
+from infra.supervisor.cancel import CancelRequest, ask_to_finish, cancel_job
 from infra.supervisor.files import JsonObject
 from infra.supervisor.follow import follow_job, marked_as_followed
 from infra.supervisor.spec import JobError, parse_spec
@@ -27,7 +27,7 @@ def main(argv: list[str]) -> int:
     verbs: dict[str, Callable[[], JsonObject]] = {
         "start": lambda: start_job(dataclasses.replace(parse_spec(sys.stdin.buffer.read()), run_dir=run_dir)),
         "status": lambda: read_status(run_dir),
-        "cancel": lambda: cancel_job(run_dir, float(parameters[0]), *parameters[1:]),
+        "cancel": lambda: cancel_job(run_dir, CancelRequest.parse(parameters), *parameters[4:]),
         "renew": lambda: renew_lease(run_dir),
         "finish": lambda: ask_to_finish(run_dir, parameters[0]),
         "tail": lambda: read_log_tail(run_dir, int(parameters[0])),

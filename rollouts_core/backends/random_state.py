@@ -9,7 +9,10 @@ state.
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,6 +21,35 @@ from torch import Tensor
 
 TORCH_KEY = "rng/torch"
 CUDA_KEY = "rng/cuda/"
+
+
+@dataclass(frozen=True, slots=True)
+class RandomState:
+    """The random state of one moment."""
+
+    tensors: Mapping[str, Tensor]
+    values: Mapping[str, Any]  # Any: JSON
+
+
+_remembered = threading.local()
+
+
+@contextmanager
+def remembered(state: RandomState) -> Iterator[None]:
+    """In this thread, the random state reads as it was: what is saved then is of that moment.
+
+    Other threads may take random numbers meanwhile, so it cannot be put back for that.
+    """
+    _remembered.state = state
+    try:
+        yield
+    finally:
+        del _remembered.state
+
+
+def get_random_state() -> RandomState:
+    """The random state of now."""
+    return RandomState(get_random_tensors(), get_random_values())
 
 
 def seed_everything(seed: int) -> None:
@@ -33,6 +65,8 @@ def get_random_tensors(*, own_gpu_only: bool = False) -> dict[str, Tensor]:
     Args:
         own_gpu_only: of the current GPU alone, as the first one: asking the others would occupy memory of theirs.
     """
+    if (state := _read_remembered()) is not None:
+        return dict(state.tensors)
     states = {TORCH_KEY: torch.get_rng_state()}
     if torch.cuda.is_available():
         of_gpus = [torch.cuda.get_rng_state()] if own_gpu_only else torch.cuda.get_rng_state_all()
@@ -42,12 +76,19 @@ def get_random_tensors(*, own_gpu_only: bool = False) -> dict[str, Tensor]:
 
 def get_random_values() -> dict[str, Any]:  # Any: JSON
     """The random state of Python and numpy."""
+    if (state := _read_remembered()) is not None:
+        return dict(state.values)
     version, words, gauss = random.getstate()
     kind, keys, place, has_gauss, cached_gauss = np.random.get_state(legacy=True)
     return {
         "python": [version, list(words), gauss],
         "numpy": [kind, [int(key) for key in keys], int(place), int(has_gauss), float(cached_gauss)],
     }
+
+
+def _read_remembered() -> RandomState | None:
+    state: RandomState | None = getattr(_remembered, "state", None)
+    return state
 
 
 def set_random_state(tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:  # Any: JSON

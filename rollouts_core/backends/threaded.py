@@ -91,6 +91,11 @@ class ThreadedBackend:
         """The number of optimizer steps that the weights have taken."""
         return self._backend.weight_version
 
+    @property
+    def backend(self) -> TrainingBackend:
+        """The backend behind the thread."""
+        return self._backend
+
     def forward_backward(self, batch: TrainBatch) -> TrainFuture[Metrics]:
         """Add the batch's gradient to that of its step."""
         return self._relay(lambda: self._backend.forward_backward(batch))
@@ -144,3 +149,8 @@ async def beside_event_loop(backend: TrainingBackend, *, is_needed: bool) -> Asy
 async def run_with(backend: TrainingBackend, work: Callable[[TrainingBackend], Coroutine[Any, Any, T]]) -> T:
     """What a coroutine returns that uses the backend, in the backend's thread where it has one."""
     return await (backend.run(work) if isinstance(backend, ThreadedBackend) else work(backend))
+
+
+def without_thread(backend: TrainingBackend) -> TrainingBackend:
+    """The backend itself, for a caller that cannot wait until its thread has time."""
+    return backend.backend if isinstance(backend, ThreadedBackend) else backend

@@ -87,6 +87,24 @@ class Config(Record):
         return self
 
     @model_validator(mode="after")
+    def _check_scores(self) -> Self:
+        """Each checkpoint that `keep_best` compares has an evaluation loss of its own."""
+        sft = self.training.sft
+        is_compared = self.mode != "rl" and self.data.sft_eval and sft.keep_best
+        if not is_compared or sft.checkpoint_every % sft.eval_every == 0:
+            return self
+        below = sft.checkpoint_every // sft.eval_every * sft.eval_every
+        multiples = [below or sft.eval_every, (below or sft.eval_every) + sft.eval_every]
+        divisors = [each for each in range(1, sft.checkpoint_every + 1) if sft.checkpoint_every % each == 0]
+        nearest = sorted(divisors, key=lambda each: abs(each - sft.eval_every))[:2]
+        raise ValueError(
+            f"training.sft.keep_best {sft.keep_best} compares checkpoints by their own loss on data.sft_eval, and "
+            f"eval_every {sft.eval_every} does not divide checkpoint_every {sft.checkpoint_every}, so some are saved "
+            f"without one: set training.sft.checkpoint_every to {multiples[0]} or {multiples[1]}, or "
+            f"training.sft.eval_every to {' or '.join(map(str, sorted(nearest)))}"
+        )
+
+    @model_validator(mode="after")
     def _check_temperatures(self) -> Self:
         """Those of completions that vLLM is asked for."""
         rollout, evaluation = self.rollout, self.evaluation

@@ -47,8 +47,9 @@ class SFTTrainingConfig(Record):
     keep_checkpoints: int = Field(10, ge=1, json_schema_extra=SELECTION)
     """How many checkpoints stay on disk, the newest ones."""
     keep_best: int = Field(0, ge=0, json_schema_extra=SELECTION)
-    """How many checkpoints stay besides those because they were the best: by the loss on evaluation rows where it
-    is measured, else by the training loss since the checkpoint before."""
+    """How many checkpoints stay besides those because they were the best: by their loss on `data.sft_eval`, or without
+    such rows by the training loss since the checkpoint before. With `data.sft_eval`, `eval_every` must divide
+    `checkpoint_every`."""
     resume_from: str = Field("", json_schema_extra=PLACEMENT)
     """Checkpoint of another run of the same settings to go on from, for instance with a larger num_steps: its
     folder, or that of its stage, which means the newest one there."""

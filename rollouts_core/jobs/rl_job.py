@@ -39,6 +39,7 @@ from rollouts_core.rollout.offline_rollouts import OfflineRollouts
 from rollouts_core.rollout.resolve import resolve_environment, resolve_generate_fn
 from rollouts_core.run_directory import RunDirectory
 from rollouts_core.signal_watch import BY_REWARDS, REMEDIES, is_untaught, why_skipped
+from rollouts_core.stopping import TrainingStop
 from rollouts_core.types import RolloutBatch
 
 logger = logging.getLogger(__name__)
@@ -71,29 +72,29 @@ def create_rl_backend(job: RLJob, ranks: Ranks | None) -> TrainingBackend:
     )
 
 
-async def train(job: RLJob, directory: RunDirectory, events: EventLog, ranks: Ranks | None) -> None:
+async def train(job: RLJob, directory: RunDirectory, events: EventLog, ranks: Ranks | None, stop: TrainingStop) -> None:
     """Check, load and train; the record says how much there was to train on."""
     with keep_leases(job.engines, read_key(job.rollout.engine.api_key_variable, "rollout.engine")):
         check_model(job.model)
         train_on = train_on_recorded if job.rollouts else train_on_prompts
-        counts = await train_on(job, directory, events, ranks)
+        counts = await train_on(job, directory, events, ranks, stop)
     directory.write_result({**describe_training(job, directory), **counts, **warn_of_skipped_steps(directory, events)})
 
 
 async def train_on_recorded(
-    job: RLJob, directory: RunDirectory, events: EventLog, ranks: Ranks | None
+    job: RLJob, directory: RunDirectory, events: EventLog, ranks: Ranks | None, stop: TrainingStop
 ) -> dict[str, int]:
     """Train on the rollouts of an earlier run; returns how many steps of it there are."""
     assert job.rollouts is not None, "the job has prompts"
     with checked_file(job.rollouts):
         source = OfflineRollouts(Path(job.rollouts.path), job.rollout)
         check_resume(job, directory)
-        await run_rl_loop(job, directory, events, create_rl_backend(job, ranks), source, [])
+        await run_rl_loop(job, directory, events, create_rl_backend(job, ranks), source, [], stop)
     return {"num_steps": len(source.files)}
 
 
 async def train_on_prompts(
-    job: RLJob, directory: RunDirectory, events: EventLog, ranks: Ranks | None
+    job: RLJob, directory: RunDirectory, events: EventLog, ranks: Ranks | None, stop: TrainingStop
 ) -> dict[str, int]:
     """Train on what engines sample for prompts; returns how many there are, and how many were asked, each time anew."""
     assert job.prompts is not None, "the job has recorded rollouts"
@@ -106,12 +107,17 @@ async def train_on_prompts(
     tools = describe_tools(resolve_environment(job.rollout))
     check_prompt_lengths(prompts, tokenizer, max_tokens=max_tokens, source=job.prompts.path, tools=tools)
     data_buffer = DataBuffer(prompts, seed=job.replicated_rollout.seed)
-    await train_against_engines(job, directory, events, backend, data_buffer)
+    await train_against_engines(job, directory, events, backend, data_buffer, stop)
     return {"num_prompts": len(prompts), "num_drawn": data_buffer.num_drawn}
 
 
 async def train_against_engines(
-    job: RLJob, directory: RunDirectory, events: EventLog, backend: TrainingBackend, data_buffer: DataBuffer
+    job: RLJob,
+    directory: RunDirectory,
+    events: EventLog,
+    backend: TrainingBackend,
+    data_buffer: DataBuffer,
+    stop: TrainingStop,
 ) -> None:
     """Open everything that sampling needs, and train on what is sampled."""
     tokenizer, rollout = load_tokenizer(job.model.model), job.replicated_rollout
@@ -122,7 +128,7 @@ async def train_against_engines(
             else create_engine_generate_fn(engines, tokenizer, rollout)
         )
         async with AsyncRolloutManager(data_buffer, rollout, generate_fn=generate_fn) as manager:
-            await run_rl_loop(job, directory, events, backend, manager, engines)
+            await run_rl_loop(job, directory, events, backend, manager, engines, stop)
 
 
 async def run_rl_loop(
@@ -132,6 +138,7 @@ async def run_rl_loop(
     backend: TrainingBackend,
     source: AsyncRolloutManager | OfflineRollouts,
     engines: Sequence[InferenceEngine],
+    stop: TrainingStop,
 ) -> None:
     """Run the loop in the job's directory."""
     with JSONLLogger(directory.metrics, attempt=events.attempt) as metrics_logger:
@@ -150,6 +157,7 @@ async def run_rl_loop(
             on_batch=partial(write_rollouts, directory, temperature=job.rollout.sampling.temperature),
             is_colocated=job.deployment.colocated,
             is_end_asked=directory.end_request.exists,
+            stop=stop,
         )
 
 

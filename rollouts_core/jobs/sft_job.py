@@ -24,6 +24,7 @@ from rollouts_core.metrics import EventLog, JSONLLogger
 from rollouts_core.model.loading import load_tokenizer, pad_token_id
 from rollouts_core.run_directory import RunDirectory
 from rollouts_core.sft import run_sft_training
+from rollouts_core.stopping import TrainingStop
 from rollouts_core.types import Sample
 
 if TYPE_CHECKING:
@@ -50,7 +51,9 @@ def create_sft_backend(job: SFTJob, ranks: Ranks | None) -> TrainingBackend:
     )
 
 
-async def train_on_demonstrations(job: SFTJob, directory: RunDirectory, events: EventLog, ranks: Ranks | None) -> None:
+async def train_on_demonstrations(
+    job: SFTJob, directory: RunDirectory, events: EventLog, ranks: Ranks | None, stop: TrainingStop
+) -> None:
     """Check, load and train; the record lists the checkpoints."""
     check_model(job.model)
     tables = open_checked_datasets(job.data)
@@ -73,6 +76,7 @@ async def train_on_demonstrations(job: SFTJob, directory: RunDirectory, events: 
             events=events,
             eval_samples=eval_samples,
             is_end_asked=directory.end_request.exists,
+            stop=stop,
         )
     num_samples = len(samples) if job.streaming else len(samples) - samples.num_dropped
     directory.write_result({**describe_training(job, directory), "num_samples": num_samples})

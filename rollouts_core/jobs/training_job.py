@@ -10,7 +10,8 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Coroutine
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -19,11 +20,12 @@ import torch
 from rollouts_core.backends.launch import is_follower, is_launched
 from rollouts_core.backends.protocol import TrainingBackend
 from rollouts_core.backends.ranks import Ranks, join_ranks
-from rollouts_core.checkpoint import list_checkpoints, load_manifest
+from rollouts_core.checkpoint import list_checkpoints, load_manifest, newest_step
 from rollouts_core.job import RLJob, SFTJob
 from rollouts_core.metrics import EventLog
 from rollouts_core.model.loading import silence_progress_bars
 from rollouts_core.run_directory import RunDirectory, attempt_number
+from rollouts_core.stopping import STOPPED_CODE, StoppedError, TrainingStop, describe_stop
 from rollouts_core.system.gpu_use import gpus_in_use, sampled_gpu_use
 from rollouts_core.system.processors import count_processors
 
@@ -36,13 +38,13 @@ def run_training_job(
     directory: RunDirectory,
     *,
     create: Callable[[Ranks | None], TrainingBackend],
-    train: Callable[[EventLog, Ranks | None], Coroutine[Any, Any, None]],
+    train: Callable[[EventLog, Ranks | None, TrainingStop], Coroutine[Any, Any, None]],
 ) -> None:
     """Train, alone or as one of the processes that torchrun started; the first of them does all but computing.
 
     Args:
         create: the backend of one process, or this rank's part of that of several.
-        train: what the first process does; SIGTERM cancels it.
+        train: what the first process does; SIGTERM stops it.
     """
     silence_progress_bars()
     _set_num_threads(job)
@@ -57,7 +59,15 @@ def run_training_job(
         sampled = sampled_gpu_use(directory.gpu_use, gpus_in_use(job), attempt=attempt)
         with EventLog(directory.events, attempt=attempt) as events, sampled:
             events.write("started", kind=job.kind, pid=os.getpid())
-            asyncio.run(until_sigterm(train(events, ranks)))
+            stop = TrainingStop(
+                told=directory.stop_state,
+                granted=directory.stop_request,
+                attempt=attempt,
+                can_abandon=ranks is None,
+            )
+            stop.note_saved(newest_step(directory.checkpoints))
+            with stop.watching(partial(write_stop, events)):
+                asyncio.run(until_stopped(train(events, ranks, stop), stop, events))
 
 
 def _follow(backend: TrainingBackend) -> None:
@@ -81,29 +91,39 @@ def _num_threads(job: SFTJob | RLJob) -> int:
     return job.deployment.trainer_threads or max(1, count_processors() // num_processes)
 
 
-async def until_sigterm(work: Coroutine[Any, Any, None]) -> None:
-    """Do the work; SIGTERM cancels it where it waits next, so that a checkpoint being written is finished first.
+async def until_stopped(work: Coroutine[Any, Any, None], stop: TrainingStop, events: EventLog) -> None:
+    """Do the work. SIGTERM stops it after the step under way, and at its next wait where no step has begun.
 
     An exception out of the signal's handler could strike anywhere, for instance while a thread is being started.
     """
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     assert task is not None
-    arrived: list[int] = []
 
-    def cancel(number: int, frame: FrameType | None) -> None:
-        if not arrived:  # another one would break off what the first one lets finish
+    def ask(number: int, frame: FrameType | None) -> None:
+        if not stop.is_asked and not stop.is_training:  # another one would break off what the first one lets finish
             loop.call_soon_threadsafe(task.cancel)
-        arrived.append(number)
+        stop.ask()
 
-    previous = signal.signal(signal.SIGTERM, cancel)
+    previous = signal.signal(signal.SIGTERM, ask)
     try:
         await work
     except asyncio.CancelledError:
-        if arrived:
-            sys.exit(128 + arrived[0])
-        raise
+        if not stop.is_asked:
+            raise
+        write_stop(events, stop.saved_step)
+        sys.exit(STOPPED_CODE)
+    except StoppedError as stopped:
+        write_stop(events, stopped.step)
+        sys.exit(STOPPED_CODE)
     finally:
         signal.signal(signal.SIGTERM, previous)
+
+
+def write_stop(events: EventLog, step: int, problem: str = "") -> None:
+    """Say which step a training has saved that was asked to stop, on stderr and in events.jsonl."""
+    sys.stderr.write(f"rollouts: {describe_stop(step, problem)}\n")
+    with suppress(OSError):  # the disk is full
+        events.write("stopped", step=step, **({"problem": problem} if problem else {}))
 
 
 def describe_training(job: SFTJob | RLJob, directory: RunDirectory) -> dict[str, Any]:  # Any: JSON

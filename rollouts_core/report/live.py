@@ -20,6 +20,7 @@ from rollouts_core.report.curves import CURVES, draw_curve, draw_gpu_use, draw_s
 from rollouts_core.report.page import page_templates
 from rollouts_core.report.transcripts import ShownText, completion_text, read_without_tokens, shorten_text
 from rollouts_core.run_directory import RunDirectory
+from rollouts_core.stopping import describe_stop
 from rollouts_core.types import Sample
 
 REFRESH_S = 3.0
@@ -161,6 +162,8 @@ def describe_state(
         return "finished"
     if events and events[-1]["event"] == "failed":
         return f"failed: {events[-1].get('message', '')}"
+    if events and events[-1]["event"] == "stopped":
+        return describe_stop(int(events[-1].get("step", 0)), str(events[-1].get("problem", "")))
     if events and events[-1]["event"] == "waits_for_gpus":
         return str(events[-1]["message"])
     took = f"for {format_seconds(max(0.0, now - stage.began_at))}"

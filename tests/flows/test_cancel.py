@@ -106,7 +106,9 @@ def test_the_job_of_a_run_whose_process_was_killed_is_ended(rollouts: Rollouts, 
         asking = other.start("cancel", name)
         wait_for_request(sft, asking, other)
     assert asking.wait(60) == 0, other.said()
-    assert f"{name}: ended the job in {sft}; gave back local node" in other.said()
+    saved = json.loads((sft / "exit-1.json").read_text())["saved_step"]
+    assert saved > 0
+    assert f"{name}: ended the job in {sft}, step {saved} is saved; gave back local node" in other.said()
     assert json.loads((sft / "exit-1.json").read_text())["cancelled"]
     with local_server(rollouts.store) as address:
         assert ask(address, "GET", f"/flow_runs/{run_id}")["state_type"] == "CANCELLED"

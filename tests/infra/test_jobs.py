@@ -419,6 +419,38 @@ def test_a_cancelled_program_has_time_to_save_its_work(session: Session, run_dir
     assert read_log_tail(session, str(run_dir)).endswith("saved\n")
 
 
+TELLING = """
+sh -c 'trap "echo told >> child; exit 0" TERM; while :; do sleep 0.05; done' &
+printf '{"attempt": 1, "pid": %d, "grace_s": 20, "saved_step": 7, "problem": ""}' $$ > stop.json
+trap 'cat stop-1 > granted; sleep 1; test ! -e child && echo alone > alone; exit 3' TERM
+echo up; while :; do sleep 0.05; done
+"""
+
+
+@pytest.mark.slow
+def test_a_program_that_says_how_long_it_needs_has_that_long_and_its_children_go_on_meanwhile(
+    session: Session, run_dir: Path
+) -> None:
+    start_or_attach(session, shell_spec(run_dir, TELLING))
+    wait_until(lambda: (run_dir / "log.txt").read_text() == "up\n")
+    waits: list[str] = []
+    status = cancel_job(session, str(run_dir), grace_s=0.2, on_wait=lambda: waits.append("waits"))
+    assert status.exit is not None and status.exit.cancelled
+    assert (status.exit.code, status.exit.saved_step, status.exit.leftover_processes) == (3, 7, 1)
+    assert (run_dir / "granted").read_text() == "20"
+    assert (run_dir / "alone").exists() and (run_dir / "child").exists(), "the child was told before it was left over"
+
+
+@pytest.mark.slow
+def test_the_caller_limits_how_long_a_program_has_and_need_not_wait(session: Session, run_dir: Path) -> None:
+    start_or_attach(session, shell_spec(run_dir, TELLING.replace("sleep 1;", "sleep 60;")))
+    wait_until(lambda: (run_dir / "log.txt").read_text() == "up\n")
+    status = cancel_job(session, str(run_dir), 0.2, max_grace_s=30, is_impatient=lambda: True)
+    assert status.state is JobState.RUNNING and status.is_ending
+    ended = cancel_job(session, str(run_dir), 0.2, max_grace_s=2)  # what is asked later may leave less time
+    assert ended.exit is not None and (ended.exit.signal, ended.exit.saved_step) == (signal.SIGKILL, 7)
+
+
 @pytest.mark.slow
 def test_a_program_that_runs_is_asked_to_finish_and_learns_by_whom(session: Session, run_dir: Path) -> None:
     assert ask_to_finish(session, str(run_dir), "run 7").state == JobState.ABSENT

@@ -284,7 +284,8 @@ def test_checkpoints_without_an_evaluation_are_not_compared_with_those_that_have
         ([{"reward": 0.5, "reward_unfiltered": 0.25}], "reward_unfiltered", 0.25),
         ([{"loss": 2.0}], "reward", None),
         ([{"loss": 2.0}, {"loss": 4.0}], "loss", -3.0),
-        ([{"loss": 2.0, "eval_loss": 5.0}, {"loss": 4.0, "eval_loss": 1.0}, {"loss": 9.0}], "eval_loss", -1.0),
+        ([{"loss": 2.0, "eval_loss": 5.0}, {"loss": 4.0, "eval_loss": 1.0}], "eval_loss", -1.0),
+        ([{"loss": 2.0, "eval_loss": 5.0}, {"loss": 9.0}], "eval_loss", None),  # the loss of other weights
         ([{"loss": 2.0}], "eval_loss", None),
         ([], "loss", None),
     ],
@@ -471,6 +472,18 @@ def test_where_sft_evaluates_its_checkpoints_are_scored_by_that_alone(base_model
     history = asyncio.run(run_sft_training(backend, SAMPLES, config, checkpoint_dir=tmp_path, eval_samples=SAMPLES[:2]))
     scores = [load_manifest(path).score for path in list_checkpoints(tmp_path)]
     assert scores == [None, -history[-1]["eval_loss"]]
+
+
+def test_a_checkpoint_does_not_have_the_evaluation_loss_of_an_earlier_step(
+    base_model: ModelConfig, tmp_path: Path
+) -> None:
+    config = TRAINING.model_copy(
+        update={"num_steps": 12, "checkpoint_every": 3, "eval_every": 4, "keep_checkpoints": 1, "keep_best": 1}
+    )
+    backend = create_pytorch_backend(base_model, config.optim, create_cross_entropy_loss(), num_steps=12, device="cpu")
+    history = asyncio.run(run_sft_training(backend, SAMPLES, config, checkpoint_dir=tmp_path, eval_samples=SAMPLES[:2]))
+    scores = {path.name: load_manifest(path).score for path in list_checkpoints(tmp_path)}
+    assert scores == {"step_000012": -history[-1]["eval_loss"]}  # those of steps 3, 6 and 9 were not evaluated
 
 
 def test_a_training_goes_on_with_other_evaluation_rows_and_says_so(base_model: ModelConfig, tmp_path: Path) -> None:

@@ -39,6 +39,7 @@ from rollouts_core.job import EngineAddress, EvalJob, InputDataset, InputFile, I
 from rollouts_core.jobs.training_job import run_training_job
 from rollouts_core.metrics import EventLog, read_json_lines, read_metrics
 from rollouts_core.run_directory import RunDirectory
+from rollouts_core.stopping import TrainingStop
 from tests.rollouts_core.kill_rewards import grade_even_digits
 from tests.waiting import wait_until
 
@@ -69,7 +70,7 @@ def test_processes_without_a_gpu_of_their_own_share_the_cpu_also_where_there_is_
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     devices: list[torch.device] = []
 
-    async def train(events: EventLog, ranks: Ranks | None) -> None:
+    async def train(events: EventLog, ranks: Ranks | None, stop: TrainingStop) -> None:
         assert ranks is not None
         ranks.followers_wait = False
         devices.append(ranks.device)

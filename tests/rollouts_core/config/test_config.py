@@ -188,6 +188,30 @@ def test_an_algorithm_whose_penalty_is_for_longer_completions_says_all_that_has_
     )
 
 
+@pytest.mark.parametrize(
+    ("eval_every", "checkpoint_every", "said"),
+    [
+        (4, 3, r"checkpoint_every to 4 or 8, or training\.sft\.eval_every to 1 or 3$"),
+        (4, 10, r"checkpoint_every to 8 or 12, or training\.sft\.eval_every to 2 or 5$"),
+        (30, 20, r"checkpoint_every to 30 or 60, or training\.sft\.eval_every to 10 or 20$"),
+        (5, 10, ""),
+        (10, 10, ""),
+    ],
+)
+def test_the_best_are_kept_only_if_each_checkpoint_is_evaluated(
+    eval_every: int, checkpoint_every: int, said: str
+) -> None:
+    sft = {"eval_every": eval_every, "checkpoint_every": checkpoint_every, "keep_best": 1}
+    settings = {**with_setting("data.sft_eval", "e.jsonl"), "training": {"sft": sft}}
+    if said:
+        with pytest.raises(ConfigError, match=said):
+            parse(settings)
+    else:
+        parse(settings)
+    parse({**settings, "training": {"sft": {**sft, "keep_best": 0}}})
+    parse({**MINIMAL, "training": {"sft": sft}})  # without evaluation rows the training loss decides
+
+
 def test_completions_without_another_to_compare_with_are_refused() -> None:
     settings = with_setting("rollout.n_samples_per_prompt", 1)
     with pytest.raises(ConfigError, match=r"needs rollout\.n_samples_per_prompt of 2 or more, found 1"):
