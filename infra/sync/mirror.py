@@ -47,7 +47,7 @@ APPENDED = ("log.txt", "metrics.jsonl", "events.jsonl", "gpu_use.jsonl")
 MANIFEST, RESULT = "manifest.json", "result.json"
 STEP = re.compile(r"checkpoints/step_(\d+)")
 JOB_FILES = re.compile(
-    r"(job|result)\.json|log\.txt|(metrics|events|gpu_use)\.jsonl|exit-\d+\.json|finish-(\d+|asked)"
+    r"(job|result)\.json|log\.txt|(metrics|events|gpu_use)\.jsonl|exit-\d+\.json|finish-(\d+|asked)|stop-\d+|stop\.json"
     r"|(engine-\d+|router)\.txt|samples/[^/]+\.jsonl|checkpoints/[^/]+(/[^/]+){1,3}"
 )
 """What the files of a run directory are called (docs/run_directory.md)."""
