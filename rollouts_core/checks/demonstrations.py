@@ -64,8 +64,7 @@ def check_demonstrations(
         findings += counts.warn_of_unseen(dataset.path)
         findings += check_longest(dataset.path, counts.num_longest, config.model)
         share = dataset.repeat * counts.num_rows / counts.num_checked
-        kept = counts.num_checked - counts.num_dropped
-        num_epoch_rows += share * (counts.num_tokens / sft.max_length if sft.packing else kept)
+        num_epoch_rows += share * (counts.num_tokens / sft.max_length if sft.packing else counts.num_samples)
     if not num_epoch_rows:  # streamed data of which later rows may be shorter
         sentence = f"training.sft.max_length {sft.max_length} leaves out every demonstration that was looked at"
         return [*findings, Caution(f"{sentence}: raise it, or nothing may be left to train on")]
@@ -150,6 +149,8 @@ class _Counts:
     num_checked: int
     num_dropped: int
     num_cut: int
+    num_samples: int
+    """More than rows if turns need texts of their own."""
     num_tokens: int
     num_longest: int
     """Tokens of its longest sample, after it was cut."""
@@ -168,7 +169,8 @@ class _Counts:
         cut = f", {self.num_cut} cut" * bool(self.num_cut)
         dropped = f", {self.num_dropped} left out for their length" * bool(self.num_dropped)
         kept = self.num_checked - self.num_dropped
-        return f"{path}: {kept} demonstrations{checked}, {self.num_trained} trained tokens{cut}{dropped}"
+        texts = f" in {self.num_samples} texts" * (self.num_samples > kept)
+        return f"{path}: {kept} demonstrations{checked}{texts}, {self.num_trained} trained tokens{cut}{dropped}"
 
 
 def _check_demonstrations(
@@ -183,16 +185,17 @@ def _check_demonstrations(
     num_checked = min(num_rows, NUM_STREAMED_ROWS_CHECKED) if config.data.streaming else num_rows
     chunks = (range(i, min(i + CHUNK_ROWS, num_checked)) for i in range(0, num_checked, CHUNK_ROWS))
     read = (row for chunk in chunks for row in table.read(chunk))
-    num_kept = num_cut = num_tokens = num_longest = num_trained = 0
+    num_kept = num_samples = num_cut = num_tokens = num_longest = num_trained = 0
     rows = _say_progress(read, dataset.path, num_checked)
     taught_turns = TaughtTurns(tokenizer, config.training.sft.train_on)
-    unwritten_roles, unread_fields = UnwrittenRoles(tokenizer), UnreadFields()
+    unwritten_roles, unread_fields = UnwrittenRoles(tokenizer), UnreadFields(config.model.chat_template_kwargs)
     noted = _note_rows(rows, taught_turns, unwritten_roles, unread_fields)
     watched = watch_rows(noted, dataset.path, held_out)
-    for sample in iterate_samples(watched, dataset.path, tokenizer, sample_rules(config.training.sft)):
-        if sample is not None:
-            num_kept += 1
-            num_cut += sample.status is Status.TRUNCATED
+    for samples in iterate_samples(watched, dataset.path, tokenizer, sample_rules(config.training.sft)):
+        num_kept += bool(samples)
+        num_samples += len(samples)
+        num_cut += any(sample.status is Status.TRUNCATED for sample in samples)
+        for sample in samples:
             num_tokens += len(sample.tokens)
             num_longest = max(num_longest, len(sample.tokens))
             num_trained += sum(map(bool, sample.loss_mask))
@@ -203,6 +206,7 @@ def _check_demonstrations(
         num_checked,
         num_checked - num_kept,
         num_cut,
+        num_samples,
         num_tokens,
         num_longest,
         num_trained,
