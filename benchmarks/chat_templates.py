@@ -96,9 +96,11 @@ def main() -> None:
     trained = {kind: sum(each[kind] == "trains" for each in accepted[kind]) for kind in CONVERSATIONS}
     write_results(options.out, {"script": "chat_templates", "outcomes": outcomes})
     rows = [[name, *(each[kind] or "-" for kind in CONVERSATIONS)] for name, each in outcomes.items()]
-    rows.append(["trains", *(f"{trained[kind]} of {len(accepted[kind])}" for kind in CONVERSATIONS)])
+    num_of = {kind: len(each) for kind, each in accepted.items()}
+    rows.append(["trains", *(f"{trained[kind]} of {num_of[kind]}" for kind in CONVERSATIONS)])
     print(render_table(["template", *CONVERSATIONS], rows))
-    print(f"\nof one and two turns: {sum(map(trained.get, MAIN))} of {sum(len(accepted[kind]) for kind in MAIN)}")
+    num_trained, num_accepted = (sum(each[kind] for kind in MAIN) for each in (trained, num_of))
+    print(f"\nof one and two turns: {num_trained} of {num_accepted}")
 
 
 def find_templates() -> Path:

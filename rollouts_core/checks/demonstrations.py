@@ -19,10 +19,9 @@ from rollouts_core.checks.templates import UnreadFields, UnwrittenRoles, find_un
 from rollouts_core.config import Config, DatasetConfig
 from rollouts_core.data.chat import Conversation, TrainOn, trained_turns
 from rollouts_core.data.conversations import (
-    THOUGHTS,
     UNTRAINED_MARKS,
     Row,
-    find_said_beside_content,
+    find_said,
     find_unheeded_marks,
     read_demonstration,
     says_nothing,
@@ -30,6 +29,7 @@ from rollouts_core.data.conversations import (
 from rollouts_core.data.dataset import CHUNK_ROWS, count_used_rows, iterate_samples, sample_rules
 from rollouts_core.data.held_out import HeldOutRows, watch_rows
 from rollouts_core.data.rows import open_rows, resolve_revision
+from rollouts_core.data.turns import THOUGHTS
 from rollouts_core.errors import DataError
 from rollouts_core.findings import Caution
 from rollouts_core.types import Status
@@ -108,7 +108,7 @@ class TaughtTurns:
         turns = [read.messages[i] for i in trained_turns(read, self._train_on)]
         if any(map(says_nothing, turns)):
             self._empty.append(number)
-        said = find_said_beside_content(turns)
+        said = find_said(turns)
         if said.intersection(THOUGHTS) - self._unwritten.keys():  # the same thoughts, under several names
             said -= set(THOUGHTS)
         for key in said & self._unwritten.keys():

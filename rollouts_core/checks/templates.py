@@ -59,7 +59,7 @@ def warn_of_unseen_tools(
 
 
 def find_unwritten(tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """What a turn of the assistant may hold beside its answer and the chat template does not write: calls, thoughts.
+    """What a turn of the assistant may hold and the chat template does not write: text, calls, thoughts.
 
     Thoughts may lie apart or, up to `END_OF_THOUGHTS`, in the text. A template that refuses to be asked counts as one
     that writes it.
@@ -67,6 +67,7 @@ def find_unwritten(tokenizer: PreTrainedTokenizerBase) -> list[str]:
     calls, tool = probe_call({"said": TURN_MARK})
     asked: Message = {"role": "user", "content": "?"}
     said: dict[str, dict[str, Any]] = {
+        "content": {"content": TURN_MARK},
         "tool_calls": {"tool_calls": calls["tool_calls"]},
         "function_call": {"function_call": calls["tool_calls"][0]["function"]},
         **{key: {key: TURN_MARK} for key in THOUGHTS},

@@ -385,7 +385,7 @@ def _untrimmed(tokenizer: PreTrainedTokenizerBase) -> Tokenizer | None:
 
 @lru_cache(maxsize=4)
 def _copy_untrimmed(tokenizer: PreTrainedTokenizerBase, _num_tokens: int) -> Tokenizer:
-    backend = copy.deepcopy(tokenizer.backend_tokenizer)
+    backend: Tokenizer = copy.deepcopy(tokenizer.backend_tokenizer)
     backend.post_processor = None
     backend.no_truncation()
     backend.no_padding()

@@ -93,9 +93,9 @@ def read_tools(row: Row) -> list[dict[str, Any]] | None:  # Any: JSON schemas
     return tools
 
 
-def find_said_beside_content(turns: Sequence[Message]) -> set[str]:
-    """Which of `SAID_BESIDE_CONTENT` and, in their text, `END_OF_THOUGHTS` turns of the assistant hold."""
-    found = {key for key in SAID_BESIDE_CONTENT if any(turn.get(key) for turn in turns)}
+def find_said(turns: Sequence[Message]) -> set[str]:
+    """The keys by which turns of the assistant say something; with `END_OF_THOUGHTS` if their text holds thoughts."""
+    found = {key for key in ("content", *SAID_BESIDE_CONTENT) if any(turn.get(key) for turn in turns)}
     return found | ({END_OF_THOUGHTS} if any(END_OF_THOUGHTS in turn["content"] for turn in turns) else set())
 
 

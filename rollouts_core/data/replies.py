@@ -67,7 +67,7 @@ def _count_sampled(tokenizer: PreTrainedTokenizerBase, rest: list[int], sampled:
     if sampled[-1] in rest:
         num_before = rest.index(sampled[-1])
         return 0 if tokenizer.decode(rest[:num_before]).strip() else num_before + 1
-    end = tokenizer.get_added_vocab().get(find_turn_form(tokenizer).end_within)
+    end = tokenizer.convert_tokens_to_ids(find_turn_form(tokenizer).end_within or tokenizer.eos_token)
     if end not in rest or tokenizer.decode(rest[: rest.index(end)]).strip():
         return 0
     return rest.index(end) + 1

@@ -96,10 +96,8 @@ def is_end(tokenizer: PreTrainedTokenizerBase, token: int) -> bool:
 
     A special token counts as an end (`<|return|>`, `<|eom_id|>`, `<|endoftext|>`), a tag (`</answer>`) does not.
     """
-    if token in {tokenizer.eos_token_id, *find_turn_ends(tokenizer)}:
-        return True
-    added = tokenizer.added_tokens_decoder.get(token)
-    return added is not None and added.special and token != tokenizer.bos_token_id and not TAG.fullmatch(added.content)
+    key = (json.dumps(tokenizer.chat_template), len(tokenizer), tokenizer.bos_token_id, tokenizer.eos_token_id)
+    return token in _find_ends(tokenizer, *key)
 
 
 def render_turn(
@@ -194,6 +192,16 @@ def _not_behind(before: str, written: str) -> DataError:
         "model.chat_template_kwargs so that the two agree (say enable_thinking = true for rows with thoughts), use "
         "train_on = everything, or a template with generation markers"
     )
+
+
+@lru_cache(maxsize=16)
+def _find_ends(
+    tokenizer: PreTrainedTokenizerBase, _template: str, _num_tokens: int, begin: int | None, end: int | None
+) -> frozenset[int]:
+    """The tokens of `is_end`. Listing the special tokens takes longer than a tokenization."""
+    added = tokenizer.added_tokens_decoder.items()
+    special = {token for token, each in added if each.special and not TAG.fullmatch(each.content)} - {begin}
+    return frozenset(special | {*find_turn_ends(tokenizer)} | ({end} if end is not None else set()))
 
 
 @lru_cache(maxsize=64)

@@ -3,6 +3,8 @@
 Without it a mask that is one token off would train the model on the user's words, or never on its own end token.
 """
 
+from typing import Any
+
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -393,7 +395,10 @@ def test_a_call_without_arguments_has_an_empty_object(
     byte_tokenizer: PreTrainedTokenizerBase, template: str, written: str
 ) -> None:
     byte_tokenizer.chat_template = template
-    calls = [{"function": {"name": "now"}}, {"function": {"name": "add", "arguments": {"a": 7, "b": 3}}}]
+    calls: list[dict[str, Any]] = [
+        {"function": {"name": "now"}},
+        {"function": {"name": "add", "arguments": {"a": 7, "b": 3}}},
+    ]
     messages: list[Message] = [
         {"role": "user", "content": "?"},
         {"role": "assistant", "content": "", "tool_calls": calls},
