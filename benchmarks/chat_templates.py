@@ -89,6 +89,7 @@ def main() -> None:
     parser.add_argument("--templates", type=Path, help="folder of the templates (default: that of the installed TRL)")
     parser.add_argument("--show", action="store_true", help="print what is trained on, and why others are refused")
     parser.add_argument("--out", type=Path, help="file for the figures")
+    parser.add_argument("--threads", help=argparse.SUPPRESS)  # run_all.py gives it to every benchmark
     options = parser.parse_args()
     folder = options.templates or find_templates()
     outcomes = {name: try_template(folder, name, show=options.show) for name in list_templates(folder)}
@@ -152,7 +153,9 @@ def make_tokenizer(name: str, template: str) -> PreTrainedTokenizerBase:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(vocab_size=400, initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, show_progress=False, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
+    )
     tokenizer.train_from_iterator(["\n\n", "\n\n\n", ".\n\n", *ASKS, *SAYS] * 9, trainer)
     tokenizer.add_special_tokens([AddedToken(token, special=True) for token in special])
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=BEGIN, eos_token=end)
