@@ -43,7 +43,7 @@ from rollouts_core.data.rendering import (
     render_marked,
     render_text,
 )
-from rollouts_core.data.turns import find_header, find_turn_ends, find_turn_form, locate_words, render_turn
+from rollouts_core.data.turns import find_end_of_given, find_header, find_turn_ends, find_turn_form, render_turn
 from rollouts_core.errors import DataError
 from rollouts_core.types import Message
 
@@ -110,7 +110,8 @@ def render_prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message
     if not is_prefill(messages):
         return render_text(tokenizer, messages, tools, add_generation_prompt=True)
     before, turn = render_turn(tokenizer, messages, len(messages) - 1, tools)
-    return before + turn[: locate_words(turn, messages[-1]["content"])[1]]
+    given = messages[-1]["content"]
+    return before + turn[: find_end_of_given(tokenizer, turn, given, given)]
 
 
 def is_prefill(messages: Sequence[Message]) -> bool:
@@ -257,7 +258,9 @@ def _render_turns(tokenizer: PreTrainedTokenizerBase, conversation: Conversation
     texts: list[_Text] = []
     for number in numbers:
         before, turn = render_turn(tokenizer, messages, number, tools)
-        num_given = locate_words(turn, conversation.prefill)[1] if number == conversation.num_given else 0
+        num_given = 0
+        if conversation.prefill and number == conversation.num_given:
+            num_given = find_end_of_given(tokenizer, turn, messages[number]["content"], conversation.prefill)
         text = before + turn
         is_same = bool(texts) and before.startswith(texts[-1].text)
         earlier = texts.pop().spans if is_same else []
@@ -290,7 +293,9 @@ def _render_marked(tokenizer: PreTrainedTokenizerBase, conversation: Conversatio
         raise DataError("the chat template's generation markers hold no token: it marks another role or an empty text")
     if conversation.prefill:
         start, end = spans[0]
-        spans = [(start + locate_words(text[start:end], conversation.prefill)[1], end), *spans[1:]]
+        content = conversation.messages[conversation.num_given]["content"]
+        start += find_end_of_given(tokenizer, text[start:end], content, conversation.prefill)
+        spans = [(start, end), *spans[1:]]
     if train_on == "last_assistant":
         if len(spans) != num_turns:
             raise DataError(

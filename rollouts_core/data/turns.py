@@ -121,17 +121,24 @@ def render_turn(
     return RenderedTurn(before, _behind_cue(form.cue, written[len(shared) :], messages[number], before, written))
 
 
-def locate_words(turn: str, words: str) -> tuple[int, int]:
-    """The characters of the words in the text of a turn; a template may leave out space around them.
+def find_end_of_given(tokenizer: PreTrainedTokenizerBase, turn: str, content: str, given: str) -> int:
+    """The character behind the beginning of a turn's content that is given.
+
+    Args:
+        turn: the text of the turn; a template may leave out space around the content.
 
     Raises:
         DataError: the template writes other words.
     """
-    for each in (words, words.strip()):
-        if (start := turn.find(each)) >= 0:
-            return start, start + len(each)
+    form = find_turn_form(tokenizer)
+    # Looked for from the end: a header may hold the same letters as a short beginning.
+    body = turn.removesuffix(form.rest.removesuffix(form.surplus))
+    for words, beginning in ((content, given), (content.strip(), given.lstrip())):
+        start = len(body) - len(words) if body.endswith(words) else body.rfind(words)
+        if start >= 0:
+            return start + min(len(beginning), len(words))
     raise DataError(
-        f"the chat template does not write the beginning of the assistant's turn ({words[:60]!r}) as it is given, so "
+        f"the chat template does not write the beginning of the assistant's turn ({given[:60]!r}) as it is given, so "
         "the turn cannot go on behind it: leave the beginning out, or set model.chat_template_kwargs"
     )
 

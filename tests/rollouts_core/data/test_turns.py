@@ -232,6 +232,13 @@ def test_a_turn_that_the_prompt_has_begun_goes_on(tokenizer: PreTrainedTokenizer
     whole: list[Message] = [TWO_TURNS[0], {"role": "assistant", "content": "It is 7."}]
     [turn] = trained_texts(tokenizer, whole, num_given=1, prefill="It is")
     assert turn.startswith(" 7.")
+    for letter in "aend":  # also in the headers and ends of turns
+        answer: list[Message] = [TWO_TURNS[0], {"role": "assistant", "content": f"{letter}7"}]
+        [turn] = trained_texts(tokenizer, answer, num_given=1, prefill=letter)
+        assert turn.startswith("7")
+        prompt = tokenize_prompt(tokenizer, [TWO_TURNS[0], {"role": "assistant", "content": letter}])
+        assert tokenize_conversation(tokenizer, answer).tokens[: len(prompt)] == prompt
+        assert tokenizer.decode(prompt).endswith(letter)
     prompt = tokenize_prompt(tokenizer, begun)
     assert tokenizer.decode(prompt).endswith("It is")
     assert tokenize_conversation(tokenizer, whole).tokens[: len(prompt)] == prompt
