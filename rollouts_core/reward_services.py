@@ -26,7 +26,8 @@ import anyio
 
 from rollouts_core.config import ModelConfig, RewardConfig
 from rollouts_core.config.reward import is_asked_in_tokens
-from rollouts_core.data.chat import stop_token_ids, tokenize_prompt, undated_template
+from rollouts_core.data.chat import stop_token_ids, tokenize_prompt
+from rollouts_core.data.rendering import render_text
 from rollouts_core.errors import CheckpointError, ConfigError, RewardError
 from rollouts_core.model.loading import load_tokenizer
 from rollouts_core.reward_models import RewardModelServer, find_label, pick_score
@@ -337,8 +338,7 @@ def render_for_classifier(tokenizer: Any, sample: Sample) -> str:  # Any: transf
     messages = [*sample.messages, Message(role="assistant", content=sample.response)]
     if tokenizer.chat_template is None:
         return "\n".join(message["content"] for message in messages)
-    text: str = tokenizer.apply_chat_template(messages, chat_template=undated_template(tokenizer), tokenize=False)
-    return text
+    return render_text(tokenizer, messages, None, add_generation_prompt=False)
 
 
 def _read_rewards(answer: Any) -> list[float | None]:  # Any: JSON

@@ -14,7 +14,7 @@ from infra.ledger import Ledger
 from infra.registry import Model, models, move_model, register_model
 from rollouts_core.checkpoint import load_manifest
 from rollouts_core.comparison import compare_paired, judge_improvement
-from rollouts_core.config import Config, ModelConfig
+from rollouts_core.config import Config
 from rollouts_core.errors import CheckpointError
 from rollouts_core.job import InputModel
 from rollouts_core.system.files import new_directory
@@ -80,8 +80,7 @@ def registered_input(name: str, model: Model, config: Config, store: Path) -> In
     """
     check_whole(model, store)
     path = store / model.checkpoint
-    loaded = ModelConfig(path=str(path), trust_remote_code=config.model.trust_remote_code)
-    return InputModel(name=name, model=loaded, digest=model.digest)
+    return InputModel(name=name, model=config.model.at(path), digest=model.digest)
 
 
 def check_whole(model: Model, store: Path) -> None:

@@ -122,7 +122,7 @@ def _checkpoint_in(folder: Path) -> Path:
 
 
 def _load_from(path: Path, config: Config) -> ModelConfig:
-    return ModelConfig(path=str(path), trust_remote_code=config.model.trust_remote_code)
+    return config.model.at(path)
 
 
 def _unknown(given: str, store: Path) -> str:

@@ -15,7 +15,6 @@ from rollouts_core.config import (
     Config,
     DatasetConfig,
     EngineConfig,
-    ModelConfig,
     RolloutConfig,
     SamplingConfig,
     SFTTrainingConfig,
@@ -185,10 +184,7 @@ def checkpoints_of(training: StageRecord, config: Config) -> list[InputModel]:
     return [
         InputModel(
             name=entry["name"],
-            model=ModelConfig(
-                path=f"{training.run_dir}/checkpoints/{entry['name']}",
-                trust_remote_code=config.model.trust_remote_code,
-            ),
+            model=config.model.at(f"{training.run_dir}/checkpoints/{entry['name']}"),
             digest=entry["digest"],
             step=entry["step"],
         )

@@ -19,10 +19,9 @@ from rollouts_core.checks.templates import UnreadFields, UnwrittenRoles, find_un
 from rollouts_core.config import Config, DatasetConfig
 from rollouts_core.data.chat import Conversation, TrainOn, trained_turns
 from rollouts_core.data.conversations import (
-    THOUGHTS,
     UNTRAINED_MARKS,
     Row,
-    find_said_beside_content,
+    find_said,
     find_unheeded_marks,
     read_demonstration,
     says_nothing,
@@ -30,6 +29,7 @@ from rollouts_core.data.conversations import (
 from rollouts_core.data.dataset import CHUNK_ROWS, count_used_rows, iterate_samples, sample_rules
 from rollouts_core.data.held_out import HeldOutRows, watch_rows
 from rollouts_core.data.rows import open_rows, resolve_revision
+from rollouts_core.data.turns import THOUGHTS
 from rollouts_core.errors import DataError
 from rollouts_core.findings import Caution
 from rollouts_core.types import Status
@@ -64,8 +64,7 @@ def check_demonstrations(
         findings += counts.warn_of_unseen(dataset.path)
         findings += check_longest(dataset.path, counts.num_longest, config.model)
         share = dataset.repeat * counts.num_rows / counts.num_checked
-        kept = counts.num_checked - counts.num_dropped
-        num_epoch_rows += share * (counts.num_tokens / sft.max_length if sft.packing else kept)
+        num_epoch_rows += share * (counts.num_tokens / sft.max_length if sft.packing else counts.num_samples)
     if not num_epoch_rows:  # streamed data of which later rows may be shorter
         sentence = f"training.sft.max_length {sft.max_length} leaves out every demonstration that was looked at"
         return [*findings, Caution(f"{sentence}: raise it, or nothing may be left to train on")]
@@ -109,7 +108,7 @@ class TaughtTurns:
         turns = [read.messages[i] for i in trained_turns(read, self._train_on)]
         if any(map(says_nothing, turns)):
             self._empty.append(number)
-        said = find_said_beside_content(turns)
+        said = find_said(turns)
         if said.intersection(THOUGHTS) - self._unwritten.keys():  # the same thoughts, under several names
             said -= set(THOUGHTS)
         for key in said & self._unwritten.keys():
@@ -150,6 +149,8 @@ class _Counts:
     num_checked: int
     num_dropped: int
     num_cut: int
+    num_samples: int
+    """More than rows if turns need texts of their own."""
     num_tokens: int
     num_longest: int
     """Tokens of its longest sample, after it was cut."""
@@ -168,7 +169,8 @@ class _Counts:
         cut = f", {self.num_cut} cut" * bool(self.num_cut)
         dropped = f", {self.num_dropped} left out for their length" * bool(self.num_dropped)
         kept = self.num_checked - self.num_dropped
-        return f"{path}: {kept} demonstrations{checked}, {self.num_trained} trained tokens{cut}{dropped}"
+        texts = f" in {self.num_samples} texts" * (self.num_samples > kept)
+        return f"{path}: {kept} demonstrations{checked}{texts}, {self.num_trained} trained tokens{cut}{dropped}"
 
 
 def _check_demonstrations(
@@ -183,16 +185,17 @@ def _check_demonstrations(
     num_checked = min(num_rows, NUM_STREAMED_ROWS_CHECKED) if config.data.streaming else num_rows
     chunks = (range(i, min(i + CHUNK_ROWS, num_checked)) for i in range(0, num_checked, CHUNK_ROWS))
     read = (row for chunk in chunks for row in table.read(chunk))
-    num_kept = num_cut = num_tokens = num_longest = num_trained = 0
+    num_kept = num_samples = num_cut = num_tokens = num_longest = num_trained = 0
     rows = _say_progress(read, dataset.path, num_checked)
     taught_turns = TaughtTurns(tokenizer, config.training.sft.train_on)
-    unwritten_roles, unread_fields = UnwrittenRoles(tokenizer), UnreadFields()
+    unwritten_roles, unread_fields = UnwrittenRoles(tokenizer), UnreadFields(config.model.chat_template_kwargs)
     noted = _note_rows(rows, taught_turns, unwritten_roles, unread_fields)
     watched = watch_rows(noted, dataset.path, held_out)
-    for sample in iterate_samples(watched, dataset.path, tokenizer, sample_rules(config.training.sft)):
-        if sample is not None:
-            num_kept += 1
-            num_cut += sample.status is Status.TRUNCATED
+    for samples in iterate_samples(watched, dataset.path, tokenizer, sample_rules(config.training.sft)):
+        num_kept += bool(samples)
+        num_samples += len(samples)
+        num_cut += any(sample.status is Status.TRUNCATED for sample in samples)
+        for sample in samples:
             num_tokens += len(sample.tokens)
             num_longest = max(num_longest, len(sample.tokens))
             num_trained += sum(map(bool, sample.loss_mask))
@@ -203,6 +206,7 @@ def _check_demonstrations(
         num_checked,
         num_checked - num_kept,
         num_cut,
+        num_samples,
         num_tokens,
         num_longest,
         num_trained,

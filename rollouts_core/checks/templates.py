@@ -9,15 +9,10 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, cast
 
-from rollouts_core.data.chat import (
-    END_OF_THOUGHTS,
-    TURN_MARK,
-    encode_rest_of_turn,
-    find_turn_end,
-    leaves_out_role,
-    render_text,
-)
-from rollouts_core.data.conversations import SYSTEM_FIELDS, THOUGHTS, find_unread
+from rollouts_core.data.chat import leaves_out_role
+from rollouts_core.data.conversations import SYSTEM_FIELDS, TEMPLATE_FIELD, find_unread
+from rollouts_core.data.rendering import TURN_MARK, probe_call, render_text
+from rollouts_core.data.turns import END_OF_THOUGHTS, THOUGHTS, find_turn_ends, find_turn_form, render_turn
 from rollouts_core.errors import DataError
 from rollouts_core.findings import Caution
 from rollouts_core.types import Message
@@ -28,12 +23,13 @@ if TYPE_CHECKING:
 
 def warn_of_endless_turns(tokenizer: PreTrainedTokenizerBase) -> list[Caution]:
     """A warning where nothing that the chat template writes could end a completion."""
-    if not (rest := encode_rest_of_turn(tokenizer, default=[tokenizer.eos_token_id])):
-        found = "nothing behind what an assistant says"
-    elif find_turn_end(tokenizer) is None and tokenizer.eos_token_id not in rest:
-        found = f"{tokenizer.decode(rest)!r} behind what an assistant says, and no special token"
-    else:
+    if tokenizer.chat_template is None or not (form := find_turn_form(tokenizer)).is_known:
         return []
+    if find_turn_ends(tokenizer) or tokenizer.eos_token in form.rest:
+        return []
+    found = f"{form.rest!r} behind what an assistant says, and no special token"
+    if not form.rest:
+        found = "nothing behind what an assistant says"
     return [
         Caution(
             f"the chat template writes {found}: only {tokenizer.eos_token!r} ends a completion, and SFT on "
@@ -63,17 +59,17 @@ def warn_of_unseen_tools(
 
 
 def find_unwritten(tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """What a turn of the assistant may hold beside its answer and the chat template does not write: calls, thoughts.
+    """What a turn of the assistant may hold and the chat template does not write: text, calls, thoughts.
 
     Thoughts may lie apart or, up to `END_OF_THOUGHTS`, in the text. A template that refuses to be asked counts as one
     that writes it.
     """
-    function = {"name": "f", "arguments": {"said": TURN_MARK}}
-    tool = {"type": "function", "function": {"name": "f", "description": "?", "parameters": {"type": "object"}}}
+    calls, tool = probe_call({"said": TURN_MARK})
     asked: Message = {"role": "user", "content": "?"}
     said: dict[str, dict[str, Any]] = {
-        "tool_calls": {"tool_calls": [{"id": "call00000", "type": "function", "function": function}]},
-        "function_call": {"function_call": function},
+        "content": {"content": TURN_MARK},
+        "tool_calls": {"tool_calls": calls["tool_calls"]},
+        "function_call": {"function_call": calls["tool_calls"][0]["function"]},
         **{key: {key: TURN_MARK} for key in THOUGHTS},
         END_OF_THOUGHTS: {"content": f"<think>\n{TURN_MARK}\n{END_OF_THOUGHTS}\n\nyes"},
     }
@@ -81,8 +77,7 @@ def find_unwritten(tokenizer: PreTrainedTokenizerBase) -> list[str]:
     for key, fields in said.items():
         turn = cast(Message, {"role": "assistant", "content": "", **fields})
         with suppress(DataError):
-            text = render_text(tokenizer, [asked, turn], [tool], add_generation_prompt=False)
-            unwritten += [key] if TURN_MARK not in text else []
+            unwritten += [key] if TURN_MARK not in render_turn(tokenizer, [asked, turn], 1, [tool]).turn else []
     return unwritten
 
 
@@ -124,18 +119,22 @@ class UnwrittenRoles:
 class UnreadFields:
     """The rows that say something in a field which other systems read, and nothing here does."""
 
-    def __init__(self) -> None:
+    def __init__(self, template_values: Mapping[str, Any]) -> None:  # Any: JSON
+        """`template_values` are those that the template has for all rows, so that rows may name them, too."""
+        self._template_values = template_values
         self._rows: dict[str, list[int]] = {}
 
     def note(self, number: int, fields: Mapping[str, Any], messages: Sequence[Message]) -> None:  # Any: JSON
         """Look at the fields of a row and the messages that it gave."""
         for name in find_unread(fields, messages):
+            if name == TEMPLATE_FIELD and fields[name] == self._template_values:
+                continue
             self._rows.setdefault(name, []).append(number)
 
     def warn(self, source: str, num_rows: int) -> list[Caution]:
         """A warning for each field."""
         first = "make it the first message, of the role system"
-        same = "templates are asked alike for all rows; give the model one that has these values by itself"
+        same = "the template is asked alike for all rows: set model.chat_template_kwargs if that is meant for all"
         return [
             Caution(
                 f"{source}: {len(numbers)} of {num_rows} rows (row {numbers[0]} first) have `{name}`, which the model "

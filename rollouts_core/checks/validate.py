@@ -38,6 +38,7 @@ from rollouts_core.checks.no_effect import find_settings_without_effect, warn_of
 from rollouts_core.checks.resumed import check_resumed
 from rollouts_core.checks.templates import UnreadFields, UnwrittenRoles, warn_of_endless_turns, warn_of_unseen_tools
 from rollouts_core.config import Config, ModelConfig, name_of_function
+from rollouts_core.data.chat import is_prefill
 from rollouts_core.data.dataset import check_disjoint, load_prompts_from_jsonl
 from rollouts_core.data.held_out import HeldOutRows, read_held_out
 from rollouts_core.environments.protocol import describe_tools
@@ -113,7 +114,9 @@ def validate_config(config: Config) -> list[str]:
         check_num_rows(num_rows, limit, source="data.heldout", setting="evaluation.max_p_value")
     findings += [_count_prompts(rows, prompts[name]) for name, rows in loaded.items()]
     for name, rows in loaded.items():
-        findings += _warn_of_untold_tools(rows, prompts[name]) + _warn_of_unwritten(rows, prompts[name], tokenizer)
+        findings += _warn_of_untold_tools(rows, prompts[name]) + _warn_of_unwritten(
+            rows, prompts[name], config.model, tokenizer
+        )
     findings += check_prompt_epochs(config, len(loaded["prompts"])) if "prompts" in loaded else []
     findings += warn_of_endless_turns(tokenizer)
     findings += warn_of_unseen_tools(tokenizer, describe_tools(resolve_environment(config.rollout)))
@@ -144,7 +147,7 @@ def validate_evaluation(config: Config, models: Sequence[ModelConfig]) -> list[s
         check_answers(prompts, scored, source=heldout)
         findings += check_functions(scored, one_of_each_shape(prompts), tokenizer)
         findings += [_count_prompts(prompts, heldout), *_warn_of_untold_tools(prompts, heldout)]
-        findings += _warn_of_unwritten(prompts, heldout, tokenizer)
+        findings += _warn_of_unwritten(prompts, heldout, model, tokenizer)
         findings += warn_of_endless_turns(tokenizer)
         findings += warn_of_unseen_tools(tokenizer, describe_tools(resolve_environment(scored.rollout)))
     return list(dict.fromkeys([*findings, *warn_of_repeated_rows(config)]))
@@ -218,9 +221,12 @@ def _with_remedy(config: Config) -> Iterator[None]:
 
 
 def _count_prompts(prompts: Sequence[Prompt], source: str) -> str:
-    """How many there are, and how many without an answer, for a person."""
+    """How many prompts there are, without an answer, and with the beginning of one, for a person."""
     num_unanswered = sum(prompt.answer == "" for prompt in prompts)
-    return f"{source}: {len(prompts)} prompts" + f", {num_unanswered} without an `answer`" * bool(num_unanswered)
+    num_begun = sum(is_prefill(prompt.messages) for prompt in prompts)
+    unanswered = f", {num_unanswered} without an `answer`" * bool(num_unanswered)
+    begun = f", {num_begun} end with words of the assistant, which the policy goes on with" * bool(num_begun)
+    return f"{source}: {len(prompts)} prompts{unanswered}{begun}"
 
 
 def _warn_of_untold_tools(prompts: Sequence[Prompt], source: str) -> list[Caution]:
@@ -237,9 +243,11 @@ def _warn_of_untold_tools(prompts: Sequence[Prompt], source: str) -> list[Cautio
     ]
 
 
-def _warn_of_unwritten(prompts: Sequence[Prompt], source: str, tokenizer: PreTrainedTokenizerBase) -> list[Caution]:
+def _warn_of_unwritten(
+    prompts: Sequence[Prompt], source: str, model: ModelConfig, tokenizer: PreTrainedTokenizerBase
+) -> list[Caution]:
     """A warning where something in prompts never reaches the policy."""
-    unwritten, unread = UnwrittenRoles(tokenizer), UnreadFields()
+    unwritten, unread = UnwrittenRoles(tokenizer), UnreadFields(model.chat_template_kwargs)
     for prompt in prompts:
         unwritten.note(prompt.row, prompt.messages)
         unread.note(prompt.row, prompt.metadata, prompt.messages)

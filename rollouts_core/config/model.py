@@ -5,9 +5,15 @@ Not here: how it computes while it is trained (policy.py).
 
 from __future__ import annotations
 
-from pydantic import Field
+from pathlib import Path
+from typing import Self
+
+from pydantic import Field, JsonValue, field_validator
 
 from rollouts_core.config.record import PLACEMENT, Record
+
+RESERVED_NAMES = ("messages", "tools", "documents", "add_generation_prompt")
+"""Names by which chat templates read what is written, not how."""
 
 
 class ModelConfig(Record):
@@ -24,3 +30,22 @@ class ModelConfig(Record):
     allow_pickle: bool = False
     """Start from weights that lie in pickled files alone (pytorch_model.bin), read without running what they hold.
     Checkpoints of the training are safetensors; the embedded engine serves nothing else."""
+    chat_template_kwargs: dict[str, JsonValue] = Field(default_factory=dict)
+    """Values for the model's chat template, as in `{ enable_thinking = false }`. They count in SFT, RL and evaluation,
+    and are written into the chat template of every checkpoint, so that whoever serves it renders the same prompts."""
+
+    @field_validator("chat_template_kwargs")
+    @classmethod
+    def _check_names(cls, values: dict[str, JsonValue]) -> dict[str, JsonValue]:
+        for name in values:
+            if not name.isidentifier() or name in RESERVED_NAMES:
+                raise ValueError(
+                    f"{name!r} is no value that a chat template takes: expected a name such as enable_thinking, and "
+                    f"none of {', '.join(RESERVED_NAMES)}"
+                )
+        return values
+
+    def at(self, path: str | Path) -> Self:
+        """The settings of this model for a checkpoint that was trained from it."""
+        kept = {name: getattr(self, name) for name in ("trust_remote_code", "chat_template_kwargs")}
+        return type(self)(path=str(path), **kept)

@@ -1,53 +1,60 @@
 """Turn conversations into token ids and say which tokens belong to which turn.
 
-Not here: what an environment answers (replies.py), reading rows (dataset.py, conversations.py), tensors (batch.py).
+Not here: the text of a template (rendering.py), how it begins and ends turns (turns.py), what an environment answers
+(replies.py), reading rows (dataset.py, conversations.py), tensors (batch.py).
 
-The tokenizer's own chat template writes the text; one that writes the day's date writes the same on all days, so that
-a training goes on tomorrow with the prompts that it began with, and scores of two days compare.
-
-A template with {% generation %} markers says itself what the assistant wrote. For any other the turn of an assistant is
-what the template adds to the conversation before it. That difference is taken on token ids and checked token by token,
-so a template whose earlier text changes when a turn is added is an error instead of a wrong mask.
+A template with {% generation %} markers says itself what the assistant wrote. For any other template a turn is the text
+behind its generation prompt, and a token belongs to the turn if all of its characters do.
 
     messages         user 1+1=?             assistant 2
     text             <|user|>1+1=?<|end|><|assistant|>2<|end|>
     tokens           3  14 20 14 25 24 1    4         15 1
     Turn(assistant)                                   [8, 10)
 
+One text serves all turns if each turn, behind its generation prompt, begins the whole conversation. Templates of
+reasoning models write earlier turns in another way than the last one. A turn then begins a text of its own:
+
+    tokens           <|user|>a<|assistant|><think>x</think>b<|end|>
+    Turn                                  [                       )
+    then             <|user|>a<|assistant|>b<|end|><|user|>c<|assistant|><think>y</think>d<|end|>
+    Turn                                                                [                       )
+
 Many conversations are encoded in one call of the tokenizer, whose fixed cost is above that of a short text.
 """
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from datetime import datetime
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from jinja2 import TemplateError
-
-from rollouts_core.config.messages import first_line
+from rollouts_core.data.rendering import (
+    NO_TEMPLATE,
+    PROBE_CALL_ID,
+    TURN_MARK,
+    Tools,
+    probe_call,
+    render_marked,
+    render_text,
+)
+from rollouts_core.data.turns import find_end_of_given, find_header, find_turn_ends, find_turn_form, render_turn
 from rollouts_core.errors import DataError
 from rollouts_core.types import Message
 
 if TYPE_CHECKING:
+    from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerBase
 
 TrainOn = Literal["last_assistant", "all_assistant", "everything"]
-RenderedT = TypeVar("RenderedT")
+Span = tuple[int, int]
+"""The first character or token, and the one behind the last."""
 CHUNK_TEXTS = 512
-NO_TEMPLATE = "the tokenizer has no chat template: add one to the model's folder"
-TURN_MARK = "an assistant said this"
-"""Stands for what somebody says where only what a template makes of it is wanted."""
-END_OF_THOUGHTS = "</think>"
-"""Behind what a turn's text begins with where thoughts lie in it: many templates look for it, and some cut there."""
-TODAY = datetime(2024, 7, 26)
-"""The date that templates are given: what those of Llama 3 write where there is no clock."""
-CLOCK = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
 GENERATION_MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -55,8 +62,10 @@ class Conversation(NamedTuple):
     """Messages, the tools that they may call, and how many of the first ones are given and never trained on."""
 
     messages: Sequence[Message]
-    tools: Sequence[dict[str, Any]] | None = None  # Any: JSON schemas of a user's tools
+    tools: Tools = None
     num_given: int = 0
+    prefill: str = ""
+    """The beginning of message `num_given` that is given, too."""
 
 
 class Turn(NamedTuple):
@@ -65,53 +74,57 @@ class Turn(NamedTuple):
     role: str
     start: int
     end: int
+    text_start: int = 0
+    """The first token of the text that the turn is in."""
 
 
 class TokenizedConversation(NamedTuple):
-    """Token ids of a whole conversation, and those assistant turns of it that `train_on` asks for."""
+    """Token ids of a whole conversation, and those assistant turns of it that `train_on` asks for.
+
+    If the turns have texts of their own, `tokens` holds one text behind the other; see `split_texts`.
+    """
 
     tokens: list[int]
     turns: list[Turn]
 
 
-def tokenize_prompt(
-    tokenizer: PreTrainedTokenizerBase,
-    messages: Sequence[Message],
-    tools: Sequence[dict[str, Any]] | None = None,  # Any: JSON schemas
-) -> list[int]:
-    """Token ids of a conversation that waits for the assistant's next turn."""
-    return encode_texts(tokenizer, [render_text(tokenizer, messages, tools, add_generation_prompt=True)])[0]
+def tokenize_prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], tools: Tools = None) -> list[int]:
+    """Token ids of a conversation that waits for the assistant's next turn.
+
+    A turn of the assistant at its end goes on: the text ends with its words.
+    """
+    return encode_texts(tokenizer, [render_prompt(tokenizer, messages, tools)])[0]
 
 
 def tokenize_prompts(
-    tokenizer: PreTrainedTokenizerBase,
-    conversations: Sequence[Sequence[Message]],
-    tools: Sequence[dict[str, Any]] | None = None,  # Any: JSON schemas
+    tokenizer: PreTrainedTokenizerBase, conversations: Sequence[Sequence[Message]], tools: Tools = None
 ) -> Iterator[list[int]]:
     """`tokenize_prompt` of each, many in one call of the tokenizer."""
-    texts = (render_text(tokenizer, messages, tools, add_generation_prompt=True) for messages in conversations)
+    texts = (render_prompt(tokenizer, messages, tools) for messages in conversations)
     while chunk := list(itertools.islice(texts, CHUNK_TEXTS)):
         yield from encode_texts(tokenizer, chunk)
 
 
+def render_prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], tools: Tools = None) -> str:
+    """The text of `tokenize_prompt`."""
+    if not is_prefill(messages):
+        return render_text(tokenizer, messages, tools, add_generation_prompt=True)
+    before, turn = render_turn(tokenizer, messages, len(messages) - 1, tools)
+    given = messages[-1]["content"]
+    return before + turn[: find_end_of_given(tokenizer, turn, given, given)]
+
+
+def is_prefill(messages: Sequence[Message]) -> bool:
+    """Whether messages end with the beginning of a turn that the assistant is to go on with."""
+    return bool(messages) and messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls")
+
+
 def stop_token_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """What ends a completion: the tokenizer's end of sequence, and the token that ends a turn in the chat template.
+    """What ends a completion: the tokenizer's end of sequence, and the tokens that end a turn in the chat template.
 
     Base models often have an end of sequence that no template writes; SFT teaches them the one of the template.
     """
-    end = find_turn_end(tokenizer)
-    return tuple(dict.fromkeys([int(tokenizer.eos_token_id), *([] if end is None else [end])]))
-
-
-def find_turn_end(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """The special token that the chat template writes behind what an assistant said; None where it writes text."""
-    special = tokenizer.added_tokens_decoder
-    for token in encode_rest_of_turn(tokenizer):
-        if token in special:
-            return token
-        if tokenizer.decode([token]).strip():
-            return None
-    return None
+    return tuple(dict.fromkeys([int(tokenizer.eos_token_id), *find_turn_ends(tokenizer)]))
 
 
 def leaves_out_role(tokenizer: PreTrainedTokenizerBase, role: str, *, is_first: bool = False) -> bool:
@@ -126,38 +139,24 @@ def leaves_out_role(tokenizer: PreTrainedTokenizerBase, role: str, *, is_first: 
 @lru_cache(maxsize=64)
 def _leaves_out_role(tokenizer: PreTrainedTokenizerBase, _template: str, role: str, is_first: bool) -> bool:
     """Rendering takes longer than tokenizing a reply. A template that is changed is asked anew."""
-    function = {"name": "f", "description": "?", "parameters": {"type": "object", "properties": {}}}
-    call = {"id": "call00000", "type": "function", "function": {"name": "f", "arguments": {}}}
+    calls, tool = probe_call({})
     asks: Message = {"role": "user", "content": "?"}
-    says: Message = {"role": role, "content": TURN_MARK, "name": "f", "tool_call_id": "call00000"}
+    says: Message = {"role": role, "content": TURN_MARK, "name": "f", "tool_call_id": PROBE_CALL_ID}
     answers: Message = {"role": "assistant", "content": "!"}
-    calls: Message = {"role": "assistant", "content": "", "tool_calls": [call]}
     asked = [[says, asks], [says]] if is_first else [[asks, answers, says], [asks, calls, says]]
     texts: list[str] = []
     for messages in asked:
         with suppress(DataError):
-            tools = [{"type": "function", "function": function}] if calls in messages else None
+            tools = [tool] if calls in messages else None
             texts.append(render_text(tokenizer, messages, tools, add_generation_prompt=True))
     return bool(texts) and not any(TURN_MARK in text for text in texts)
-
-
-def encode_rest_of_turn(tokenizer: PreTrainedTokenizerBase, default: Sequence[int] = ()) -> Sequence[int]:
-    """The tokens that the template writes behind what an assistant said, `default` where it does not tell."""
-    if tokenizer.chat_template is None:
-        return default
-    said: list[Message] = [{"role": "user", "content": "?"}, {"role": "assistant", "content": TURN_MARK}]
-    try:
-        _, mark, rest = render_text(tokenizer, said, None, add_generation_prompt=False).partition(TURN_MARK)
-    except DataError:
-        return default
-    return encode_texts(tokenizer, [rest])[0] if mark else default
 
 
 def tokenize_conversation(
     tokenizer: PreTrainedTokenizerBase,
     messages: Sequence[Message],
     *,
-    tools: Sequence[dict[str, Any]] | None = None,  # Any: JSON schemas
+    tools: Tools = None,
     train_on: TrainOn = "all_assistant",
 ) -> TokenizedConversation:
     """Token ids of a whole conversation, and the tokens of those assistant turns that `train_on` asks for.
@@ -177,24 +176,34 @@ def tokenize_conversations(
     """`tokenize_conversation` of each, in one call of the tokenizer; an error takes the place of its conversation."""
     if tokenizer.chat_template is None:
         return [DataError(f"{NO_TEMPLATE}, or use rows with a `text` field") for _ in conversations]
-    if train_on != "everything" and has_generation_markers(tokenizer):
-        return [_tokenize_marked(tokenizer, each, train_on) for each in conversations]
-    texts: list[list[str] | DataError] = []
+    is_marked = train_on != "everything" and has_generation_markers(tokenizer)
+    render = _render_marked if is_marked else _render_turns
+    rendered: list[list[_Text] | DataError] = []
     for conversation in conversations:
         try:
-            texts.append(_render_prefixes(tokenizer, conversation, train_on))
+            rendered.append(render(tokenizer, conversation, train_on))
         except DataError as error:
-            texts.append(error)
-    encoded = iter(
-        encode_texts(tokenizer, [text for each in texts if not isinstance(each, DataError) for text in each])
-    )
+            rendered.append(error)
+    texts = [text for each in rendered if not isinstance(each, DataError) for text in each]
+    located = iter(_locate_spans(tokenizer, texts))
     outcomes: list[TokenizedConversation | DataError] = []
-    for each in texts:
-        if isinstance(each, DataError):
-            outcomes.append(each)
-        else:
-            outcomes.append(_find_turns(list(itertools.islice(encoded, len(each))), train_on))
+    for each in rendered:
+        found = [] if isinstance(each, DataError) else list(itertools.islice(located, len(each)))
+        outcomes.append(each if isinstance(each, DataError) else _join_texts(found))
     return outcomes
+
+
+def split_texts(tokenized: TokenizedConversation) -> list[TokenizedConversation]:
+    """The texts of a conversation, each with its own turns."""
+    starts = sorted({0, *(turn.text_start for turn in tokenized.turns)})
+    ends = [*starts[1:], len(tokenized.tokens)]
+    return [
+        TokenizedConversation(
+            tokenized.tokens[start:end],
+            [Turn(t.role, t.start - start, t.end - start) for t in tokenized.turns if t.text_start == start],
+        )
+        for start, end in zip(starts, ends, strict=True)
+    ]
 
 
 def has_generation_markers(tokenizer: PreTrainedTokenizerBase) -> bool:
@@ -233,90 +242,71 @@ def trained_turns(conversation: Conversation, train_on: TrainOn) -> list[int]:
     return turns[-1:] if train_on == "last_assistant" else turns
 
 
-def _render_prefixes(tokenizer: PreTrainedTokenizerBase, conversation: Conversation, train_on: TrainOn) -> list[str]:
-    """The conversation before each trained turn, then the one up to it, then the whole one, which may be the last."""
+class _Text(NamedTuple):
+    """A text, and the characters of it that are trained on, one span per turn."""
+
+    text: str
+    spans: list[Span]
+
+
+def _render_turns(tokenizer: PreTrainedTokenizerBase, conversation: Conversation, train_on: TrainOn) -> list[_Text]:
+    """The texts of a conversation: one, unless the template writes an earlier turn in another way than a last one."""
     messages, tools = conversation.messages, conversation.tools
     if train_on == "everything":
-        return [render_text(tokenizer, messages, tools, add_generation_prompt=False)]
-    turns = trained_turns(conversation, train_on)
-    texts = [_render_before(tokenizer, messages, i, tools) for i in turns]
-    texts += [render_text(tokenizer, messages[: i + 1], tools, add_generation_prompt=False) for i in turns]
-    if turns[-1] != len(messages) - 1:
-        texts.append(render_text(tokenizer, messages, tools, add_generation_prompt=False))
+        return [_Text(render_text(tokenizer, messages, tools, add_generation_prompt=False), [])]
+    numbers = trained_turns(conversation, train_on)
+    texts: list[_Text] = []
+    for number in numbers:
+        before, turn = render_turn(tokenizer, messages, number, tools)
+        num_given = 0
+        if conversation.prefill and number == conversation.num_given:
+            num_given = find_end_of_given(tokenizer, turn, messages[number]["content"], conversation.prefill)
+        text = before + turn
+        is_same = bool(texts) and before.startswith(texts[-1].text)
+        earlier = texts.pop().spans if is_same else []
+        texts.append(_Text(text, [*earlier, (len(before) + num_given, len(text))]))
+    form = find_turn_form(tokenizer)
+    if numbers[-1] != len(messages) - 1 or form.surplus:
+        whole = render_text(tokenizer, messages, tools, add_generation_prompt=False)
+        if whole.startswith(texts[-1].text):
+            texts[-1] = texts[-1]._replace(text=whole)
+    if form.header:
+        is_call = bool(messages[numbers[-1]].get("tool_calls"))
+        texts = [_with_headers(tokenizer, each, form.header_of_answer if is_call else form.header) for each in texts]
     return texts
 
 
-def _render_before(
-    tokenizer: PreTrainedTokenizerBase,
-    messages: Sequence[Message],
-    number: int,
-    tools: Sequence[dict[str, Any]] | None,  # Any: JSON schemas
-) -> str:
-    """The conversation before an assistant's turn, up to where its text begins: a first one begins as others do."""
-    if number > 0:
-        return render_text(tokenizer, messages[:number], tools, add_generation_prompt=True)
-    asks: list[Message] = [{"role": "user", "content": "?"}]
-    question, asked = (render_text(tokenizer, asks, tools, add_generation_prompt=each) for each in (False, True))
-    beginning = asked.removeprefix(question)
-    text = render_text(tokenizer, messages[:1], tools, add_generation_prompt=False)
-    before, found, _ = text.partition(beginning or asked)
-    if not found:
-        raise DataError(
-            "the conversation begins with a turn of the assistant, and the chat template does not tell where its text "
-            "begins: put a turn of the user before it, or use train_on = last_assistant or everything"
-        )
-    return before + found
+def _with_headers(tokenizer: PreTrainedTokenizerBase, text: _Text, last: str) -> _Text:
+    """The text with the next turn's header in each span; `last` is added if the text ends with the turn."""
+    whole = text.text if text.spans[-1][1] < len(text.text) else text.text + last
+    return _Text(whole, [(start, end + len(find_header(tokenizer, whole, end))) for start, end in text.spans])
 
 
-def _find_turns(prefixes: list[list[int]], train_on: TrainOn) -> TokenizedConversation | DataError:
-    tokens = prefixes[-1]
-    if train_on == "everything":
-        return TokenizedConversation(tokens, [])
-    num_turns = len(prefixes) // 2
-    befores, afters = prefixes[:num_turns], prefixes[num_turns : 2 * num_turns]
-    unstable = {i for i, prefix in enumerate(prefixes) if tokens[: len(prefix)] != prefix}
-    if unstable:
-        return _not_prefix_stable(has_stable_last=unstable.isdisjoint((num_turns - 1, 2 * num_turns - 1)))
-    turns = [Turn("assistant", len(before), len(after)) for before, after in zip(befores, afters, strict=True)]
-    return TokenizedConversation(tokens, turns)
-
-
-def _not_prefix_stable(*, has_stable_last: bool) -> DataError:
-    last = "train_on = last_assistant, " if has_stable_last else ""
-    return DataError(
-        "the chat template is not prefix-stable: adding a turn changes the tokens before it, so assistant turns "
-        f"cannot be told apart; use {last}train_on = everything, or a template with generation markers"
-    )
-
-
-def _tokenize_marked(
-    tokenizer: PreTrainedTokenizerBase, conversation: Conversation, train_on: TrainOn
-) -> TokenizedConversation | DataError:
-    """The turns that a template's own markers name."""
-    try:
-        num_turns = len(trained_turns(conversation, "all_assistant"))
-        text, spans = _render_marked(tokenizer, conversation.messages, conversation.tools)
-        if conversation.num_given:
-            spans = _without_given(tokenizer, conversation, spans)
-        tokens, mask = _encode_marked(tokenizer, text, spans)
-    except DataError as error:
-        return error
-    turns = _marked_turns(mask)
-    if not turns:
-        return DataError("the chat template's generation markers hold no token: it marks another role or an empty text")
+def _render_marked(tokenizer: PreTrainedTokenizerBase, conversation: Conversation, train_on: TrainOn) -> list[_Text]:
+    """A conversation with the turns that a template's own markers name."""
+    num_turns = len(trained_turns(conversation, "all_assistant"))
+    text, spans = render_marked(tokenizer, conversation.messages, conversation.tools)
+    if conversation.num_given:
+        spans = _without_given(tokenizer, conversation, spans)
+    spans = [(start, end) for start, end in spans if start < end]
+    if not spans:
+        raise DataError("the chat template's generation markers hold no token: it marks another role or an empty text")
+    if conversation.prefill:
+        start, end = spans[0]
+        content = conversation.messages[conversation.num_given]["content"]
+        start += find_end_of_given(tokenizer, text[start:end], content, conversation.prefill)
+        spans = [(start, end), *spans[1:]]
     if train_on == "last_assistant":
-        if len(turns) != num_turns:
-            return DataError(
-                f"the chat template's generation markers give {len(turns)} spans for {num_turns} assistant turns, so "
+        if len(spans) != num_turns:
+            raise DataError(
+                f"the chat template's generation markers give {len(spans)} spans for {num_turns} assistant turns, so "
                 "the last turn cannot be told apart; use train_on = all_assistant"
             )
-        turns = turns[-1:]
-    return TokenizedConversation(tokens, turns)
+        spans = spans[-1:]
+    return [_Text(text, spans)]
 
 
-def _without_given(
-    tokenizer: PreTrainedTokenizerBase, conversation: Conversation, spans: list[tuple[int, int]]
-) -> list[tuple[int, int]]:
+def _without_given(tokenizer: PreTrainedTokenizerBase, conversation: Conversation, spans: list[Span]) -> list[Span]:
     """The spans of what is not given, of which there is one per turn, or else by where the text of what is given ends.
 
     A template that forgets earlier thoughts writes them where what is given ends with them: it is longer alone.
@@ -332,130 +322,76 @@ def _without_given(
     return [span for span in spans if span[0] >= num_characters]
 
 
-def _render_marked(
-    tokenizer: PreTrainedTokenizerBase,
-    messages: Sequence[Message],
-    tools: Sequence[dict[str, Any]] | None,  # Any: JSON schemas
-) -> tuple[str, list[tuple[int, int]]]:
-    """A whole conversation, and which of its characters the template's markers hold."""
-    from transformers.utils.chat_template_utils import render_jinja_template  # heavy, and only for such templates
-
-    tools_or_none = list(tools) if tools else None
-
-    def render(messages: Sequence[Message]) -> tuple[str, list[tuple[int, int]]]:
-        texts, spans = render_jinja_template(
-            conversations=[list(messages)],
-            tools=tools_or_none,
-            chat_template=undated_template(tokenizer, tools_or_none),
-            return_assistant_tokens_mask=True,
-            **tokenizer.special_tokens_map,
-        )
-        return texts[0], spans[0]
-
-    return _rendered(render, messages)
-
-
-def _encode_marked(
-    tokenizer: PreTrainedTokenizerBase, text: str, spans: Sequence[tuple[int, int]]
-) -> tuple[list[int], list[bool]]:
-    """Token ids of a text, and for each whether it holds a character of the spans.
-
-    Not by the mask of transformers: where a span begins or ends with a space that the tokenizer leaves out of its
-    offsets, that mask lacks this turn and those behind it, or goes on to the end of the text, over what others said.
-    """
-    try:
-        encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    except NotImplementedError as error:
-        raise DataError("generation markers need a tokenizer of the `tokenizers` library: use a fast one") from error
-    is_marked = bytearray(len(text))
-    for start, end in spans:
-        is_marked[start:end] = b"\1" * (end - start)
-    # Of a token that is only space nothing may be left but the place behind it.
-    mask = [1 in is_marked[start if start < end else max(0, end - 1) : end] for start, end in encoded["offset_mapping"]]
-    return encoded["input_ids"], mask
-
-
-def _marked_turns(mask: Sequence[bool]) -> list[Turn]:
-    """The runs of ones."""
+def _join_texts(texts: Sequence[TokenizedConversation]) -> TokenizedConversation:
+    """The texts of a conversation behind each other."""
+    tokens: list[int] = []
     turns: list[Turn] = []
-    start = 0
-    for is_marked, run in itertools.groupby(mask):
-        end = start + len(list(run))
-        if is_marked:
-            turns.append(Turn("assistant", start, end))
-        start = end
-    return turns
+    for each in texts:
+        start = len(tokens)
+        turns += [Turn(turn.role, turn.start + start, turn.end + start, start) for turn in each.turns]
+        tokens += each.tokens
+    return TokenizedConversation(tokens, turns)
 
 
-def render_text(
-    tokenizer: PreTrainedTokenizerBase,
-    messages: Sequence[Message],
-    tools: Sequence[dict[str, Any]] | None,  # Any: JSON schemas
-    *,
-    add_generation_prompt: bool,
-) -> str:
-    if tokenizer.chat_template is None:
-        raise DataError(NO_TEMPLATE)
-    tools_or_none = list(tools) if tools else None
-
-    def render(messages: Sequence[Message]) -> str:
-        text: str = tokenizer.apply_chat_template(
-            list(messages),
-            tools=tools_or_none,
-            chat_template=undated_template(tokenizer, tools_or_none),
-            tokenize=False,
-            add_generation_prompt=add_generation_prompt,
-        )
-        return text
-
-    return _rendered(render, messages)
+def _locate_spans(tokenizer: PreTrainedTokenizerBase, texts: Sequence[_Text]) -> list[TokenizedConversation]:
+    """Token ids of each text, with a turn for each span: the tokens all of whose characters are in it."""
+    if not texts:
+        return []
+    if not any(each.spans for each in texts):
+        return [TokenizedConversation(tokens, []) for tokens in encode_texts(tokenizer, [each.text for each in texts])]
+    located: list[TokenizedConversation] = []
+    for (_, spans), (tokens, offsets) in zip(texts, _encode_with_offsets(tokenizer, texts), strict=True):
+        starts, ends = ([offset[i] for offset in offsets] for i in (0, 1))
+        turns = [Turn("assistant", bisect_left(starts, start), bisect_right(ends, end)) for start, end in spans]
+        turns = [turn._replace(end=max(turn.start, turn.end)) for turn in turns]
+        located.append(TokenizedConversation(tokens, turns))
+    return located
 
 
-def _rendered(render: Callable[[Sequence[Message]], RenderedT], messages: Sequence[Message]) -> RenderedT:
-    """What a chat template makes of messages; of one that joins the arguments of calls to text, with those as JSON.
+def _encode_with_offsets(
+    tokenizer: PreTrainedTokenizerBase, texts: Sequence[_Text]
+) -> list[tuple[list[int], list[Span]]]:
+    """Token ids of texts, and for each token the characters that it stands for."""
+    if not tokenizer.is_fast:
+        return [_encode_between_borders(tokenizer, each) for each in texts]
+    whole = [each.text for each in texts]
+    if (untrimmed := _untrimmed(tokenizer)) is not None:
+        encodings = untrimmed.encode_batch(whole, add_special_tokens=False)
+        return [(encoding.ids, encoding.offsets) for encoding in encodings]
+    encoded = tokenizer(whole, add_special_tokens=False, return_attention_mask=False, return_offsets_mapping=True)
+    return list(zip(encoded["input_ids"], encoded["offset_mapping"], strict=True))
 
-    DeepSeek's does. Most write an object as JSON themselves, and a text as a quoted one.
 
-    Raises:
-        DataError: it refuses them.
+def _encode_between_borders(tokenizer: PreTrainedTokenizerBase, text: _Text) -> tuple[list[int], list[Span]]:
+    """The same of a tokenizer without offsets: tokens stand for all characters between two borders of spans."""
+    borders = sorted({0, *itertools.chain(*text.spans), len(text.text)})
+    prefixes = encode_texts(tokenizer, [text.text[:border] for border in borders[1:]])
+    tokens, offsets = prefixes[-1], list[Span]()
+    for span, prefix in zip(itertools.pairwise(borders), prefixes, strict=True):
+        if tokens[: len(prefix)] != prefix:
+            raise DataError(
+                "a token of the text is in two turns, and the tokenizer does not say which characters a token stands "
+                "for: use a fast tokenizer"
+            )
+        offsets += [span] * (len(prefix) - len(offsets))
+    return tokens, offsets
+
+
+def _untrimmed(tokenizer: PreTrainedTokenizerBase) -> Tokenizer | None:
+    """A copy of a tokenizer whose offsets leave out spaces; None if they do not.
+
+    With such offsets a token of two line breaks cannot be told from one of the second line break.
     """
-    with _named_refusal(messages):
-        try:
-            return render(messages)
-        except TypeError:
-            if not any(message.get("tool_calls") for message in messages):
-                raise
-            return render([_with_arguments_as_text(message) for message in messages])
+    processor = tokenizer.backend_tokenizer.post_processor
+    if processor is None or b'"trim_offsets":true' not in processor.__getstate__():
+        return None
+    return _copy_untrimmed(tokenizer, len(tokenizer))
 
 
-def _with_arguments_as_text(message: Message) -> Message:
-    def as_text(call: dict[str, Any]) -> dict[str, Any]:  # Any: JSON
-        function = call.get("function", call)
-        function = {**function, "arguments": json.dumps(function.get("arguments", {}), ensure_ascii=False)}
-        return {**call, "function": function} if "function" in call else function
-
-    calls = message.get("tool_calls")
-    return cast(Message, {**message, "tool_calls": list(map(as_text, calls))}) if calls else message
-
-
-def undated_template(
-    tokenizer: PreTrainedTokenizerBase,
-    tools: list[dict[str, Any]] | None = None,  # Any: JSON schemas
-) -> str:
-    """The chat template for these tools, which writes `TODAY` in the place of the day's date."""
-    return _without_clock(tokenizer.get_chat_template(None, tools))
-
-
-@lru_cache(maxsize=16)
-def _without_clock(template: str) -> str:
-    return CLOCK.sub(lambda call: json.dumps(TODAY.strftime(call[2])), template)
-
-
-@contextmanager
-def _named_refusal(messages: Sequence[Message]) -> Iterator[None]:
-    """Raise DataError for what a chat template raises in the block."""
-    try:
-        yield
-    except (TemplateError, TypeError, ValueError) as error:
-        roles = ", ".join(message["role"] for message in messages)
-        raise DataError(f"the chat template refuses the turns {roles}: {first_line(error)}") from error
+@lru_cache(maxsize=4)
+def _copy_untrimmed(tokenizer: PreTrainedTokenizerBase, _num_tokens: int) -> Tokenizer:
+    backend: Tokenizer = copy.deepcopy(tokenizer.backend_tokenizer)
+    backend.post_processor = None
+    backend.no_truncation()
+    backend.no_padding()
+    return backend

@@ -16,7 +16,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from rollouts_core.config.messages import closest_name
-from rollouts_core.data.chat import END_OF_THOUGHTS, Conversation
+from rollouts_core.data.chat import Conversation, is_prefill
+from rollouts_core.data.turns import END_OF_THOUGHTS, THOUGHTS
 from rollouts_core.errors import DataError
 from rollouts_core.types import Message
 
@@ -33,8 +34,6 @@ ANSWER_ELSEWHERE = ("ground_truth", "solution", "label", "gold", "target", "fina
 """What datasets of others call an answer."""
 COMPLETION_ELSEWHERE = ("answer", "output", "target")
 """What datasets of others call a completion, where Alpaca's form does not say it already."""
-THOUGHTS = ("reasoning_content", "reasoning", "thinking")
-"""What different templates call thoughts that lie apart from the text."""
 SAID_BESIDE_CONTENT = ("tool_calls", "function_call", *THOUGHTS)
 """What else than text a turn may hold."""
 SYSTEM_FIELDS = ("system", "system_prompt")
@@ -58,9 +57,7 @@ def read_demonstration(row: Row) -> Conversation | str:
         return Conversation(read_messages(row["messages"]), read_tools(row))
     if row.get("prompt") is not None and completion:
         prompt = _messages_or_text(row, "prompt", role="user")
-        return Conversation(
-            [*prompt, *_messages_or_text(row, completion, role="assistant")], read_tools(row), len(prompt)
-        )
+        return _join(prompt, _messages_or_text(row, completion, role="assistant"), read_tools(row))
     if row.get("text") is not None:
         return _text(row, "text")
     expected = "expected `messages`, or `prompt` and `completion`, or `text`"
@@ -87,6 +84,8 @@ def read_tools(row: Row) -> list[dict[str, Any]] | None:  # Any: JSON schemas
     tools = row.get("tools")
     if isinstance(tools, str):
         tools = _parse_json(tools, "`tools`") if tools.strip() else None
+    else:
+        tools = _without_nulls(tools)
     if tools is None or tools == []:
         return None
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
@@ -94,9 +93,9 @@ def read_tools(row: Row) -> list[dict[str, Any]] | None:  # Any: JSON schemas
     return tools
 
 
-def find_said_beside_content(turns: Sequence[Message]) -> set[str]:
-    """Which of `SAID_BESIDE_CONTENT` and, in their text, `END_OF_THOUGHTS` turns of the assistant hold."""
-    found = {key for key in SAID_BESIDE_CONTENT if any(turn.get(key) for turn in turns)}
+def find_said(turns: Sequence[Message]) -> set[str]:
+    """The keys by which turns of the assistant say something; with `END_OF_THOUGHTS` if their text holds thoughts."""
+    found = {key for key in ("content", *SAID_BESIDE_CONTENT) if any(turn.get(key) for turn in turns)}
     return found | ({END_OF_THOUGHTS} if any(END_OF_THOUGHTS in turn["content"] for turn in turns) else set())
 
 
@@ -159,6 +158,16 @@ def _find_completion_elsewhere(row: Row) -> str:
     return f"; {named} is called completion in demonstrations" if named else ""
 
 
+def _join(prompt: list[Message], completion: list[Message], tools: list[dict[str, Any]] | None) -> Conversation:  # JSON
+    """A prompt and its completion. The assistant's turn at the end of a prompt goes on in the completion."""
+    if not is_prefill(prompt) or completion[0]["role"] != "assistant":
+        return Conversation([*prompt, *completion], tools, len(prompt))
+    *given, begun = prompt
+    prefill = begun["content"]
+    turn = cast(Message, {**begun, **completion[0], "content": prefill + completion[0]["content"]})
+    return Conversation([*given, turn, *completion[1:]], tools, len(given), prefill)
+
+
 def _messages_or_text(row: Row, key: str, *, role: str) -> list[Message]:
     if isinstance(row[key], list):
         return read_messages(row[key], key=key)
@@ -189,15 +198,27 @@ def _as_list(calls: object, number: int) -> Sequence[object]:
 
 def _tool_call(call: object, number: int) -> dict[str, Any]:  # Any: JSON
     """A tool call with its arguments as an object: templates write objects as JSON, and text as a quoted text."""
+    call = _without_nulls(call)
     function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise DataError(f"a tool call of message {number} must name a `function`, found {_show(call)}")
-    arguments = function.get("arguments")
+    arguments = function.get("arguments", {})
     if isinstance(arguments, str):
-        parsed = _parse_json(arguments, f"`arguments` of a tool call of message {number}") if arguments.strip() else {}
-        function = {**function, "arguments": parsed}
+        what = f"`arguments` of a tool call of message {number}"
+        arguments = _parse_json(arguments, what) if arguments.strip() else {}
+    function = {**function, "arguments": arguments}
     assert isinstance(call, dict)
     return {**call, "function": function} if "function" in call else function
+
+
+def _without_nulls(value: Any) -> Any:  # Any: JSON
+    """A value without the keys that are null: tables give each object the keys of all others of its column.
+
+    JSON text stays as it is, with its nulls.
+    """
+    if isinstance(value, dict):
+        return {key: _without_nulls(each) for key, each in value.items() if each is not None}
+    return list(map(_without_nulls, value)) if isinstance(value, list) else value
 
 
 def _join_parts(parts: list[object], number: int) -> str:

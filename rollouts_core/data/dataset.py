@@ -28,11 +28,15 @@ from rollouts_core.data.chat import (
     TokenizedConversation,
     TrainOn,
     compute_loss_mask,
+    is_prefill,
+    split_texts,
     tokenize_conversations,
+    trained_turns,
 )
 from rollouts_core.data.conversations import Row, describe_keys, read_demonstration, read_messages
 from rollouts_core.data.mixture import epoch_order
 from rollouts_core.data.rows import RowTable, load_rows, open_rows
+from rollouts_core.data.turns import is_end
 from rollouts_core.errors import DataError, DemonstrationError
 from rollouts_core.types import Message, Prompt, Sample, Status
 
@@ -46,6 +50,10 @@ CHUNK_ROWS = 512
 MAX_LOGGED_DROPS = 10
 ROLLOUT_FIELDS = ("conversation", "outcomes")
 """What a rollout adds to the metadata of its samples (agent.py), beside the fields of the prompt's row."""
+
+
+RowSamples = tuple[Sample, ...]
+"""The samples of a row: one; several if turns need texts of their own (chat.py); none if the rules leave it out."""
 
 
 class SampleRules(NamedTuple):
@@ -84,8 +92,8 @@ def load_sft_dataset(
         DataError: a row without the needed fields, or with nothing to train on, named by its number.
     """
     rules = SampleRules(max_length, train_on, on_overlong)
-    samples = iterate_samples(load_rows(path), str(path), tokenizer, rules, max_rows=max_rows)
-    return [sample for sample in samples if sample is not None]
+    rows = iterate_samples(load_rows(path), str(path), tokenizer, rules, max_rows=max_rows)
+    return list(itertools.chain.from_iterable(rows))
 
 
 def iterate_samples(
@@ -95,8 +103,8 @@ def iterate_samples(
     rules: SampleRules,
     *,
     max_rows: int | None = None,
-) -> Iterator[Sample | None]:
-    """The sample of each row in order, None where the rules leave it out; a chunk of rows is in memory at a time.
+) -> Iterator[RowSamples]:
+    """The samples of each row in order; a chunk of rows is in memory at a time.
 
     Args:
         source: what errors call the place the rows come from.
@@ -166,24 +174,24 @@ class SFTDataset:
         """Rows of all datasets, also those that are left out."""
         return sum(self.sizes)
 
-    def iterate_epoch(self, epoch: int, *, seed: int, start: int = 0) -> Iterator[Sample | None]:
-        """The samples of an epoch from its visit `start` on; None for a row that is left out."""
+    def iterate_epoch(self, epoch: int, *, seed: int, start: int = 0) -> Iterator[RowSamples]:
+        """The samples of each visit of an epoch, from the visit `start` on."""
         order = epoch_order(self.sizes, self._repeats, seed=seed, epoch=epoch)
         if self._kept is not None:
             return map(self._kept.__getitem__, itertools.islice(order, start, None))
         return itertools.chain.from_iterable(map(self._read_chunk, _chunks(order, start)))
 
-    def _read_chunk(self, numbers: Sequence[int]) -> list[Sample | None]:
+    def _read_chunk(self, numbers: Sequence[int]) -> list[RowSamples]:
         """The samples of rows, numbered through all datasets."""
-        samples: dict[int, Sample | None] = {}
+        samples: dict[int, RowSamples] = {}
         first_row = 0
         for table, size in zip(self._tables, self.sizes, strict=True):
             wanted = [number for number in dict.fromkeys(numbers) if first_row <= number < first_row + size]
             rows = table.read([number - first_row for number in wanted]) if wanted else []
             built = _build_chunk(rows, table.path, self._tokenizer, self._rules)
             for number, (row, _), outcome in zip(wanted, rows, built, strict=True):
-                samples[number] = outcome and replace(outcome, metadata={"row": number + 1})
-                if outcome is None:
+                samples[number] = tuple(replace(sample, metadata={"row": number + 1}) for sample in outcome)
+                if not outcome:
                     self._count_drop(f"{table.path}, row {row}")
             first_row += size
         return [samples[number] for number in numbers]
@@ -197,27 +205,31 @@ class SFTDataset:
 class _CompactSamples:
     """Tokens and masks of many samples, one behind the other."""
 
-    def __init__(self, chunks: Iterable[Sequence[Sample | None]]) -> None:
+    def __init__(self, chunks: Iterable[Sequence[RowSamples]]) -> None:
         self._tokens = array("i")
         self._mask = bytearray()
         self._ends = array("q", [0])
         self._is_cut = bytearray()
-        for sample in itertools.chain.from_iterable(chunks):
-            if sample is not None:
+        self._row_ends = array("q", [0])
+        """How many samples there are up to the end of each row."""
+        for samples in itertools.chain.from_iterable(chunks):
+            for sample in samples:
                 self._tokens.extend(sample.tokens)
                 self._mask.extend(map(int, sample.loss_mask))
-            self._is_cut.append(sample is not None and sample.status is Status.TRUNCATED)
-            self._ends.append(len(self._tokens))
+                self._is_cut.append(sample.status is Status.TRUNCATED)
+                self._ends.append(len(self._tokens))
+            self._row_ends.append(len(self._is_cut))
 
-    def __getitem__(self, number: int) -> Sample | None:
+    def __getitem__(self, row: int) -> RowSamples:
+        return tuple(self._sample(number, row) for number in range(self._row_ends[row], self._row_ends[row + 1]))
+
+    def _sample(self, number: int, row: int) -> Sample:
         start, end = self._ends[number], self._ends[number + 1]
-        if start == end:
-            return None
         return Sample(
             tokens=self._tokens[start:end].tolist(),
             loss_mask=list(map(float, self._mask[start:end])),
             status=Status.TRUNCATED if self._is_cut[number] else Status.COMPLETED,
-            metadata={"row": number + 1},
+            metadata={"row": row + 1},
         )
 
 
@@ -290,8 +302,8 @@ def _chunks(numbers: Sequence[int], start: int = 0) -> Iterator[Sequence[int]]:
 
 def _build_chunk(
     rows: Sequence[tuple[int, Row]], source: str, tokenizer: PreTrainedTokenizerBase, rules: SampleRules
-) -> list[Sample | None]:
-    """A sample per row, or None where the rules leave it out; the first row that does not fit is an error."""
+) -> list[RowSamples]:
+    """The samples of each row; the first row that does not fit is an error."""
     read: list[Conversation | str | DataError] = []
     for _, row in rows:
         try:
@@ -302,14 +314,15 @@ def _build_chunk(
     texts = [each for each in read if isinstance(each, str)]
     tokenized = iter(tokenize_conversations(tokenizer, conversations, train_on=rules.train_on))
     encoded = iter(_encode_plain_texts(tokenizer, texts))
-    samples: list[Sample | None] = []
+    samples: list[RowSamples] = []
     for (number, _), each in zip(rows, read, strict=True):
         try:
             if isinstance(each, Conversation):
-                samples.append(_conversation_sample(each, next(tokenized), rules))
+                samples.append(_conversation_samples(each, next(tokenized), rules))
             elif isinstance(each, str):
                 tokens = next(encoded)
-                samples.append(_build_sample(tokens, [1.0] * len(tokens), rules, prompt=(), response=each))
+                sample = _build_sample(tokens, [1.0] * len(tokens), rules, prompt=(), response=each)
+                samples.append(() if sample is None else (sample,))
             else:
                 raise each
         except DataError as error:
@@ -322,32 +335,45 @@ def _encode_plain_texts(tokenizer: PreTrainedTokenizerBase, texts: list[str]) ->
     if not texts:
         return []
     ids: list[list[int]] = tokenizer(texts, return_attention_mask=False)["input_ids"]
-    return [_begin_and_end_once(tokens, tokenizer.bos_token_id, tokenizer.eos_token_id) for tokens in ids]
+    return [_begin_and_end_once(tokenizer, tokens) for tokens in ids]
 
 
-def _begin_and_end_once(tokens: list[int], begin: int | None, end: int | None) -> list[int]:
+def _begin_and_end_once(tokenizer: PreTrainedTokenizerBase, tokens: list[int]) -> list[int]:
     """The tokens with one end, and with one beginning where they have any.
 
-    Texts may hold these tokens already, those that a chat template wrote for instance, and some tokenizers add an end.
+    Texts may hold these tokens already, those that a chat template wrote for instance, with a line break behind the
+    end of the last turn; and some tokenizers add an end.
     """
+    begin, end = tokenizer.bos_token_id, tokenizer.eos_token_id
     has_begun_twice = begin is not None and tokens[:2] == [begin, begin]
     body = tokens[1:] if has_begun_twice else tokens
-    if end is None:
-        return body
     num_ends = next((i for i, token in enumerate(reversed(body)) if token != end), len(body))
-    return [*body[: len(body) - num_ends], end]
+    body = body[: len(body) - num_ends]
+    last = next((i for i in reversed(range(len(body))) if tokenizer.decode(body[i : i + 1]).strip()), None)
+    has_ended = last is not None and is_end(tokenizer, body[last])
+    return body if has_ended or end is None else [*body, end]
 
 
-def _conversation_sample(
+def _conversation_samples(
     conversation: Conversation, tokenized: TokenizedConversation | DataError, rules: SampleRules
-) -> Sample | None:
+) -> RowSamples:
+    """The samples of a conversation. Of several, one whose trained turn is cut away is left out, unless all are."""
     if isinstance(tokenized, DataError):
         raise tokenized
     messages = conversation.messages
-    loss_mask = compute_loss_mask(tokenized.turns, len(tokenized.tokens), rules.train_on)
-    return _build_sample(
-        tokenized.tokens, loss_mask, rules, prompt=tuple(messages[:-1]), response=messages[-1]["content"]
-    )
+    texts = split_texts(tokenized)
+    numbers = [] if len(texts) == 1 else trained_turns(conversation, rules.train_on)
+    samples: list[Sample] = []
+    num_turns = 0
+    for text in texts:
+        num_turns += len(text.turns)
+        last = numbers[num_turns - 1] if numbers else len(messages) - 1
+        loss_mask = compute_loss_mask(text.turns, len(text.tokens), rules.train_on)
+        if any(loss_mask[1 : rules.max_length]) or (text is texts[-1] and not samples):
+            prompt, response = tuple(messages[:last]), messages[last]["content"]
+            sample = _build_sample(text.tokens, loss_mask, rules, prompt=prompt, response=response)
+            samples += [] if sample is None else [sample]
+    return tuple(samples)
 
 
 def _build_sample(
@@ -387,10 +413,12 @@ def _build_prompt(row: Row, number: int, *, default_id: str) -> Prompt:
     else:
         wrong = DemonstrationError if isinstance(row.get("text"), str) else DataError
         raise wrong(f"expected `prompt` or `messages`; found {describe_keys(row)}")
-    if messages[-1]["role"] == "assistant":
+    is_begun = is_prefill(messages) and row.get("messages") is None
+    if messages[-1]["role"] == "assistant" and not is_begun:
         raise DemonstrationError(
             "the prompt ends with a turn of the assistant, which the policy is to give: remove that turn, or put it "
-            "into `answer` where graders compare with it"
+            "into `answer` where graders compare with it; if the policy is to go on with that turn, call the field "
+            "`prompt`"
         )
     return Prompt(
         id=default_id if row.get("id") is None else str(row["id"]),

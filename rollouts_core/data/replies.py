@@ -15,7 +15,9 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, cast
 
-from rollouts_core.data.chat import TURN_MARK, encode_texts, leaves_out_role, render_text
+from rollouts_core.data.chat import encode_texts, leaves_out_role
+from rollouts_core.data.rendering import TURN_MARK, render_text
+from rollouts_core.data.turns import find_turn_form, is_end
 from rollouts_core.errors import DataError
 from rollouts_core.types import Message
 
@@ -55,14 +57,20 @@ def tokenize_reply(tokenizer: PreTrainedTokenizerBase, replies: Sequence[Message
 
 
 def _count_sampled(tokenizer: PreTrainedTokenizerBase, rest: list[int], sampled: Sequence[int]) -> int:
-    """How much of what the template writes behind a turn came with it: all up to its last token, but for spaces.
+    """How much of what the template writes behind a turn is left out: its end, if the policy has sampled one.
 
-    Llama 2's writes a space before its end of turn, which a policy need not sample.
+    The policy need not sample the template's own end: models have several (gpt-oss: `<|return|>`, `<|call|>`), and
+    Llama 2's template writes a space before its end.
     """
-    if not sampled or sampled[-1] not in rest:
+    if not sampled or not is_end(tokenizer, sampled[-1]):
         return 0
-    num_before = rest.index(sampled[-1])
-    return 0 if tokenizer.decode(rest[:num_before]).strip() else num_before + 1
+    if sampled[-1] in rest:
+        num_before = rest.index(sampled[-1])
+        return 0 if tokenizer.decode(rest[:num_before]).strip() else num_before + 1
+    end = tokenizer.convert_tokens_to_ids(find_turn_form(tokenizer).end_within or tokenizer.eos_token)
+    if end not in rest or tokenizer.decode(rest[: rest.index(end)]).strip():
+        return 0
+    return rest.index(end) + 1
 
 
 def _split_special(tokenizer: PreTrainedTokenizerBase, replies: Sequence[Message]) -> list[Message]:

@@ -32,12 +32,16 @@ class Cursor(NamedTuple):
     """Rows of the window that were taken."""
 
 
+Visit = Sample | Sequence[Sample] | None
+"""What a visit of a row gives: a sample, several, or none (also None) if the row is left out."""
+
+
 @runtime_checkable
 class EpochSource(Protocol):
     """Samples that can be visited from any place of any epoch."""
 
-    def iterate_epoch(self, epoch: int, *, seed: int, start: int = 0) -> Iterator[Sample | None]:
-        """The samples of an epoch from its visit `start` on; None for what is left out."""
+    def iterate_epoch(self, epoch: int, *, seed: int, start: int = 0) -> Iterator[Visit]:
+        """The samples of each visit of an epoch, from the visit `start` on."""
         ...
 
 
@@ -114,14 +118,20 @@ def _iterate_rows(samples: Samples, config: SFTTrainingConfig, start: Cursor) ->
 
 
 def _pack_epoch(
-    samples: Iterator[Sample | None], config: SFTTrainingConfig, start: Cursor
+    visits: Iterator[Visit], config: SFTTrainingConfig, start: Cursor
 ) -> Iterator[tuple[list[Sample], Cursor]]:
     """The rows of an epoch from a cursor on, each with the cursor behind it. Rows hold samples of one window."""
     position, num_taken = start.position, start.num_rows
-    while window := list(itertools.islice(samples, PACKING_WINDOW)):
-        kept = [sample for sample in window if sample is not None]
+    while window := list(itertools.islice(visits, PACKING_WINDOW)):
+        kept = [sample for visit in window for sample in _samples_of(visit)]
         rows = pack_rows(kept, max_length=config.max_length) if config.packing else ([sample] for sample in kept)
         for number, row in enumerate(itertools.islice(rows, num_taken, None), start=num_taken + 1):
             yield row, Cursor(start.epoch, position, number)
         position += len(window)
         num_taken = 0
+
+
+def _samples_of(visit: Visit) -> Sequence[Sample]:
+    if visit is None:
+        return ()
+    return (visit,) if isinstance(visit, Sample) else visit

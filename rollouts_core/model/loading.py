@@ -20,6 +20,7 @@ from transformers.utils import logging as transformers_logging
 
 from rollouts_core.config import ModelConfig
 from rollouts_core.config.messages import first_line
+from rollouts_core.data.rendering import with_template_values
 from rollouts_core.errors import CheckpointError, ConfigError, DataError, DivergedError
 from rollouts_core.model.logprobs import LogitTransform, transform_logits
 
@@ -369,7 +370,7 @@ def refuse_pickled_weights(path: Path) -> None:
 
 
 def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
-    """The tokenizer at `config.path`.
+    """The tokenizer at `config.path`, whose chat template has the values of `config.chat_template_kwargs`.
 
     Raises:
         DataError: none lies there, or it has no end-of-sequence token.
@@ -382,6 +383,7 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
         raise DataError(_say_unloadable("tokenizer", config.path, error)) from error
     if tokenizer.eos_token_id is None:
         raise DataError(f"the tokenizer at {config.path} has no eos_token: completions could never end")
+    tokenizer.chat_template = with_template_values(tokenizer.chat_template, config.chat_template_kwargs)
     # How it was loaded would be written into checkpoints, whose digests would differ with the environment.
     for circumstance in ("is_local", "local_files_only"):
         tokenizer.init_kwargs.pop(circumstance, None)

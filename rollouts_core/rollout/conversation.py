@@ -23,7 +23,7 @@ import httpx
 
 from rollouts_core.config import RolloutConfig, SamplingConfig
 from rollouts_core.config.messages import first_line
-from rollouts_core.data.chat import tokenize_prompt
+from rollouts_core.data.chat import is_prefill, tokenize_prompt
 from rollouts_core.data.replies import tokenize_reply
 from rollouts_core.engines.completion import Completion
 from rollouts_core.environments.protocol import Conversation, MultiTurnEnvironment, Outcome, Reply, describe_tools
@@ -84,7 +84,10 @@ async def hold_conversation(
             completion = await sample_turn(tokens, sampling, len(turns))
             turns.append(AgentTurn(prompt_tokens=tokens, completion=completion))
             text = tokenizer.decode(completion.tokens, skip_special_tokens=True)
-            conversation.messages.append({"role": "assistant", "content": text})
+            begun = (
+                conversation.messages.pop()["content"] if not turns[1:] and is_prefill(conversation.messages) else ""
+            )
+            conversation.messages.append({"role": "assistant", "content": begun + text})
             conversation.num_turns += 1
             if completion.status is not Status.COMPLETED:
                 return end(completion.status, completion.finish_reason)

@@ -30,7 +30,9 @@ def config(tmp_path: Path) -> Config:
     base.mkdir()
     (base / "config.json").write_text("{}")
     data = DataConfig(sft="sft.jsonl", selection="selection.jsonl", heldout="heldout.jsonl")
-    return Config(mode="sft", model=ModelConfig(path=str(base), trust_remote_code=True), data=data)
+    return Config(
+        mode="sft", model=ModelConfig(path=str(base), trust_remote_code=True, chat_template_kwargs={"a": 1}), data=data
+    )
 
 
 def checkpoint(folder: Path) -> Path:
@@ -58,6 +60,7 @@ def register(store: Path, number: int, line: str = "small") -> Model:
 def found(given: str, config: Config, store: Path) -> tuple[str, str]:
     named = find_named_model(given, config, store, print)
     assert named.model.trust_remote_code == config.model.trust_remote_code
+    assert named.model.chat_template_kwargs == config.model.chat_template_kwargs
     return named.title, named.model.path
 
 

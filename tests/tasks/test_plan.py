@@ -5,6 +5,7 @@ Without it a change that matters is answered with an old checkpoint, or hours of
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -90,6 +91,24 @@ def test_the_same_inputs_elsewhere_are_the_same_sft(
 ) -> None:
     moved = config_at(tmp_path / "elsewhere")
     assert plan_sft(moved, scope, node).fingerprint == plan_sft(config, scope, node).fingerprint
+
+
+def test_values_for_the_chat_template_make_another_sft_another_rl_and_another_evaluation(
+    config: Config, scope: RunScope, node: Node
+) -> None:
+    model = config.model.model_copy(update={"chat_template_kwargs": {"enable_thinking": False}})
+    changed = config.model_copy(update={"model": model})
+    training = finished("sft", {"checkpoints": [{"name": "step_000020", "step": 20, "digest": "a"}]})
+    plans: list[Callable[[Config], Stage]] = [
+        lambda each: plan_sft(each, scope, node),
+        lambda each: plan_rl(base_model(each), each, scope, node),
+        lambda each: plan_selection(training, each, scope, node),
+        lambda each: plan_evaluation({"base": base_model(each)}, each, scope, node),
+    ]
+    for plan in plans:
+        assert plan(changed).fingerprint != plan(config).fingerprint
+    selected = selected_model(training, finished("select-sft", {"best": "step_000020"}), changed)
+    assert selected.model.chat_template_kwargs == {"enable_thinking": False}
 
 
 @pytest.mark.parametrize("name", ["sft.jsonl", "model/config.json"])

@@ -12,7 +12,7 @@ from rollouts_core.checks.templates import (
     warn_of_endless_turns,
     warn_of_unseen_tools,
 )
-from rollouts_core.data.conversations import THOUGHTS
+from rollouts_core.data.turns import THOUGHTS
 from rollouts_core.environments.calculator import CALCULATOR
 from rollouts_core.types import Message
 from tests.rollouts_core.data.test_chat import (
@@ -65,7 +65,12 @@ def test_a_template_that_leaves_tools_out_is_said(
         (KNOWS_THREE_ROLES, [*CALLS, *THOUGHTS]),
         (WITH_TOOLS, ["function_call", *THOUGHTS]),
         (FORGETS_THOUGHTS, [*CALLS]),
-        (CUTS_THOUGHTS, [*CALLS, *THOUGHTS, "</think>"]),
+        (CUTS_THOUGHTS, [*CALLS]),  # a turn's thoughts are written where the generation prompt opens them
+        (CUTS_THOUGHTS.replace("<think>", ""), [*CALLS, *THOUGHTS, "</think>"]),
+        (
+            KNOWS_THREE_ROLES.replace("m.content", "m.content if m.role == 'user'"),
+            ["content", *CALLS, *THOUGHTS, "</think>"],
+        ),
         ("{{ raise_exception('no') }}", []),
     ],
 )

@@ -3,6 +3,8 @@
 Without it a mask that is one token off would train the model on the user's words, or never on its own end token.
 """
 
+from typing import Any
+
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -15,6 +17,7 @@ from rollouts_core.data.chat import (
     Turn,
     compute_loss_mask,
     leaves_out_role,
+    split_texts,
     stop_token_ids,
     tokenize_conversation,
     tokenize_conversations,
@@ -168,10 +171,17 @@ def test_a_conversation_without_an_assistant_is_an_error(tokenizer: PreTrainedTo
         tokenize_conversation(tokenizer, TWO_TURNS[:2])
 
 
-def test_a_template_that_changes_earlier_turns_is_an_error(own_tokenizer: PreTrainedTokenizerBase) -> None:
+def test_a_template_that_drops_earlier_turns_trains_each_turn_behind_its_prompt(
+    own_tokenizer: PreTrainedTokenizerBase,
+) -> None:
     own_tokenizer.chat_template = DROPS_EARLIER_ANSWERS
-    with pytest.raises(DataError, match="not prefix-stable"):
-        tokenize_conversation(own_tokenizer, TWO_TURNS)
+    tokenized = tokenize_conversation(own_tokenizer, TWO_TURNS)
+    texts = [own_tokenizer.decode(text.tokens) for text in split_texts(tokenized)]
+    assert texts == [
+        "<|system|>+<|end|><|user|>1+1=?<|end|><|assistant|>2<|end|>",
+        "<|system|>+<|end|><|user|>1+1=?<|end|><|user|>7<|end|><|assistant|>14<|end|>",
+    ]
+    assert trained_text(own_tokenizer, tokenized, "all_assistant") == "2<|end|>14<|end|>"
 
 
 def test_a_template_that_changes_earlier_turns_still_serves_a_single_turn(
@@ -260,19 +270,37 @@ def test_a_template_that_forgets_thoughts_still_trains_on_the_last_turn(
     assert select_trained_text(byte_tokenizer, THINKS, "last_assistant") == "<think>y</think>d<|im_end|>"
 
 
-def test_a_template_that_forgets_thoughts_does_not_train_on_all_turns(byte_tokenizer: PreTrainedTokenizerBase) -> None:
+def test_a_template_that_forgets_thoughts_trains_all_turns_as_inference_shows_them(
+    byte_tokenizer: PreTrainedTokenizerBase,
+) -> None:
     byte_tokenizer.chat_template = FORGETS_THOUGHTS
-    with pytest.raises(DataError, match=r"not prefix-stable.*use train_on = last_assistant, train_on = everything"):
-        tokenize_conversation(byte_tokenizer, THINKS)
+    tokenized = tokenize_conversation(byte_tokenizer, THINKS)
+    trained = "<think>x</think>b<|im_end|><think>y</think>d<|im_end|>"
+    assert trained_text(byte_tokenizer, tokenized, "all_assistant") == trained
+    for text, number in zip(split_texts(tokenized), (1, 3), strict=True):
+        [turn] = text.turns
+        assert text.tokens[: turn.start] == tokenize_prompt(byte_tokenizer, THINKS[:number])
 
 
-@pytest.mark.parametrize("num_messages", [2, 4])
-def test_a_template_with_which_the_last_turn_cannot_be_told_apart_either_is_not_said_to_help(
-    byte_tokenizer: PreTrainedTokenizerBase, num_messages: int
+@pytest.mark.parametrize("said", ["<think>\nx\n</think>\n\nb", "x</think>b", "b"])
+def test_a_turn_behind_a_prompt_that_opens_thoughts_closes_them(
+    byte_tokenizer: PreTrainedTokenizerBase, said: str
 ) -> None:
     byte_tokenizer.chat_template = CUTS_THOUGHTS
-    with pytest.raises(DataError, match=r"not prefix-stable.*use train_on = everything, or a template"):
-        tokenize_conversation(byte_tokenizer, THINKS[:num_messages])
+    thoughts = "x" if "x" in said else ""
+    messages: list[Message] = [THINKS[0], {"role": "assistant", "content": said}]
+    tokenized = tokenize_conversation(byte_tokenizer, messages)
+    turn = f"{thoughts}\n</think>\n\nb<|im_end|>"
+    assert trained_text(byte_tokenizer, tokenized, "all_assistant") == turn
+    assert byte_tokenizer.decode(tokenized.tokens).endswith(f"assistant\n<think>\n{turn}")
+
+
+def test_thoughts_beside_the_text_are_written_where_the_prompt_opens_them(
+    byte_tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    byte_tokenizer.chat_template = CUTS_THOUGHTS
+    trained = "x\n</think>\n\nb<|im_end|>y\n</think>\n\nd<|im_end|>"
+    assert select_trained_text(byte_tokenizer, THINKS, "all_assistant") == trained
 
 
 @pytest.mark.parametrize("template", [WITH_TOOLS, MARKED])
@@ -355,6 +383,29 @@ def test_a_template_that_joins_arguments_to_text_gets_them_as_json(
     assert call["function"] == {"name": "add", "arguments": {"a": 1, "said": "ü"}}
 
 
+@pytest.mark.parametrize(
+    ("template", "written"),
+    [
+        (WITH_TOOLS, '<call>now{}</call><call>add{"a": 7, "b": 3}</call>'),
+        (JOINS_ARGUMENTS, 'now\n```json\n{}\n```add\n```json\n{"a": 7, "b": 3}\n```'),
+        (WITH_TOOLS.replace(" | tojson }}</call>", " }}</call>"), '<call>now{}</call><call>add{"a": 7, "b": 3}</call>'),
+    ],
+)
+def test_a_call_without_arguments_has_an_empty_object(
+    byte_tokenizer: PreTrainedTokenizerBase, template: str, written: str
+) -> None:
+    byte_tokenizer.chat_template = template
+    calls: list[dict[str, Any]] = [
+        {"function": {"name": "now"}},
+        {"function": {"name": "add", "arguments": {"a": 7, "b": 3}}},
+    ]
+    messages: list[Message] = [
+        {"role": "user", "content": "?"},
+        {"role": "assistant", "content": "", "tool_calls": calls},
+    ]
+    assert select_trained_text(byte_tokenizer, messages, "all_assistant") == f"{written}<|im_end|>"
+
+
 NEWLINE_AFTER_TURNS = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n"
     "{% if m.role == 'assistant' and loop.last %}<think>\n\n</think>\n\n{% endif %}{{ m.content }}<|im_end|>\n"
@@ -388,6 +439,31 @@ def test_spaces_before_the_end_of_a_turn_do_not_end_it_twice(
         sampled = byte_tokenizer(said)["input_ids"]
         reply = byte_tokenizer.decode(tokenize_reply(byte_tokenizer, [Message(role="tool", content="140")], sampled))
         assert reply == f"{left}<|im_start|>tool\n140{end}<|im_start|>assistant\n"
+
+
+ENDS_IN_TWO_WAYS = (
+    "<|im_start|>system<|m|>!<|im_end|>{% for m in messages %}<|im_start|>{{ m.role }}<|m|>{{ m.content }}"
+    "{% if m.role == 'assistant' and loop.last %}<|return|>{% else %}<|im_end|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant<|m|>{% endif %}"
+)
+"""As gpt-oss's: a last turn ends by another token than earlier ones."""
+
+
+@pytest.mark.parametrize("template", [ENDS_IN_TWO_WAYS, NEWLINE_AFTER_TURNS])
+@pytest.mark.parametrize("end", ["<|return|>", "<|call|>", "<|eom_id|>", "<|endoftext|>", "<|im_end|>"])
+def test_a_turn_that_has_ended_by_any_end_is_not_ended_twice(
+    byte_tokenizer: PreTrainedTokenizerBase, template: str, end: str
+) -> None:
+    ends = ["<|return|>", "<|call|>", "<|eom_id|>", "<|endoftext|>"]
+    byte_tokenizer.add_special_tokens({"additional_special_tokens": [*ends, "<|m|>", "</answer>"]})
+    byte_tokenizer.chat_template = template
+    replies = [Message(role="tool", content="140")]
+    sampled = byte_tokenizer(f"57{end}")["input_ids"]
+    reply = byte_tokenizer.decode(tokenize_reply(byte_tokenizer, replies, sampled))
+    assert reply.lstrip().startswith("<|im_start|>tool")
+    stopped_by_a_tag = byte_tokenizer("57</answer>")["input_ids"]
+    reply = byte_tokenizer.decode(tokenize_reply(byte_tokenizer, replies, stopped_by_a_tag))
+    assert reply.startswith("<|im_end|>")
 
 
 def test_special_tokens_in_a_reply_are_text(byte_tokenizer: PreTrainedTokenizerBase) -> None:

@@ -3,6 +3,7 @@
 Without it a row of another shape would be skipped, trained on with an empty mask, or fail a day later without a name.
 """
 
+import itertools
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -17,7 +18,8 @@ import pytest
 from tokenizers import processors
 from transformers import PreTrainedTokenizerBase
 
-from rollouts_core.config import DatasetConfig, ModelConfig
+from rollouts_core.config import DatasetConfig, ModelConfig, SFTTrainingConfig
+from rollouts_core.data.chat import tokenize_prompt
 from rollouts_core.data.dataset import (
     CHUNK_ROWS,
     ROLLOUT_FIELDS,
@@ -28,14 +30,23 @@ from rollouts_core.data.dataset import (
     load_sft_dataset,
     open_datasets,
 )
+from rollouts_core.data.steps import iterate_sft_steps
 from rollouts_core.engines.completion import Completion
 from rollouts_core.errors import DataError
 from rollouts_core.model.loading import load_tokenizer
 from rollouts_core.rollout.agent import AgentTurn, Trajectory, agent_integration
 from rollouts_core.types import Prompt, Sample, Status
+from tests.rollouts_core.data import test_chat
 from tests.rollouts_core.make import make_prompts
 
 Row = Mapping[str, Any]
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>{{ '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant{{ '\n' }}{% endif %}"
+)
+THINKS_LAST = CHATML.replace(
+    "{{ m.content }}", "{% if m.role == 'assistant' and loop.last %}<think></think>{% endif %}{{ m.content }}"
+)
 CONVERSATION = [{"role": "user", "content": "1+1=?"}, {"role": "assistant", "content": "2"}]
 PROMPT_AND_COMPLETION = {"prompt": "1+1=?", "completion": "2"}
 
@@ -95,6 +106,95 @@ def test_a_text_row_begins_and_ends_once_whoever_says_it(
     sample = load_one(tmp_path, {"text": f"{begin}1+1=2{end}"}, byte_tokenizer)
     expected_begin = "<|im_start|>" if begin or post_processor != "$A" else ""
     assert byte_tokenizer.decode(sample.tokens) == f"{expected_begin}1+1=2<|im_end|>"
+
+
+@pytest.mark.parametrize("end_of_sequence", ["<|im_end|>", "<|endoftext|>"])
+@pytest.mark.parametrize("end", ["<|im_end|>", "<|im_end|>\n", "<|im_end|> \n\n", "<|eom_id|>", "<|endoftext|>\n", ""])
+def test_a_text_row_that_has_ended_gets_no_second_end(
+    tmp_path: Path, byte_tokenizer: PreTrainedTokenizerBase, end: str, end_of_sequence: str
+) -> None:
+    byte_tokenizer.add_special_tokens({"additional_special_tokens": ["<|endoftext|>", "<|eom_id|>"]})
+    byte_tokenizer.eos_token = end_of_sequence
+    byte_tokenizer.chat_template = CHATML
+    row = {"text": f"<|im_start|>user\n1+1=?<|im_end|>\n<|im_start|>assistant\n2{end}"}
+    sample = load_one(tmp_path, row, byte_tokenizer)
+    assert byte_tokenizer.decode(sample.tokens) == row["text"] + (end_of_sequence if not end else "")
+
+
+def test_a_row_whose_turns_need_texts_of_their_own_is_several_samples(
+    tmp_path: Path, byte_tokenizer: PreTrainedTokenizerBase
+) -> None:
+    byte_tokenizer.chat_template = THINKS_LAST
+    rows = [{"messages": [*CONVERSATION, *CONVERSATION]}, {"messages": CONVERSATION}]
+    path = write_rows(tmp_path / "rows.jsonl", rows)
+    samples = load_sft_dataset(path, byte_tokenizer, max_length=200)
+    ask, says = "<|im_start|>user\n1+1=?<|im_end|>\n<|im_start|>assistant\n", "2<|im_end|>\n"
+    texts = [f"{ask}<think></think>{says}", f"{ask}{says}{ask}<think></think>{says}", f"{ask}<think></think>{says}"]
+    assert [byte_tokenizer.decode(sample.tokens) for sample in samples] == texts
+    assert {trained_text(byte_tokenizer, sample) for sample in samples} == {f"<think></think>{says}"}
+    assert [len(sample.prompt) for sample in samples] == [1, 3, 1]
+    parts = [DatasetConfig(path=str(path))]
+    for streaming in (False, True):
+        dataset = SFTDataset(parts, open_datasets(parts), byte_tokenizer, SampleRules(200), streaming=streaming)
+        visits = {samples[0].metadata["row"]: samples for samples in dataset.iterate_epoch(0, seed=0)}
+        assert [byte_tokenizer.decode(s.tokens) for row in (1, 2) for s in visits[row]] == texts
+        config = SFTTrainingConfig(num_steps=1, batch_size=3, max_length=200, packing=False)
+        [step] = itertools.islice(iterate_sft_steps(dataset, config), 1)
+        assert sorted(byte_tokenizer.decode(sample.tokens) for [sample] in step) == sorted(texts)
+
+
+@pytest.mark.parametrize(("on_overlong", "num_samples"), [("cut", 1), ("cut_or_drop", 1), ("drop", 1)])
+def test_of_several_texts_of_a_row_those_that_are_too_long_are_left_out(
+    tmp_path: Path, byte_tokenizer: PreTrainedTokenizerBase, on_overlong: Any, num_samples: int
+) -> None:
+    byte_tokenizer.chat_template = THINKS_LAST
+    path = write_rows(tmp_path / "rows.jsonl", [{"messages": [*CONVERSATION, *CONVERSATION]}])
+    samples = load_sft_dataset(path, byte_tokenizer, max_length=50, on_overlong=on_overlong)
+    assert len(samples) == num_samples
+    if on_overlong == "cut":
+        with pytest.raises(DataError, match=r"row 1: nothing to train on within the first 20"):
+            load_sft_dataset(path, byte_tokenizer, max_length=20)
+
+
+def test_a_turn_that_a_prompt_begins_goes_on_in_the_completion(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    row = {"prompt": [*CONVERSATION, CONVERSATION[0], {"role": "assistant", "content": "14"}], "completion": "27"}
+    sample = load_one(tmp_path, row, tokenizer)
+    assert tokenizer.decode(sample.tokens).endswith("<|user|>1+1=?<|end|><|assistant|>1427<|end|>")
+    assert trained_text(tokenizer, sample) == "27<|end|>"
+    prompt = {**row, "completion": None}
+    [loaded] = load_prompts_from_jsonl(write_rows(tmp_path / "p.jsonl", [prompt]))
+    text = tokenizer.decode(tokenize_prompt(tokenizer, loaded.messages))
+    assert text.endswith("<|user|>1+1=?<|end|><|assistant|>14")
+
+
+@pytest.mark.parametrize("template", ["WITH_TOOLS", "JOINS_ARGUMENTS"])
+def test_calls_without_arguments_give_the_same_tokens_from_every_container(
+    tmp_path: Path, byte_tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch, template: str
+) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    byte_tokenizer.chat_template = getattr(test_chat, template)
+    calls = [{"name": "now"}, {"name": "add", "arguments": {"a": 7, "b": 3}}, {"name": "get", "arguments": {"c": "x"}}]
+    rows = [
+        {
+            "messages": [
+                {"role": "user", "content": "?"},
+                {"role": "assistant", "content": None, "tool_calls": [{"function": c} for c in called]},
+            ],
+            "tools": [{"type": "function", "function": {"name": "f", "parameters": {"properties": each}}}],
+        }
+        for called, each in ((calls[:2], {"a": {"type": "integer"}}), (calls[2:], {"c": {"type": "string"}}))
+    ]
+    jsonl = write_rows(tmp_path / "rows.jsonl", rows)
+    datasets.Dataset.from_list(rows).to_parquet(tmp_path / "rows.parquet")
+    (tmp_path / "folder").mkdir()
+    write_rows(tmp_path / "folder" / "rows.jsonl", rows)
+    expected = [sample.tokens for sample in load_sft_dataset(jsonl, byte_tokenizer, max_length=900)]
+    assert "null" not in byte_tokenizer.decode(expected[0])
+    for container in ("rows.parquet", "folder"):
+        found = load_sft_dataset(tmp_path / container, byte_tokenizer, max_length=900)
+        assert [sample.tokens for sample in found] == expected
 
 
 def test_a_text_row_needs_no_chat_template(tmp_path: Path, base_model: ModelConfig) -> None:
@@ -356,7 +456,7 @@ def test_a_mixture_has_its_shares(parts: list[DatasetConfig], tokenizer: PreTrai
     assert (len(dataset), num_visits) == (CHUNK_ROWS + 90 + 30 + 5, CHUNK_ROWS + 90 + 15 + 15)
     # Texts of 10 to 39 tokens and an end: those of more than 29 are too long.
     assert dataset.num_dropped == 10
-    epochs = [[s for s in dataset.iterate_epoch(e, seed=0) if s is not None] for e in (0, 1)]
+    epochs = [[s for samples in dataset.iterate_epoch(e, seed=0) for s in samples] for e in (0, 1)]
     texts = [sum(tokenizer.decode(s.tokens).startswith("777") for s in epoch) for epoch in epochs]
     assert sum(texts) == 20  # two epochs of half of the rows visit each once
     assert [sum(tokenizer.decode(s.tokens).startswith("<|user|>1+1=?") for s in epoch) for epoch in epochs] == [16, 16]
@@ -369,8 +469,8 @@ def test_streaming_gives_the_same_samples_in_the_same_order(
     for epoch, start in [(0, 0), (1, 0), (1, CHUNK_ROWS - 1)]:
         expected = list(kept.iterate_epoch(epoch, seed=5, start=start))
         found = list(streamed.iterate_epoch(epoch, seed=5, start=start))
-        assert [each and (each.tokens, each.loss_mask, each.status) for each in found] == [
-            each and (each.tokens, each.loss_mask, each.status) for each in expected
+        assert [[(s.tokens, s.loss_mask, s.status) for s in samples] for samples in found] == [
+            [(s.tokens, s.loss_mask, s.status) for s in samples] for samples in expected
         ]
         assert len(expected) == CHUNK_ROWS + 90 + 15 + 15 - start
 

@@ -75,7 +75,7 @@ def read(given):
     pinned = given.model_copy(update={"revision": resolve_revision(given.path, given.revision)})
     tables = open_datasets([pinned])
     samples = SFTDataset([pinned], tables, tokenizer, SampleRules(64))
-    found = {sample.metadata["row"]: sample.tokens for sample in samples.iterate_epoch(0, seed=0)}
+    found = {sample.metadata["row"]: sample.tokens for [sample] in samples.iterate_epoch(0, seed=0)}
     return [pinned.revision, tables[0].digest, [found[row] for row in sorted(found)]]
 
 for dataset in json.loads(sys.argv[2]):

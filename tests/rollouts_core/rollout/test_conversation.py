@@ -103,6 +103,16 @@ def test_a_conversation_is_one_sample_with_the_environments_tokens_masked(tokeni
     assert (sample.group_index, sample.metadata["prompt_id"], sample.metadata["heard"]) == (3, "p7", 2)
 
 
+def test_a_turn_that_the_prompt_has_begun_goes_on(tokenizer: PreTrainedTokenizerBase) -> None:
+    messages = (Message(role="user", content="2"), Message(role="assistant", content="4"))
+    [pending] = build_pending_group(Prompt(id="p", messages=messages), group_index=0, size=1)
+    engine = ScriptedEngine(["3", ":"], tokenizer)
+    generate = create_conversation_generate_fn([engine], tokenizer, make_config(), EchoEnvironment())
+    [sample] = asyncio.run(generate([pending]))
+    assert tokenizer.decode(sample.tokens).startswith("<|user|>2<|end|><|assistant|>43<|end|><|user|>1<|end|>")
+    assert [m["content"] for m in sample.metadata["conversation"]] == ["2", "43", "1", ":"]
+
+
 def test_all_turns_of_a_group_ask_for_the_engine_that_has_them_in_its_cache(
     tokenizer: PreTrainedTokenizerBase,
 ) -> None:

@@ -1,0 +1,283 @@
+"""Where the turns of an assistant begin and end in the text of a chat template.
+
+Not here: the text itself (rendering.py), tokens and masks (chat.py).
+
+A turn is seen behind the generation prompt, as inference shows it:
+
+    before    <|user|>1+1=?<|end|><|assistant|>
+    turn                                       2<|end|>
+
+Templates differ in four ways, which `find_turn_form` learns from two short conversations:
+
+* The generation prompt writes more than a turn in the conversation has (DeepSeek: `<think>`).
+* The end of a conversation has one more token behind the end of the last turn (Phi-3: `<|endoftext|>`).
+* The end of a turn is the next turn's header (GLM-4: `<|user|>`).
+* A turn that calls a tool ends by another token (gpt-oss: `<|call|>`).
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import lru_cache
+from typing import TYPE_CHECKING, NamedTuple, cast
+
+from rollouts_core.data.rendering import PROBE_CALL_ID, TURN_MARK, Tools, probe_call, render_text
+from rollouts_core.errors import DataError
+from rollouts_core.types import Message
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+END_OF_THOUGHTS = "</think>"
+"""Behind what a turn's text begins with where thoughts lie in it: many templates look for it, and some cut there."""
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")
+"""Keys by which different templates read thoughts that lie apart from the text."""
+OPENS_THOUGHTS = re.compile(r"([<\[])([\w:]+)([>\]])\s*\Z")
+"""A tag at the end of a generation prompt, and nothing behind it that closes it."""
+
+TAG = re.compile(r"[<\[]/?\w+[>\]]")
+
+
+class TurnForm(NamedTuple):
+    """How a chat template begins and ends a turn of the assistant."""
+
+    is_known: bool = False
+    """The template writes the assistant's words, so it can be asked."""
+    cue: str = ""
+    """The end of the generation prompt, as far as a turn in a conversation does not have it."""
+    rest: str = ""
+    """The text behind the assistant's words at the end of a conversation."""
+    surplus: str = ""
+    """The end of `rest` that is written only at the end of a conversation, behind the end of the turn."""
+    end_within: str = ""
+    """The special token that ends a turn within a conversation; empty if the next turn's header ends it."""
+    end_of_call: str = ""
+    """The special token at the end of a turn that calls a tool."""
+    header: str = ""
+    """The special token of a user's turn, if it is all that ends a turn of the assistant."""
+    header_of_answer: str = ""
+    """The same for the answer of a tool."""
+
+
+class RenderedTurn(NamedTuple):
+    """A turn of the assistant as text."""
+
+    before: str
+    """The conversation before the turn, with the generation prompt."""
+    turn: str
+    """The rest: words and the end of the turn."""
+
+
+def find_turn_form(tokenizer: PreTrainedTokenizerBase) -> TurnForm:
+    """How the chat template begins and ends turns. The answer is kept until the template or the tokens change."""
+    return _find_turn_form(tokenizer, json.dumps(tokenizer.chat_template), len(tokenizer))
+
+
+def find_turn_ends(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """The special tokens by which turns of the assistant end in the chat template; empty if it ends them by text."""
+    if tokenizer.chat_template is None:
+        return ()
+    form = find_turn_form(tokenizer)
+    if form.header:
+        texts = [form.header, form.header_of_answer]
+    else:
+        first = find_header(tokenizer, form.rest.strip(), 0)
+        texts = [first, form.end_of_call if first else ""]
+    ids = tokenizer.get_added_vocab()
+    return tuple(dict.fromkeys(ids[text] for text in texts if text))
+
+
+def is_end(tokenizer: PreTrainedTokenizerBase, token: int) -> bool:
+    """Whether a token at the end of a text ends it: the template's ends of turns, and those of other models.
+
+    A special token counts as an end (`<|return|>`, `<|eom_id|>`, `<|endoftext|>`), a tag (`</answer>`) does not.
+    """
+    key = (json.dumps(tokenizer.chat_template), len(tokenizer), tokenizer.bos_token_id, tokenizer.eos_token_id)
+    return token in _find_ends(tokenizer, *key)
+
+
+def render_turn(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], number: int, tools: Tools
+) -> RenderedTurn:
+    """The turn `number` of a conversation behind its generation prompt, without the messages after it.
+
+    Raises:
+        DataError: the template refuses the messages, or writes the conversation before the turn in two ways.
+    """
+    form = find_turn_form(tokenizer)
+    before = render_text(tokenizer, messages[:number], tools, add_generation_prompt=True) if number else ""
+    written = render_text(tokenizer, messages[: number + 1], tools, add_generation_prompt=False)
+    written = written.removesuffix(form.surplus)
+    before = before or _render_beginning(tokenizer, tools, written)
+    if written.startswith(before):
+        return RenderedTurn(before, written[len(before) :])
+    shared = before.removesuffix(form.cue)
+    if shared == before or not written.startswith(shared):
+        raise _not_behind(before, written)
+    return RenderedTurn(before, _behind_cue(form.cue, written[len(shared) :], messages[number], before, written))
+
+
+def find_end_of_given(tokenizer: PreTrainedTokenizerBase, turn: str, content: str, given: str) -> int:
+    """The character behind the beginning of a turn's content that is given.
+
+    Args:
+        turn: the text of the turn; a template may leave out space around the content.
+
+    Raises:
+        DataError: the template writes other words.
+    """
+    form = find_turn_form(tokenizer)
+    # Looked for from the end: a header may hold the same letters as a short beginning.
+    body = turn.removesuffix(form.rest.removesuffix(form.surplus))
+    for words, beginning in ((content, given), (content.strip(), given.lstrip())):
+        start = len(body) - len(words) if body.endswith(words) else body.rfind(words)
+        if start >= 0:
+            return start + min(len(beginning), len(words))
+    raise DataError(
+        f"the chat template does not write the beginning of the assistant's turn ({given[:60]!r}) as it is given, so "
+        "the turn cannot go on behind it: leave the beginning out, or set model.chat_template_kwargs"
+    )
+
+
+def find_header(tokenizer: PreTrainedTokenizerBase, text: str, start: int) -> str:
+    """The special token at a place of a text, or an empty text."""
+    found = _special_pattern(tokenizer).match(text, start)
+    return found[0] if found else ""
+
+
+def _behind_cue(cue: str, turn: str, message: Message, before: str, written: str) -> str:
+    """The turn's text behind a generation prompt with a cue that the template leaves out of turns.
+
+    A cue that opens the thoughts is followed by those of the message, or by none, and by their end: behind it a model
+    can only answer when it has closed them.
+    """
+    opening = OPENS_THOUGHTS.search(cue)
+    if not opening:
+        if END_OF_THOUGHTS in cue and END_OF_THOUGHTS in turn:
+            thoughts, _, turn = turn.partition(END_OF_THOUGHTS)
+            if thoughts.replace("<think>", "").strip():
+                raise _not_behind(before, written)
+            turn = turn.lstrip("\n")
+        return turn
+    closing = f"{opening[1]}/{opening[2]}{opening[3]}"
+    if turn.lstrip().startswith(opening[0].strip()):  # the template writes the tag, and other space behind it
+        return turn.lstrip().removeprefix(opening[0].strip()).lstrip("\n")
+    if closing in turn:
+        return turn
+    thoughts = next((str(message[key]) for key in THOUGHTS if message.get(key)), "")  # type: ignore[literal-required]
+    content = message.get("content") or ""
+    if not thoughts and closing in content:
+        thoughts = content.split(closing)[0].lstrip().removeprefix(opening[0].strip())
+    return f"{thoughts.strip()}\n{closing}\n\n" + turn.lstrip("\n")
+
+
+def _render_beginning(tokenizer: PreTrainedTokenizerBase, tools: Tools, written: str) -> str:
+    """What a template writes before a turn that begins a conversation: up to where other turns' text begins."""
+    asks: list[Message] = [{"role": "user", "content": "?"}]
+    question, asked = (render_text(tokenizer, asks, tools, add_generation_prompt=each) for each in (False, True))
+    beginning = asked.removeprefix(question)
+    before, found, _ = written.partition(beginning or asked)
+    if not found:
+        raise DataError(
+            "the conversation begins with a turn of the assistant, and the chat template does not tell where its text "
+            "begins: put a turn of the user before it, or use train_on = last_assistant or everything"
+        )
+    return before + found
+
+
+def _not_behind(before: str, written: str) -> DataError:
+    """The error for a turn that the template does not write behind its generation prompt."""
+    place = len(_common_prefix(before, written))
+    shown, found = (repr(text[place : place + 60]) for text in (before, written))
+    return DataError(
+        f"the chat template writes {shown} before a turn of the assistant is sampled, and {found} in the place of it "
+        "once the turn is part of the conversation, so the turn cannot be trained as inference shows it: set "
+        "model.chat_template_kwargs so that the two agree (say enable_thinking = true for rows with thoughts), use "
+        "train_on = everything, or a template with generation markers"
+    )
+
+
+@lru_cache(maxsize=16)
+def _find_ends(
+    tokenizer: PreTrainedTokenizerBase, _template: str, _num_tokens: int, begin: int | None, end: int | None
+) -> frozenset[int]:
+    """The tokens of `is_end`. Listing the special tokens takes longer than a tokenization."""
+    added = tokenizer.added_tokens_decoder.items()
+    special = {token for token, each in added if each.special and not TAG.fullmatch(each.content)} - {begin}
+    return frozenset(special | {*find_turn_ends(tokenizer)} | ({end} if end is not None else set()))
+
+
+@lru_cache(maxsize=64)
+def _find_turn_form(tokenizer: PreTrainedTokenizerBase, _template: str, _num_tokens: int) -> TurnForm:
+    asks: Message = {"role": "user", "content": "?"}
+    says: Message = {"role": "assistant", "content": TURN_MARK}
+    calls, tool = probe_call({"said": TURN_MARK})
+    answers: Message = {"role": "tool", "content": "?", "name": "f", "tool_call_id": PROBE_CALL_ID}
+
+    def render(*messages: Message, add_generation_prompt: bool = False) -> str:
+        tools = [tool] if calls in messages else None
+        with suppress(DataError):
+            return render_text(tokenizer, messages, tools, add_generation_prompt=add_generation_prompt)
+        return ""
+
+    head, mark, rest = render(asks, says).partition(TURN_MARK)
+    if not mark:
+        return TurnForm()
+    asked = render(asks, add_generation_prompt=True)
+    cue = "" if head.startswith(asked) else asked[len(_common_prefix(head, asked)) :]
+    middle = render(asks, says, asks).partition(TURN_MARK)[2]
+    rest_of_call, behind_call = (
+        render(*messages).rpartition(TURN_MARK)[2] for messages in ((asks, calls), (asks, calls, answers))
+    )
+    question = render(asks)
+    if not rest.strip():
+        header = find_header(tokenizer, middle, 0)
+        # A token that also begins the assistant's turns does not tell that a turn is over.
+        if header == find_header(tokenizer, asked.removeprefix(question), 0):
+            return TurnForm(True, cue, rest)
+        behind = behind_call[len(_common_prefix(behind_call, rest_of_call)) :]
+        answer = find_header(tokenizer, behind, 0) if rest_of_call else ""
+        return TurnForm(True, cue, rest, header=header, header_of_answer=answer or header)
+    between = render(asks, cast(Message, {**calls, "tool_calls": calls["tool_calls"] * 2})).split(TURN_MARK)[1:-1]
+    surplus = rest[_end_of_turn(tokenizer, rest, middle) :]
+    end_of_call = _end_of_call(tokenizer, rest_of_call, "".join(between))
+    # gpt-oss ends the last turn by another token than earlier ones, which end as questions do.
+    behind_question = question.rpartition("?")[2]
+    end, *known = (find_header(tokenizer, each.lstrip(), 0) for each in (middle, rest, behind_question))
+    return TurnForm(True, cue, rest, surplus, end if end in known else "", end_of_call)
+
+
+def _end_of_turn(tokenizer: PreTrainedTokenizerBase, rest: str, middle: str) -> int:
+    """The length of a last turn's end without special tokens that are written only at the end of a conversation."""
+    end = 0
+    for found in _special_pattern(tokenizer).finditer(rest):
+        if not middle.startswith(rest[: found.end()]):
+            return found.start() if end and not rest[end : found.start()].strip() else len(rest)
+        end = found.end()
+    return len(rest)
+
+
+def _end_of_call(tokenizer: PreTrainedTokenizerBase, rest: str, between: str) -> str:
+    """The special token at the end of a turn that calls a tool; empty if it also stands between two calls."""
+    found = [each[0] for each in _special_pattern(tokenizer).finditer(rest)]
+    return found[-1] if found and rest.rstrip().endswith(found[-1]) and found[-1] not in between else ""
+
+
+def _common_prefix(one: str, other: str) -> str:
+    same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))
+    return "".join(char for char, _ in same)
+
+
+def _special_pattern(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
+    return _find_special_pattern(tokenizer, len(tokenizer))
+
+
+@lru_cache(maxsize=16)
+def _find_special_pattern(tokenizer: PreTrainedTokenizerBase, _num_tokens: int) -> re.Pattern[str]:
+    """A pattern of the added tokens, which takes long to make: some tokenizers reserve hundreds."""
+    added = sorted((each.content for each in tokenizer.added_tokens_decoder.values()), key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, filter(str.strip, added))) or r"(?!)")
