@@ -10,6 +10,7 @@ from typing import Any
 
 import httpx
 
+from flows.certificate import client_context
 from flows.server import ServerAddress, ServerError, authorization
 
 TIMEOUT_S = 30.0
@@ -30,13 +31,19 @@ def ask(address: ServerAddress, method: str, path: str, question: Any = None) ->
         ServerError: it cannot be asked.
     """
     deadline = time.monotonic() + BUSY_TIMEOUT_S
+    verify = client_context(address.certificate) if address.certificate else True
     with httpx.Client(
-        trust_env=not address.is_local, timeout=TIMEOUT_S, headers=authorization(address.password)
+        verify=verify, trust_env=not address.is_local, timeout=TIMEOUT_S, headers=authorization(address.password)
     ) as client:
         while True:
             try:
                 answer = client.request(method, f"{address.api_url}{path}", json=question)
             except httpx.HTTPError as error:
+                if address.certificate and "SSL" in str(error):
+                    raise ServerError(
+                        f"another program answers at {address.api_url}, where the Prefect server of this store was: "
+                        "nothing was sent to it; rollouts down and rollouts up start the server elsewhere"
+                    ) from error
                 raise ServerError(f"the Prefect server at {address.api_url} does not answer: {error}") from error
             if answer.status_code != httpx.codes.SERVICE_UNAVAILABLE or time.monotonic() > deadline:
                 break
