@@ -17,8 +17,8 @@ Not here: what runs on the server (the other files of flows), which store is mea
                  prefect.db, results/, ui/ are Prefect's own
     password     what the server asks for (password.py)
 
-This module never imports prefect in the user's process: the environment of `prefect_environment` must be
-set before the first import.
+This module never imports prefect in the user's process, except to ask a server of PREFECT_API_URL: the environment of
+`prefect_environment` must be set before the first import.
 """
 
 import fcntl
@@ -41,7 +41,7 @@ from pathlib import Path
 
 from flows.certificate import HOST, client_context, own_certificate
 from flows.keeper import base_url
-from flows.password import basic_authorization, own_password
+from flows.password import own_password
 from flows.server_log import describe_death, log_tail, set_log_aside
 from infra.locks import lock_file, open_lock, try_lock
 from infra.repeating import repeating
@@ -123,7 +123,7 @@ def local_server(
             or the one of PREFECT_API_URL does not answer.
     """
     if named_url():
-        return _used_server(named_server(), meanwhile)
+        return _used_server(named_server(store), meanwhile)
     check_path(store)
     _name_ignored(_home(store), tuple(ignored_settings(os.environ)))
     return _shared_server(_home(store), port, meanwhile)
@@ -259,24 +259,27 @@ def _without_proxy(environment: Mapping[str, str]) -> dict[str, str]:
 # --- the server that the user named -----------------------------------------------------------------------
 
 
-def named_server() -> ServerAddress:
-    """Return the address of the server of PREFECT_API_URL, which answers.
+def named_server(store: Path) -> ServerAddress:
+    """Return the address of the server of PREFECT_API_URL, which answers; the environment is set for Prefect's client.
 
     Raises:
-        ServerError: it does not, or it knows another password.
+        ServerError: it does not answer, or it knows another password.
     """
     api_url = named_url()
-    if (status := _named_status(f"{api_url}/health")) not in (200, 401, 403):
+    address = ServerAddress(api_url=api_url, ui_url=_named_ui_url(api_url), is_local=False)
+    _check_key()
+    os.environ.update(prefect_environment(store, address))
+    if (status := _named_status(api_url, "/health")) not in (200, 401, 403):
         raise ServerError(
             f"PREFECT_API_URL is set, but {api_url}/health answers {status}: unset or correct it; it ends with /api "
             "where a Prefect server is meant"
         )
-    if _named_status(f"{api_url}/admin/version") == 401 and (authorization() or not _has_profiles()):
+    if _named_status(api_url, "/admin/version") == 401:
         raise ServerError(
             f"the Prefect server at {api_url} knows another password: set PREFECT_API_AUTH_STRING to the one that it "
             "was started with (PREFECT_API_KEY at Prefect Cloud)"
         )
-    return ServerAddress(api_url=api_url, ui_url=_named_ui_url(api_url), is_local=False)
+    return address
 
 
 @contextmanager
@@ -288,37 +291,24 @@ def _used_server(
     yield address
 
 
-def _named_status(url: str) -> int:
+def _named_status(api_url: str, path: str) -> int:
     """Return the code with which the server that the user named answers."""
-    import httpx  # of urllib a server that redirects to another one would have that told the password
+    from flows.named_client import FAILURES, describe_failure, request_named
 
     try:
-        return httpx.get(url, headers=authorization(), timeout=10, follow_redirects=True).status_code
-    except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError) as error:
+        return request_named(api_url, "GET", path).status_code
+    except FAILURES as error:
         raise ServerError(
-            f"PREFECT_API_URL is set to {named_url()}, where nothing answers ({error}): "
+            f"PREFECT_API_URL is set to {api_url}, where nothing answers ({describe_failure(error)}): "
             "start that server, or unset it to use one of this store"
         ) from error
 
 
-def authorization(password: str = "") -> dict[str, str]:
-    """Return the header with a password, or with what the environment has for the server that it names.
-
-    Raises:
-        ServerError: the environment's key is none.
-    """
-    if password := password or os.environ.get("PREFECT_API_AUTH_STRING", ""):
-        return {"Authorization": basic_authorization(password)}
+def _check_key() -> None:
+    """Raise ServerError for a key that no header can carry; an error of the client would repeat it."""
     key = os.environ.get("PREFECT_API_KEY", "").strip()
-    if key and not SENDABLE.fullmatch(key):  # what a header cannot carry would be repeated by whoever says so
+    if key and not SENDABLE.fullmatch(key):
         raise ServerError("what PREFECT_API_KEY holds is no key: keys have neither spaces nor accents: copy it again")
-    return {"Authorization": f"Bearer {key}"} if key else {}
-
-
-def _has_profiles() -> bool:
-    """Return whether Prefect's client may know a password that the environment does not have."""
-    home = Path(os.environ.get("PREFECT_HOME") or "~/.prefect").expanduser()
-    return Path(os.environ.get("PREFECT_PROFILES_PATH") or home / "profiles.toml").is_file()
 
 
 def _named_ui_url(api_url: str) -> str:

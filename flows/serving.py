@@ -62,6 +62,9 @@ MAX_LOG_BYTES = 8 * 1024 * 1024
 def serve_store(store: Path) -> None:
     """Serve the store's deployments until SIGTERM."""
     with local_server(store, meanwhile=partial(_load_flows, store)) as address, served_live_pages(store):
+    # Set before anything imports Prefect, which reads them once; the caller's are those of a terminal.
+    os.environ["PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL"] = os.environ.get("PREFECT_LOGGING_LEVEL", "WARNING")
+    os.environ["PREFECT_RUNNER_POLL_FREQUENCY"] = f"{POLL_S:.0f}"
         if os.environ["PREFECT_API_URL"] != address.api_url:
             raise ServerError(
                 f"the server of {store} moved to {address.api_url} while it started: run rollouts up again"
@@ -71,12 +74,7 @@ def serve_store(store: Path) -> None:
 
 def _load_flows(store: Path, address: ServerAddress) -> None:
     """Import Prefect, which reads the environment, and the flows: two seconds that a new server takes anyway."""
-    preferences = {
-        "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": os.environ.get("PREFECT_LOGGING_LEVEL", "WARNING"),
-        "PREFECT_RUNNER_POLL_FREQUENCY": f"{POLL_S:.0f}",
-    }
-    own = {STORE_VARIABLE: str(store.resolve())}
-    os.environ.update({**prefect_environment(store, address), **preferences, **own})
+    os.environ.update({**prefect_environment(store, address), STORE_VARIABLE: str(store.resolve())})
     gc.disable()  # a fifth of the imports' time
     offered_flows()
     gc.enable()

@@ -175,7 +175,7 @@ def status(store: Store = DEFAULT_STORE) -> None:
 def find_server(store: Path) -> tuple[ServerAddress | None, str]:
     """The server that commands of this store use, where one answers, and what is to be said of it."""
     try:
-        address = named_server() if named_url() else running_server(store)
+        address = named_server(store) if named_url() else running_server(store)
     except ServerError as error:
         return None, str(error)
     return address, address.ui_url if address else "none: rollouts up starts one"
