@@ -6,7 +6,7 @@ the one that served it: a run that stays Running can neither be retried nor canc
     Running    and no process  ->  Crashed
     Pending    for minutes        ->  AwaitingRetry: who took it up to start it is gone
     Cancelling and no process  ->  its jobs end, Cancelled
-    Cancelled  while it waited to be started again  ->  its jobs end
+    Cancelled, Failed or Completed  while no process of it lives  ->  its jobs end
     Crashed    by a signal     ->  AwaitingRetry, `run.restarts` times; it attaches to its jobs
     Crashed    by the server   ->  the same (silent_runs.py)
 """
@@ -39,7 +39,7 @@ from prefect.states import Cancelled, Crashed, Scheduled
 
 from flows.cancellation import release_for
 from flows.form import RunOptions
-from flows.silent_runs import SILENT
+from flows.silent_runs import was_silent
 from infra.errors import TransientInfraError
 from infra.ledger import Ledger
 from infra.renting.rentals import open_rentals
@@ -86,7 +86,7 @@ class LostRuns:
         self._ledger_path = store / "ledger.db"
         self._suspects: set[tuple[UUID, UUID]] = set()
         self._given_back: set[UUID | None] = set()
-        """States of cancelled runs for which that was tried; what could not be ended then is for a person."""
+        """States of ended runs for which that was tried; a user has to end what could not be ended then."""
         self._began = datetime.now(UTC)
 
     async def look(self) -> None:
@@ -102,7 +102,7 @@ class LostRuns:
                 for run in await client.read_flow_runs(flow_run_filter=crashed_since(self._began - AWAY), limit=200):
                     if self._is_new(run) and self._is_lost(run):  # of this store, and its process is gone by now
                         await _tried(_start_again, client, run)
-                for run in await self._cancelled_and_holding(client):
+                for run in await self._ended_and_holding(client):
                     self._given_back.add(run.state_id)
                     await _tried(_give_back, client, run)
         except (httpx.HTTPError, PrefectException, TransientInfraError) as error:
@@ -125,22 +125,31 @@ class LostRuns:
         }
         return [run for run in runs if now - self._pending_since[run.id, run.state_id] >= PENDING_S]
 
-    async def _cancelled_and_holding(self, client: PrefectClient) -> list[FlowRun]:
-        """Runs that were cancelled while no process of theirs was there, and hold jobs or machines.
+    async def _ended_and_holding(self, client: PrefectClient) -> list[FlowRun]:
+        """Runs that were called ended while no process of theirs lived, and that hold jobs or machines.
 
-        Where a run that is to be started again is cancelled, Prefect makes it Cancelled at once, and tells nobody.
+        Prefect makes a run Cancelled at once, and tells no process, if the run waits to be started again. Anybody may
+        call such a run Failed or Completed. Those keep a rented machine: it may be kept for a failed run, and is ended
+        when it expires.
         """
         with Ledger(self._ledger_path) as ledger:
-            holders = {lease.run_id for lease in ledger.leases()} | {each.run_id for each in open_rentals(ledger)}
+            renters = {rental.run_id for rental in open_rentals(ledger)}
+            holders = {lease.run_id for lease in ledger.leases()} | renters
             left = {UUID(run_id) for run_id in holders if ledger.has_died(run_id)}
         if not left:
             return []
-        cancelled = FlowRunFilter(
+        ended = FlowRunFilter(
             id=FlowRunFilterId(any_=list(left)),
-            state=FlowRunFilterState(type=FlowRunFilterStateType(any_=[StateType.CANCELLED])),
+            state=FlowRunFilterState(
+                type=FlowRunFilterStateType(any_=[StateType.CANCELLED, StateType.FAILED, StateType.COMPLETED])
+            ),
         )
-        runs = await client.read_flow_runs(flow_run_filter=cancelled, limit=200)
-        return [run for run in runs if run.state_id not in self._given_back]
+        return [
+            run
+            for run in await client.read_flow_runs(flow_run_filter=ended, limit=200)
+            if run.state_id not in self._given_back
+            and (run.state_type is StateType.CANCELLED or str(run.id) not in renters)
+        ]
 
     def _is_new(self, run: FlowRun) -> bool:
         """Whether it crashed while this process looked, or while no machine of it was there to look."""
@@ -175,8 +184,9 @@ async def _mark(client: PrefectClient, run: FlowRun) -> None:
 
 async def _give_back(_: PrefectClient, run: FlowRun) -> None:
     said = await asyncio.to_thread(release_for, run)
-    flow_run_logger(run).info("cancelled while its process was gone: %s", said)
-    logger.warning("run %s (%s) was cancelled while its process was gone: %s", run.name, run.id, said)
+    ended = (run.state_name or "ended").lower()
+    flow_run_logger(run).info("%s while its process was gone: %s", ended, said)
+    logger.warning("run %s (%s) was %s while its process was gone: %s", run.name, run.id, ended, said)
 
 
 def mark_of_gone(run: FlowRun) -> State:
@@ -209,8 +219,3 @@ def was_killed(state: State) -> bool:
     """Whether a crashed run was ended by a signal that it could do nothing about."""
     message = state.message or ""
     return message == GONE or was_silent(state) or BY_SIGNAL.search(message) is not None
-
-
-def was_silent(state: State) -> bool:
-    """Whether the server marked the run, because its machine was gone."""
-    return (state.message or "").startswith(SILENT)
