@@ -16,8 +16,11 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
+from typing import cast
 
 from flows.both_protocols import accept_both
 from flows.certificate import HOST, server_context
@@ -33,6 +36,12 @@ ASLEEP_S = 10.0
 UNUSED_S = 1.5
 """How long nobody may be there before the server stops; the last logs and events of a user still arrive."""
 MAX_LOG_BYTES = 8 * 1024 * 1024
+EARLIER_EVENT_WAIT = timedelta(seconds=15)
+"""How long automations, such as messages to a team, wait for the event that an event follows.
+
+Prefect waits 15 minutes, because its servers may be several, between which events overtake each other. This server is
+alone, and its memory of events ends with it: what followed an event of the server before would wait all the time.
+"""
 
 
 def base_url(port: int) -> str:
@@ -67,6 +76,7 @@ def _serve(home: Path, listener: socket.socket, pulse: Pulse) -> None:
     gc.disable()  # collecting costs 0.3 s of the imports' 3, and 1 s of the 6 in which a new database is migrated
     import uvicorn
     from prefect.server.api.server import create_app
+    from prefect.server.events.ordering import memory
 
     from flows.busy_database import patient
 
@@ -87,11 +97,10 @@ def _serve(home: Path, listener: socket.socket, pulse: Pulse) -> None:
             await super().shutdown(sockets)
 
         def _make_protocol(self) -> asyncio.Protocol:
-            protocol: asyncio.Protocol = self.config.http_protocol_class(
-                config=self.config, server_state=self.server_state, app_state=self.lifespan.state
-            )
-            return protocol
+            make = cast(Callable[..., asyncio.Protocol], self.config.http_protocol_class)
+            return make(config=self.config, server_state=self.server_state, app_state=self.lifespan.state)
 
+    memory.PRECEDING_EVENT_LOOKBACK = EARLIER_EVENT_WAIT  # type: ignore[attr-defined]  # imported there
     pulse.register()
     app = patient(create_app(final=True))
     config = uvicorn.Config(app, log_config=None, log_level="warning", access_log=False, timeout_graceful_shutdown=2)
