@@ -7,11 +7,10 @@ Not here: whether a process lives, which locks tell (locks.py).
 from __future__ import annotations
 
 import socket
-import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
-from infra.supervisor.processes import read_boot_id
+from infra.supervisor.processes import read_boot_id, read_start
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,21 +37,11 @@ def identify(pid: int, *, host: str = "") -> ProcessIdentity:
     """The identity of the process that has this number here now."""
     return ProcessIdentity(
         pid=pid,
-        started=_read_start(pid),
+        started=read_start(pid),
         boot_id=read_boot_id(),
         namespace=_read_namespace(),
         host=host or socket.gethostname(),
     )
-
-
-def _read_start(pid: int) -> str:
-    if Path("/proc/self/stat").exists():
-        try:
-            return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[19].decode()
-        except OSError:
-            return ""
-    query = ["ps", "-o", "lstart=", "-p", str(pid)]
-    return subprocess.run(query, capture_output=True, text=True, check=False, timeout=10).stdout.strip()
 
 
 def _read_namespace() -> str:
