@@ -184,6 +184,8 @@ def release_after_cancellation(flow: Flow, flow_run: FlowRun, state: State) -> N
 
 def release_for(flow_run: FlowRun) -> str:
     """Give back what the run holds, with its own credentials, and say in a sentence what was done."""
+    if "node" not in flow_run.parameters:  # a tool, which holds nothing
+        return "nothing was left to give back"
     options = with_store(flow_run.parameters.get("run", {}))
     held = HeldByRun(
         run_id=str(flow_run.id),
