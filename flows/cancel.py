@@ -2,9 +2,11 @@
 
 Not here: what is given back (cancellation.py), a run that goes on with what it has (finish.py).
 
-    somebody follows the run   Prefect is asked, whoever follows it gives back what it holds; that is waited for
-    nobody does any more       it is given back here, and Prefect told that the run is cancelled
-    it was deleted in Prefect  the same, as far as that can be found without the run's settings
+    a process follows the run      Prefect is asked; the process gives back what the run holds; that is waited for
+    the same, of a run that        the process follows the state by itself; Prefect is asked if it has not done so
+      Prefect calls ended            within a minute
+    no process does any more       it is given back here, and Prefect told that the run is cancelled
+    the run was deleted in Prefect the same, as far as that can be found without the run's settings
 """
 
 from __future__ import annotations
@@ -33,6 +35,8 @@ from rollouts_core.errors import InputError, RolloutsError
 
 WAIT_S = 720.0
 """Added to the time that a training may take to save. Results on another machine are fetched within ten minutes."""
+FOLLOW_S = 60.0
+"""A living process of a run that was called ended looks at the run's state every 15 s, and gives back what it holds."""
 POLL_S = 0.5
 FULL_ID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 ENDED = ("COMPLETED", "FAILED", "CANCELLED")
@@ -70,26 +74,30 @@ def cancel_run(address: ServerAddress, ledger: Ledger, store: Path, run: FlowRun
     """Give a run up; returns what was done, in a sentence.
 
     Raises:
-        InputError: it has ended, and holds nothing, or gives it back itself.
-        RolloutsError: whoever follows it has not given it up in time.
+        InputError: it has ended, no process of it lives, and it holds nothing.
+        RolloutsError: its process has not given it up in time.
     """
-    if run["state_type"] in ENDED and not _holds(ledger, run["id"]):
+    has_ended, is_alive = run["state_type"] in ENDED, ledger.is_alive(run["id"])
+    if has_ended and not is_alive and not _holds(ledger, run["id"]):
         raise InputError(f"{_name(run)} is {run['state_name']} and holds nothing: there is nothing to cancel")
-    is_alive = ledger.is_alive(run["id"])
-    if run["state_type"] in ENDED and is_alive:
-        raise InputError(f"{_name(run)} is {run['state_name']}, and its process gives back what it holds just now")
-    if (run["state_type"] in (*ENDED, "CRASHED") and not is_alive) or is_left_alone(address, ledger, store, run):
+    if ((has_ended or run["state_type"] == "CRASHED") and not is_alive) or is_left_alone(address, ledger, store, run):
         return _give_back_here(address, store, run)
-    _set_state(address, run["id"], "CANCELLING")
+    if not has_ended:
+        _set_state(address, run["id"], "CANCELLING", force=run["state_type"] == "CRASHED")
     wait_s = WAIT_S + float(run["parameters"].get("run", {}).get("stop_timeout_s", MAX_GRACE_S))
-    deadline = time.monotonic() + wait_s
-    while time.monotonic() < deadline:
+    began = time.monotonic()
+    while (waited_s := time.monotonic() - began) < wait_s:
         state = ask(address, "GET", f"/flow_runs/{run['id']}")
         # Of a run that had to be killed the serving process gives back what it held when it is Cancelled already.
-        if state["state_type"] == "CANCELLED" and not _holds(ledger, run["id"]):
+        if state["state_type"] == "CANCELLED" and not _holds(ledger, run["id"]) and not ledger.is_alive(run["id"]):
             return "cancelled"
         if state["state_type"] in ("COMPLETED", "FAILED"):
-            return f"it came to its end meanwhile, {state['state_name']}"
+            if not has_ended:
+                return f"it came to its end meanwhile, {state['state_name']}"
+            if not _holds(ledger, run["id"]) and not ledger.is_alive(run["id"]):
+                return f"its process ended; the run was {state['state_name']} already"
+        if has_ended and waited_s > FOLLOW_S and state["state_type"] in ENDED and ledger.is_alive(run["id"]):
+            _set_state(address, run["id"], "CANCELLING", force=True)
         if is_left_alone(address, ledger, store, run):
             return _give_back_here(address, store, state)
         time.sleep(POLL_S)
@@ -164,7 +172,7 @@ def is_left_alone(address: ServerAddress, ledger: Ledger, store: Path, run: Flow
 
 def _give_back_here(address: ServerAddress, store: Path, run: FlowRunJson) -> str:
     if run["state_type"] not in ENDED:  # first of all: one that is Crashed would be started again meanwhile
-        _set_state(address, run["id"], "CANCELLED")
+        _set_state(address, run["id"], "CANCELLED", force=True)
     os.environ.update(prefect_environment(store, address))
     from prefect.client.schemas.objects import FlowRun  # reads the environment that was just set
 
@@ -195,9 +203,9 @@ def _give_back_deleted(address: ServerAddress, ledger: Ledger, store: Path, run:
     return said
 
 
-def _set_state(address: ServerAddress, run_id: str, state: str) -> None:
-    question = {"state": {"type": state}, "force": state == "CANCELLED"}
-    ask(address, "POST", f"/flow_runs/{run_id}/set_state", question)
+def _set_state(address: ServerAddress, run_id: str, state: str, *, force: bool) -> None:
+    """Set a state; `force` passes by Prefect's rules, which refuse to cancel a run that is called ended."""
+    ask(address, "POST", f"/flow_runs/{run_id}/set_state", {"state": {"type": state}, "force": force})
 
 
 def _filtered(address: ServerAddress, **condition: object) -> list[FlowRunJson]:

@@ -6,8 +6,14 @@ Not here: runs that fail or are interrupted (pipeline.py). A run is cancelled in
                                    └── when the flow has ended, or was killed after 30 s: gives back what it still holds
 
 A SIGTERM of another origin is no cancellation, and leaves everything for the next start. A run's own process looks now
-and then, too: that of `rollouts run`, which nobody serves, treats Cancel as Ctrl-C; a served one ends itself where the
-serving process has not done so in time. Prefect's stop looking for good when the server refuses them for some seconds.
+and then, too. A run of `rollouts run` has no serving process and treats Cancel as Ctrl-C. A served run ends itself if
+the serving process has not done so in time, which stops looking for good when the server refuses it for some seconds.
+
+A user or a program may also set a state while the process lives. Prefect then tells nothing to the process:
+
+    Cancelled, Failed, Completed  ──> the process gives back what it holds and ends; the state stays
+    Crashed                       ──> the process ends and leaves its jobs, as a crashed one does
+    Crashed by silent_runs.py     ──> Running: the server had not heard of a process that lives
 """
 
 from __future__ import annotations
@@ -19,6 +25,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from enum import Enum
 from pathlib import Path
 from uuid import UUID
 
@@ -33,6 +40,7 @@ from pydantic import BaseModel, TypeAdapter
 
 from flows.credentials import run_with_credentials
 from flows.form import HeldNode
+from flows.silent_runs import was_silent
 from flows.store import with_store
 from infra.errors import InfraError, PermanentInfraError, TransientInfraError
 from infra.interrupts import interrupted_if
@@ -53,11 +61,12 @@ SERVED_END_S = 60.0
 """How long a served run that is to be cancelled waits for its serving process, which polls, and kills it after 30 s."""
 NODE_SETTINGS: TypeAdapter[NodeSettings] = TypeAdapter(HeldNode)
 _ended_by_themselves: set[str] = set()
-"""Ids of the runs of this process that it ended because somebody asked Prefect to cancel them."""
+"""Ids of the runs of this process that it ended because Prefect says that they are cancelled, or over."""
 NOT_PAUSED = (
     "a run is not paused, it goes on: Cancel saves a checkpoint, and a new run with the same settings goes on from it"
 )
 """Prefect only writes down that it is, and after some minutes that it failed, while its process knows nothing of it."""
+NOT_SILENT = "its process lives and is heard again"
 NOT_ENDED = "its jobs could not be ended ({error}): end them on the node, or start the run again and cancel it"
 
 
@@ -71,18 +80,36 @@ class HeldByRun(BaseModel):
     stop_timeout_s: float = 600.0
 
 
-def is_cancelled(run_id: str) -> bool:
-    """True when somebody asked Prefect to cancel the run, or deleted it; False also where that cannot be found out."""
-    if run_id in _ended_by_themselves:
-        return True
+class Wish(Enum):
+    """What the state of a run asks of its living process."""
+
+    GO_ON = "go on"
+    END_UNLESS_ENDED = "give back everything and end, unless the serving process sees to that"
+    END = "give back everything and end"
+    LEAVE = "end, and leave the jobs to the next start"
+
+
+def read_wish(run_id: str) -> Wish:
+    """What Prefect's state of a run asks of its process; GO_ON if the server cannot say."""
     try:
         with get_client(sync_client=True) as client:
             state = client.read_flow_run(UUID(run_id)).state
     except ObjectNotFound as error:
-        return is_of_deleted_run(error)
+        return Wish.END_UNLESS_ENDED if is_of_deleted_run(error) else Wish.GO_ON
     except (httpx.HTTPError, PrefectException):
-        return False  # nothing may be ended because something is wrong with the server
-    return state is not None and state.is_cancelling()
+        return Wish.GO_ON  # nothing may be ended because something is wrong with the server
+    if state is None or was_silent(state):
+        return Wish.GO_ON
+    if state.is_cancelling():
+        return Wish.END_UNLESS_ENDED
+    if state.is_crashed():
+        return Wish.LEAVE
+    return Wish.END if state.is_final() else Wish.GO_ON
+
+
+def is_cancelled(run_id: str) -> bool:
+    """True if the run is to be given up: cancelled, called ended while its process lives, or deleted in Prefect."""
+    return run_id in _ended_by_themselves or read_wish(run_id) in (Wish.END_UNLESS_ENDED, Wish.END)
 
 
 def is_of_deleted_run(error: Exception) -> bool:
@@ -90,36 +117,46 @@ def is_of_deleted_run(error: Exception) -> bool:
     return isinstance(error, ObjectNotFound) and "Flow run" in str(error.http_exc)
 
 
-def undo_pause(run_id: str) -> None:
-    """Have Prefect call a run Running on whose page somebody pressed Pause; nothing happens where it cannot be asked.
+def call_running(run_id: str) -> None:
+    """Have Prefect call a run Running that a user paused, or whose process the server had not heard of.
 
-    A retraining that asks a person is Suspended with a question, and its process ends.
+    Nothing happens if the server cannot be asked. A retraining that asks a person is Suspended with a question, and its
+    process ends.
     """
     with suppress(httpx.HTTPError, PrefectException), get_client(sync_client=True) as client:
         run = client.read_flow_run(UUID(run_id))
-        if run.state is not None and run.state.is_paused() and run.state.state_details.run_input_keyset is None:
-            client.set_flow_run_state(run.id, Running(message=NOT_PAUSED), force=True)
-            flow_run_logger(run).warning(NOT_PAUSED)
+        if run.state is None:
+            return
+        is_paused = run.state.is_paused() and run.state.state_details.run_input_keyset is None
+        if is_paused or was_silent(run.state):
+            message = NOT_PAUSED if is_paused else NOT_SILENT
+            client.set_flow_run_state(run.id, Running(message=message), force=True)
+            flow_run_logger(run).warning(message)
 
 
 @contextmanager
 def ended_when_cancelled(run_id: str, *, is_served: bool) -> Iterator[None]:
-    """While the block runs, end this process when somebody asked Prefect to cancel the run and nobody else ended it."""
+    """While the block runs, end this process when the state of the run in Prefect asks for it."""
     patience_s = SERVED_END_S if is_served else 0.0
     asked_at: float | None = None
+    is_told = False
 
     def look() -> None:
-        nonlocal asked_at
-        if run_id in _ended_by_themselves:
+        nonlocal asked_at, is_told
+        if is_told:
             return  # a second signal would disturb what the first one ends
-        if not is_cancelled(run_id):
+        wish = read_wish(run_id)
+        if wish is Wish.GO_ON:
             asked_at = None
-            undo_pause(run_id)
+            call_running(run_id)
             return
         asked_at = time.monotonic() if asked_at is None else asked_at
-        if time.monotonic() - asked_at >= patience_s:
+        if wish is Wish.END_UNLESS_ENDED and time.monotonic() - asked_at < patience_s:
+            return
+        is_told = True
+        if wish is not Wish.LEAVE:
             _ended_by_themselves.add(run_id)
-            os.kill(os.getpid(), signal.SIGTERM if is_served else signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGTERM if is_served or wish is Wish.LEAVE else signal.SIGINT)
 
     looking = repeating(look, interval_s=SERVED_LOOK_S if is_served else LOOK_S, thread_name="cancellation")
     with interrupted_if(lambda: run_id in _ended_by_themselves), looking:
@@ -127,15 +164,19 @@ def ended_when_cancelled(run_id: str, *, is_served: bool) -> Iterator[None]:
 
 
 def cancelled_if_asked(flow: Flow, flow_run: FlowRun, state: State) -> None:  # type: ignore[type-arg]
-    """Prefect's hook: a run that was ended because it was to be cancelled is not one that crashed."""
+    """Prefect's hook: a run whose process ended because of the run's state keeps that state, and did not crash."""
     if flow_run.deployment_id is not None:
         if str(flow_run.id) not in _ended_by_themselves:
             return  # the serving process says so
         release_after_cancellation(flow, flow_run, state)  # what an earlier attempt held, too
     with get_client(sync_client=True) as client:
         before = [each for each in client.read_flow_run_states(flow_run.id) if not each.is_crashed()]
-        if before and max(before, key=lambda each: each.timestamp).is_cancelling():
+        asked = max(before, key=lambda each: each.timestamp, default=None)
+        if asked is not None and asked.is_cancelling():
             client.set_flow_run_state(flow_run.id, Cancelled(message=state.message), force=True)
+        elif asked is not None and asked.is_final():
+            kept: State = State(type=asked.type, name=asked.name, message=asked.message)
+            client.set_flow_run_state(flow_run.id, kept, force=True)
 
 
 def release_after_cancellation(flow: Flow, flow_run: FlowRun, state: State) -> None:  # type: ignore[type-arg]
@@ -145,6 +186,8 @@ def release_after_cancellation(flow: Flow, flow_run: FlowRun, state: State) -> N
 
 def release_for(flow_run: FlowRun) -> str:
     """Give back what the run holds, with its own credentials, and say in a sentence what was done."""
+    if "node" not in flow_run.parameters:  # a tool, which holds nothing
+        return "nothing was left to give back"
     options = with_store(flow_run.parameters.get("run", {}))
     held = HeldByRun(
         run_id=str(flow_run.id),

@@ -294,8 +294,8 @@ def watch(
         console.print(f"watch the runs of {store} at {address.url} (Ctrl-C ends it)", markup=False)
         console.print(f"log in with {own_password(store.resolve() / 'prefect')}", markup=False)
         if named_url():
+            os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "WARNING")  # what it does is said
             with local_server(store) as shared:
-                os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "WARNING")  # what it does is said
                 os.environ.update(prefect_environment(store, shared))
                 mark_silent_runs(shared, after_minutes=silent_after)
                 console.print(f"looks after the runs of {shared.ui_url} whose process was here", markup=False)

@@ -21,6 +21,7 @@ from flows.credentials import take_credentials
 from flows.deployments import EVALUATE_FLOW
 from flows.form import FormConfig, FormEvaluate, FormNode, FormRun
 from flows.pipeline import known_to_live, link_live_page, machine_of_the_run, open_scope, run_on
+from flows.run_ends import with_noted_end
 from infra.node import Node, settings_of_engines, without_further_nodes
 from rollouts_core.config import Config
 from rollouts_core.job import InputModel
@@ -47,6 +48,7 @@ class EvaluationResult(BaseModel):
     on_cancellation=[release_after_cancellation],
     on_crashed=[cancelled_if_asked],
 )
+@with_noted_end
 def evaluate_model(evaluate: FormEvaluate, config: FormConfig, node: FormNode, run: FormRun) -> EvaluationResult:
     """Score a model on held-out rows, and compare it with another one.
 

@@ -13,18 +13,19 @@ from prefect.client.schemas.objects import State
 from prefect.states import Completed
 
 from flows.finish import finish_training
-from flows.server import held_server
+from flows.run_ends import known_tool, with_noted_end
 from flows.tools import FINISH_FLOW, FinishConfig
 
 
 @flow(name=FINISH_FLOW, flow_run_name="finish {finish.run}", persist_result=False)
+@with_noted_end
 def finish_run(finish: FinishConfig) -> State[Any]:
     """End the training of a run after the step under way; the run goes on with the best checkpoint so far.
 
     Raises:
         InputError, PermanentInfraError: one sentence; there is no such run, or nothing that it could end.
     """
-    with held_server():
+    with known_tool(Path(finish.store).resolve()):
         said = finish_training(Path(finish.store), finish.run)
         get_run_logger().info(said)
     return Completed(message=said)

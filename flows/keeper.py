@@ -1,10 +1,11 @@
-"""The process of a store's Prefect server: serve until nobody uses it any more.
+"""The process of a store's Prefect server: serve until no process uses it any more.
 
 A server whose services stand still (pulse.py) becomes a new one, in the same process and at the same socket.
 
 Not here: its users, and the locks' meaning (server.py). It is started by `server._start_keeper` alone.
 """
 
+import asyncio
 import fcntl
 import gc
 import os
@@ -15,14 +16,18 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
+from typing import cast
 
+from flows.both_protocols import accept_both
+from flows.certificate import HOST, server_context
 from flows.pulse import Pulse
 from infra.locks import open_lock, try_lock
 from rollouts_core.system.files import write_json
 
-HOST = "127.0.0.1"
 STOP_TIMEOUT_S = 8.0
 """After this long a server that was told to stop is killed."""
 POLL_S = 0.5
@@ -31,16 +36,27 @@ ASLEEP_S = 10.0
 UNUSED_S = 1.5
 """How long nobody may be there before the server stops; the last logs and events of a user still arrive."""
 MAX_LOG_BYTES = 8 * 1024 * 1024
+EARLIER_EVENT_WAIT = timedelta(seconds=15)
+"""How long automations, such as messages to a team, wait for the event that an event follows.
+
+Prefect waits 15 minutes, because its servers may be several, between which events overtake each other. This server is
+alone, and its memory of events ends with it: what followed an event of the server before would wait all the time.
+"""
 
 
 def base_url(port: int) -> str:
-    """Where a server of this port is reached."""
+    """The address of the server of a port for browsers; clients use `https` there."""
     return f"http://{HOST}:{port}"
 
 
+def api_url(port: int) -> str:
+    """The address of the API of a server, at which it proves itself by its certificate."""
+    return f"https://{HOST}:{port}/api"
+
+
 def _write_address(home: Path, port: int) -> None:
-    url = base_url(port)
-    write_json(home / "server.json", {"api_url": f"{url}/api", "ui_url": f"{url}/v2", "pid": os.getpid()})
+    address = {"api_url": api_url(port), "ui_url": f"{base_url(port)}/v2", "pid": os.getpid()}
+    write_json(home / "server.json", address)
 
 
 def _keep(home: Path, listener: socket.socket) -> None:
@@ -50,28 +66,41 @@ def _keep(home: Path, listener: socket.socket) -> None:
     threading.Thread(target=_watch, args=(home, pulse), daemon=True).start()
     _write_address(home, listener.getsockname()[1])
     try:
-        _serve(listener, pulse)
+        _serve(home, listener, pulse)
     finally:
         (home / "server.json").unlink(missing_ok=True)
 
 
-def _serve(listener: socket.socket, pulse: Pulse) -> None:
+def _serve(home: Path, listener: socket.socket, pulse: Pulse) -> None:
     cores = _stay_on_one_core()
     gc.disable()  # collecting costs 0.3 s of the imports' 3, and 1 s of the 6 in which a new database is migrated
     import uvicorn
     from prefect.server.api.server import create_app
+    from prefect.server.events.ordering import memory
 
     from flows.busy_database import patient
 
+    tls = server_context(home)
+
     class Server(uvicorn.Server):
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-            await super().startup(sockets)
+            await super().startup([])  # it would answer one protocol alone
+            self._accepting = asyncio.create_task(accept_both(listener, self._make_protocol, tls))
             gc.collect()
             gc.freeze()
             gc.enable()
             _use_cores(cores)
             pulse.begin()
 
+        async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+            self._accepting.cancel()
+            await super().shutdown(sockets)
+
+        def _make_protocol(self) -> asyncio.Protocol:
+            make = cast(Callable[..., asyncio.Protocol], self.config.http_protocol_class)
+            return make(config=self.config, server_state=self.server_state, app_state=self.lifespan.state)
+
+    memory.PRECEDING_EVENT_LOOKBACK = EARLIER_EVENT_WAIT  # type: ignore[attr-defined]  # imported there
     pulse.register()
     app = patient(create_app(final=True))
     config = uvicorn.Config(app, log_config=None, log_level="warning", access_log=False, timeout_graceful_shutdown=2)

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING
 
 from flows.password import basic_authorization, own_password
 from infra.ledger import LEDGER_FILE, Ledger, StageUse
+from infra.process_identity import ProcessIdentity, identify
 from infra.renting.rentals import all_rentals, usd_spent
 from infra.session import LOOPBACK
 from rollouts_core.report.live import LiveRun, LiveStage, render_live, render_runs
@@ -47,7 +48,7 @@ class LiveAddress:
     """Where the pages are."""
 
     port: int
-    pid: int
+    process: ProcessIdentity
 
     @property
     def url(self) -> str:
@@ -70,7 +71,7 @@ def served_live_pages(store: Path) -> Iterator[LiveAddress]:
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, args=([listener],), name="live pages", daemon=True)
     thread.start()
-    address = LiveAddress(port=listener.getsockname()[1], pid=os.getpid())
+    address = LiveAddress(port=listener.getsockname()[1], process=identify(os.getpid()))
     write_json(home / STATE_FILE, asdict(address))
     try:
         yield address
@@ -81,12 +82,14 @@ def served_live_pages(store: Path) -> Iterator[LiveAddress]:
 
 
 def find_live_pages(store: Path) -> LiveAddress | None:
-    """Where somebody serves the pages of the store; None where nobody does."""
+    """The address of the store's pages; None if no process of this machine, or container, serves them."""
     try:
-        address = LiveAddress(**json.loads((store.resolve() / "prefect" / STATE_FILE).read_text()))
-        os.kill(address.pid, 0)
+        state = json.loads((store.resolve() / "prefect" / STATE_FILE).read_text())
+        address = LiveAddress(port=state["port"], process=ProcessIdentity(**state["process"]))
+        if not address.process.is_here:  # its port may be another program's by now
+            return None
         socket.create_connection((LOOPBACK, address.port), 1).close()
-    except (OSError, ValueError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError):
         return None
     return address
 

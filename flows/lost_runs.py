@@ -1,14 +1,17 @@
-"""Runs whose process was killed: by -9, for want of memory, or with the machine. They are started again by themselves.
+"""Runs whose process is gone, and whose state in Prefect does not say so. Killed ones are started again by themselves.
 
-Not here: runs that fail, or end otherwise by themselves. Prefect has no eye for a process that vanished together with
-the one that served it: a run that stays Running can neither be retried nor cancelled.
+Prefect does not notice a process that vanished together with the one that served it, or that could not report its end:
+a run that stays Running can neither be retried nor cancelled.
 
     Running    and no process  ->  Crashed
     Pending    for minutes        ->  AwaitingRetry: who took it up to start it is gone
     Cancelling and no process  ->  its jobs end, Cancelled
-    Cancelled  while it waited to be started again  ->  its jobs end
+    Cancelled, Failed or Completed  while no process of it lives  ->  its jobs end
     Crashed    by a signal     ->  AwaitingRetry, `run.restarts` times; it attaches to its jobs
     Crashed    by the server   ->  the same (silent_runs.py)
+    Crashed    by a lost slot  ->  the same: Prefect ends a run that stood still for minutes, as on a suspended machine
+    AwaitingRetry  without a deployment  ->  Crashed: nothing would ever start it
+    Running, Cancelling or Crashed, although the process noted another end  ->  that end (run_ends.py)
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import re
 import time
 from collections.abc import Awaitable, Callable, Collection
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from pathlib import Path
 from uuid import UUID
 
@@ -30,16 +34,18 @@ from prefect.client.schemas.filters import (
     FlowRunFilterEndTime,
     FlowRunFilterId,
     FlowRunFilterState,
+    FlowRunFilterStateName,
     FlowRunFilterStateType,
 )
 from prefect.client.schemas.objects import FlowRun, State, StateType
-from prefect.exceptions import PrefectException
+from prefect.exceptions import ObjectNotFound, PrefectException
 from prefect.logging.loggers import flow_run_logger
 from prefect.states import Cancelled, Crashed, Scheduled
 
 from flows.cancellation import release_for
 from flows.form import RunOptions
-from flows.silent_runs import SILENT
+from flows.run_ends import RunEnd, forget_end, read_ends
+from flows.silent_runs import was_silent
 from infra.errors import TransientInfraError
 from infra.ledger import Ledger
 from infra.renting.rentals import open_rentals
@@ -61,6 +67,14 @@ NOT_BEGUN = "started again, because who was about to start it was gone"
 AWAY = timedelta(days=1)
 """Runs of a machine that was gone for no longer, which the server marked meanwhile, are started again."""
 STARTED_AGAIN = "started again, because its process was killed"
+LOST_SLOT = "Execution was cancelled by the runtime environment."
+"""Prefect's message of a run whose place among those of its deployment ran out, because it was not renewed in time."""
+NO_DEPLOYMENT = (
+    "its deployment was deleted, so nothing starts it again; rollouts cancel ends its jobs, if any, and a run with the "
+    "same settings attaches to them"
+)
+UNREPORTED_S = 90.0
+"""Prefect's client tries for a minute to report the end of a run, for four at a server of several people."""
 
 
 def crashed_since(moment: datetime) -> FlowRunFilter:
@@ -83,10 +97,11 @@ class LostRuns:
         self._deployments = deployments
         self._pending_since: dict[tuple[UUID, UUID | None], float] = {}
         """By runs and their states, when they were first found so, by this process's clock."""
+        self._store = store
         self._ledger_path = store / "ledger.db"
         self._suspects: set[tuple[UUID, UUID]] = set()
         self._given_back: set[UUID | None] = set()
-        """States of cancelled runs for which that was tried; what could not be ended then is for a person."""
+        """States of ended runs for which that was tried; a user has to end what could not be ended then."""
         self._began = datetime.now(UTC)
 
     async def look(self) -> None:
@@ -102,7 +117,11 @@ class LostRuns:
                 for run in await client.read_flow_runs(flow_run_filter=crashed_since(self._began - AWAY), limit=200):
                     if self._is_new(run) and self._is_lost(run):  # of this store, and its process is gone by now
                         await _tried(_start_again, client, run)
-                for run in await self._cancelled_and_holding(client):
+                for run in await self._without_deployment(client):
+                    await _tried(_give_up_retry, client, run)
+                for run, end in await self._unreported(client):
+                    await _tried(partial(_report, self._store, end), client, run)
+                for run in await self._ended_and_holding(client):
                     self._given_back.add(run.state_id)
                     await _tried(_give_back, client, run)
         except (httpx.HTTPError, PrefectException, TransientInfraError) as error:
@@ -125,22 +144,60 @@ class LostRuns:
         }
         return [run for run in runs if now - self._pending_since[run.id, run.state_id] >= PENDING_S]
 
-    async def _cancelled_and_holding(self, client: PrefectClient) -> list[FlowRun]:
-        """Runs that were cancelled while no process of theirs was there, and hold jobs or machines.
+    async def _without_deployment(self, client: PrefectClient) -> list[FlowRun]:
+        """Runs of ours that are to be tried again by a deployment that is no more."""
+        waiting = FlowRunFilter(state=FlowRunFilterState(name=FlowRunFilterStateName(any_=[AGAIN])))
+        runs = [run for run in await client.read_flow_runs(flow_run_filter=waiting, limit=200) if self._is_ours(run)]
+        return [run for run in runs if not await has_deployment(client, run)]
 
-        Where a run that is to be started again is cancelled, Prefect makes it Cancelled at once, and tells nobody.
+    async def _unreported(self, client: PrefectClient) -> list[tuple[FlowRun, RunEnd]]:
+        """Runs whose end Prefect does not know, with that end; one whose end it knows is forgotten here."""
+        ends = read_ends(self._store, older_than_s=UNREPORTED_S)
+        if not ends:
+            return []
+        of_ends = FlowRunFilter(id=FlowRunFilterId(any_=[UUID(run_id) for run_id in ends]))
+        runs = {str(run.id): run for run in await client.read_flow_runs(flow_run_filter=of_ends, limit=200)}
+        found = []
+        for run_id, end in list(ends.items())[:200]:
+            run = runs.get(run_id)
+            is_known = run is None or run.state is None or (run.state.is_final() and not run.state.is_crashed())
+            if is_known or (run is not None and run.state_type is StateType.CRASHED and end.type == "CRASHED"):
+                forget_end(self._store, run_id)
+            elif run is not None and run.state_type in (StateType.RUNNING, StateType.CANCELLING, StateType.CRASHED):
+                found.append((run, end))
+        return found
+
+    def _is_ours(self, run: FlowRun) -> bool:
+        """Whether the run has died here, or its parameters name this store."""
+        options = run.parameters.get("run")
+        named = options.get("store", "") if isinstance(options, dict) else ""
+        return self._is_lost(run) or (bool(named) and Path(named) == self._store)
+
+    async def _ended_and_holding(self, client: PrefectClient) -> list[FlowRun]:
+        """Runs that were called ended while no process of theirs lived, and that hold jobs or machines.
+
+        Prefect makes a run Cancelled at once, and tells no process, if the run waits to be started again. Anybody may
+        call such a run Failed or Completed. Those keep a rented machine: it may be kept for a failed run, and is ended
+        when it expires.
         """
         with Ledger(self._ledger_path) as ledger:
-            holders = {lease.run_id for lease in ledger.leases()} | {each.run_id for each in open_rentals(ledger)}
+            renters = {rental.run_id for rental in open_rentals(ledger)}
+            holders = {lease.run_id for lease in ledger.leases()} | renters
             left = {UUID(run_id) for run_id in holders if ledger.has_died(run_id)}
         if not left:
             return []
-        cancelled = FlowRunFilter(
+        ended = FlowRunFilter(
             id=FlowRunFilterId(any_=list(left)),
-            state=FlowRunFilterState(type=FlowRunFilterStateType(any_=[StateType.CANCELLED])),
+            state=FlowRunFilterState(
+                type=FlowRunFilterStateType(any_=[StateType.CANCELLED, StateType.FAILED, StateType.COMPLETED])
+            ),
         )
-        runs = await client.read_flow_runs(flow_run_filter=cancelled, limit=200)
-        return [run for run in runs if run.state_id not in self._given_back]
+        return [
+            run
+            for run in await client.read_flow_runs(flow_run_filter=ended, limit=200)
+            if run.state_id not in self._given_back
+            and (run.state_type is StateType.CANCELLED or str(run.id) not in renters)
+        ]
 
     def _is_new(self, run: FlowRun) -> bool:
         """Whether it crashed while this process looked, or while no machine of it was there to look."""
@@ -175,8 +232,9 @@ async def _mark(client: PrefectClient, run: FlowRun) -> None:
 
 async def _give_back(_: PrefectClient, run: FlowRun) -> None:
     said = await asyncio.to_thread(release_for, run)
-    flow_run_logger(run).info("cancelled while its process was gone: %s", said)
-    logger.warning("run %s (%s) was cancelled while its process was gone: %s", run.name, run.id, said)
+    ended = (run.state_name or "ended").lower()
+    flow_run_logger(run).info("%s while its process was gone: %s", ended, said)
+    logger.warning("run %s (%s) was %s while its process was gone: %s", run.name, run.id, ended, said)
 
 
 def mark_of_gone(run: FlowRun) -> State:
@@ -186,14 +244,46 @@ def mark_of_gone(run: FlowRun) -> State:
 
 async def _begin_anew(client: PrefectClient, run: FlowRun) -> None:
     """Have a run start that was to be started by a process that is gone; it counts as no restart."""
+    if not await has_deployment(client, run):
+        await _give_up_retry(client, run)
+        return
     again: State = Scheduled(name=AGAIN, message=NOT_BEGUN)
     await client.set_flow_run_state(run.id, again, force=True)
     logger.warning("run %s (%s) is %s", run.name, run.id, again.message)
 
 
+async def has_deployment(client: PrefectClient, run: FlowRun) -> bool:
+    """Whether the deployment of a run is there, which alone can start the run again."""
+    if run.deployment_id is None:
+        return False
+    try:
+        await client.read_deployment(run.deployment_id)
+    except ObjectNotFound:
+        return False
+    return True
+
+
+async def _give_up_retry(client: PrefectClient, run: FlowRun) -> None:
+    await client.set_flow_run_state(run.id, Crashed(message=NO_DEPLOYMENT), force=True)
+    logger.warning("run %s (%s) is Crashed: %s", run.name, run.id, NO_DEPLOYMENT)
+
+
+async def _report(store: Path, end: RunEnd, client: PrefectClient, run: FlowRun) -> None:
+    """Have Prefect know the end of a run that its process could not report."""
+    state = end.state()
+    if run.state_type is StateType.CANCELLING:
+        state = Cancelled(message=f"{await asyncio.to_thread(release_for, run)}; its process had ended: {state.name}")
+    await client.set_flow_run_state(run.id, state, force=True)
+    forget_end(store, str(run.id))
+    logger.warning("run %s (%s) is %s, which its process could not tell Prefect", run.name, run.id, state.name)
+
+
 async def _start_again(client: PrefectClient, run: FlowRun) -> None:
     """Have a run whose process was killed start once more, unless that was done as often as it may be."""
     if run.state is None or not was_killed(run.state):
+        return
+    if not await has_deployment(client, run):
+        await _give_up_retry(client, run)
         return
     allowed = run.parameters.get("run", {}).get("restarts", RunOptions().restarts)
     states = await client.read_flow_run_states(run.id)
@@ -206,11 +296,6 @@ async def _start_again(client: PrefectClient, run: FlowRun) -> None:
 
 
 def was_killed(state: State) -> bool:
-    """Whether a crashed run was ended by a signal that it could do nothing about."""
+    """Whether a crashed run was ended by what it could do nothing about: a signal, a standstill."""
     message = state.message or ""
-    return message == GONE or was_silent(state) or BY_SIGNAL.search(message) is not None
-
-
-def was_silent(state: State) -> bool:
-    """Whether the server marked the run, because its machine was gone."""
-    return (state.message or "").startswith(SILENT)
+    return message in (GONE, LOST_SLOT) or was_silent(state) or BY_SIGNAL.search(message) is not None

@@ -42,6 +42,7 @@ from flows.deployments import FLOW
 from flows.form import FormConfig, FormNode, FormRun, RunOptions
 from flows.live import find_live_pages
 from flows.retrain_settings import RetrainConfig
+from flows.run_ends import with_noted_end
 from flows.server import held_server
 from infra.errors import BudgetUsedUpError
 from infra.interrupts import interrupted_afterwards, noted_interrupts, uninterrupted
@@ -104,6 +105,7 @@ class PipelineResult(BaseModel):
     on_cancellation=[release_after_cancellation],
     on_crashed=[cancelled_if_asked],
 )
+@with_noted_end
 def sft_rl(config: FormConfig, node: FormNode, run: FormRun) -> PipelineResult:
     """Turn a base model and data into a trained, evaluated checkpoint.
 

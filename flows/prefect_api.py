@@ -1,4 +1,7 @@
-"""Questions to a Prefect server over HTTP, for commands that must not wait for prefect to be imported.
+"""Questions to a Prefect server over HTTP.
+
+A store's own server is asked without importing prefect, for which commands would wait; a server of PREFECT_API_URL by
+Prefect's own client (named_client.py), which knows the user's settings for it.
 
 Not here: what the answers mean (status.py, trigger.py), the server (server.py).
 """
@@ -10,11 +13,18 @@ from typing import Any
 
 import httpx
 
-from flows.server import ServerAddress, ServerError, authorization
+from flows.certificate import client_context
+from flows.password import basic_authorization
+from flows.server import ServerAddress, ServerError
 
 TIMEOUT_S = 30.0
 BUSY_TIMEOUT_S = 30.0
 """SQLite answers 503 while somebody else writes: so long the question is asked again."""
+OF_PROXIES = (
+    httpx.codes.UNAUTHORIZED,
+    httpx.codes.FORBIDDEN,
+    httpx.codes.PROXY_AUTHENTICATION_REQUIRED,
+)
 REFUSED = (httpx.codes.CONFLICT, httpx.codes.UNPROCESSABLE_ENTITY, httpx.codes.NOT_FOUND)
 
 
@@ -29,23 +39,53 @@ def ask(address: ServerAddress, method: str, path: str, question: Any = None) ->
         RefusedError: it refuses; the message is its reason.
         ServerError: it cannot be asked.
     """
-    deadline = time.monotonic() + BUSY_TIMEOUT_S
-    with httpx.Client(
-        trust_env=not address.is_local, timeout=TIMEOUT_S, headers=authorization(address.password)
-    ) as client:
-        while True:
-            try:
-                answer = client.request(method, f"{address.api_url}{path}", json=question)
-            except httpx.HTTPError as error:
-                raise ServerError(f"the Prefect server at {address.api_url} does not answer: {error}") from error
-            if answer.status_code != httpx.codes.SERVICE_UNAVAILABLE or time.monotonic() > deadline:
-                break
-            time.sleep(0.2)
+    answer = (
+        _ask_own(address, method, path, question) if address.is_local else _ask_named(address, method, path, question)
+    )
     if answer.status_code in REFUSED:
         raise RefusedError(_reason(answer))
     if answer.is_error:
         raise ServerError(f"the Prefect server at {address.api_url} answers {answer.status_code}: {_reason(answer)}")
     return answer.json() if answer.content else None
+
+
+def _ask_named(address: ServerAddress, method: str, path: str, question: Any) -> httpx.Response:  # Any: JSON
+    from flows.named_client import FAILURES, describe_failure, request_named
+
+    try:
+        answer = request_named(address.api_url, method, path, question, password=address.password)
+    except FAILURES as error:
+        raise ServerError(
+            f"the Prefect server at {address.api_url} does not answer: {describe_failure(error)}"
+        ) from error
+    if answer.status_code in OF_PROXIES:
+        raise ServerError(
+            f"the Prefect server at {address.api_url}, or a proxy before it, answers {answer.status_code}: "
+            f"{_reason(answer)}: PREFECT_API_AUTH_STRING holds the password, PREFECT_CLIENT_CUSTOM_HEADERS what a "
+            "proxy wants"
+        )
+    return answer
+
+
+def _ask_own(address: ServerAddress, method: str, path: str, question: Any) -> httpx.Response:  # Any: JSON
+    """Ask the server of a store, once it has proved itself."""
+    deadline = time.monotonic() + BUSY_TIMEOUT_S
+    verify = client_context(address.certificate) if address.certificate else True
+    headers = {"Authorization": basic_authorization(address.password)} if address.password else {}
+    with httpx.Client(verify=verify, trust_env=False, timeout=TIMEOUT_S, headers=headers) as client:
+        while True:
+            try:
+                answer = client.request(method, f"{address.api_url}{path}", json=question)
+            except httpx.HTTPError as error:
+                if address.certificate and "SSL" in str(error):
+                    raise ServerError(
+                        f"another program answers at {address.api_url}, where the Prefect server of this store was: "
+                        "nothing was sent to it; rollouts down and rollouts up start the server elsewhere"
+                    ) from error
+                raise ServerError(f"the Prefect server at {address.api_url} does not answer: {error}") from error
+            if answer.status_code != httpx.codes.SERVICE_UNAVAILABLE or time.monotonic() > deadline:
+                return answer
+            time.sleep(0.2)
 
 
 def _reason(answer: httpx.Response) -> str:

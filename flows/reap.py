@@ -14,21 +14,23 @@ from prefect.client.schemas.objects import State
 from prefect.states import Completed
 
 from flows.expired_machines import look_at_machines
-from flows.server import held_server
+from flows.run_ends import known_tool, with_noted_end
 from flows.tools import REAP_FLOW, ReapConfig
 from infra.errors import TransientInfraError
 from infra.renting.reaper import ReapReport
 
 
 @flow(name=REAP_FLOW, flow_run_name=REAP_FLOW, persist_result=False)
+@with_noted_end
 def reap_machines(reap: ReapConfig) -> State[Any]:
     """End rented machines that no run wants.
 
     Raises:
         TransientInfraError: something could not be looked at, or not be ended; the table says what.
     """
-    with held_server():
-        report = look_at_machines(Path(reap.store).resolve(), spare=reap.spare, everywhere=True)
+    store = Path(reap.store).resolve()
+    with known_tool(store):
+        report = look_at_machines(store, spare=reap.spare, everywhere=True)
         rows = table_of(report)
         for row in rows:
             get_run_logger().info("%(outcome)s: %(machine)s", row)

@@ -31,6 +31,7 @@ from flows.evaluate import score_models
 from flows.form import FormConfig, FormNode, FormRetrain, FormRun, RunOptions
 from flows.pipeline import known_to_live, machine_of_the_run, open_scope, prepare, run_on, run_stages
 from flows.retrain_settings import RetrainConfig
+from flows.run_ends import with_noted_end
 from infra.ledger import Ledger
 from infra.node import NodeSettings, settings_of_engines, without_further_nodes
 from infra.registry import Alias, Model, current
@@ -63,6 +64,7 @@ class Approval(RunInput):
     on_cancellation=[release_after_cancellation],
     on_crashed=[cancelled_if_asked],
 )
+@with_noted_end
 def retrain_model(config: FormConfig, node: FormNode, run: FormRun, retrain: FormRetrain) -> State[Any]:
     """Train on new data, compare with the model in production, and promote what is better.
 

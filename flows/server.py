@@ -17,13 +17,14 @@ Not here: what runs on the server (the other files of flows), which store is mea
                  prefect.db, results/, ui/ are Prefect's own
     password     what the server asks for (password.py)
 
-This module never imports prefect in the user's process: the environment of `prefect_environment` must be
-set before the first import.
+This module never imports prefect in the user's process, except to ask a server of PREFECT_API_URL: the environment of
+`prefect_environment` must be set before the first import.
 """
 
 import fcntl
 import http.client
 import json
+import logging
 import os
 import re
 import socket
@@ -35,10 +36,12 @@ import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 
-from flows.keeper import HOST, base_url
-from flows.password import basic_authorization, own_password
+from flows.certificate import HOST, client_context, own_certificate
+from flows.keeper import base_url
+from flows.password import own_password
 from flows.server_log import describe_death, log_tail, set_log_aside
 from infra.locks import lock_file, open_lock, try_lock
 from infra.repeating import repeating
@@ -75,6 +78,12 @@ OWN_API_URL = "ROLLOUTS_OWN_API_URL"
 """Set beside PREFECT_API_URL by `prefect_environment`, so that this process and its children can tell whether
 the user named a server or this module did."""
 
+OF_RUNS = tuple(f"PREFECT_{group}_" for group in ("CLIENT", "FLOWS", "LOGGING", "RESULTS", "RUNNER", "TASKS", "WORKER"))
+"""Groups of the caller's settings that apply to commands and runs. The server of a store ignores them, too."""
+CUSTOM_HEADERS = "PREFECT_CLIENT_CUSTOM_HEADERS"
+
+logger = logging.getLogger(__name__)
+
 
 class ServerError(RuntimeError):
     """There is no Prefect server to work with; the message is one sentence for the user."""
@@ -85,13 +94,15 @@ class ServerAddress:
     """Where a Prefect server is reached."""
 
     api_url: str
-    """For example http://127.0.0.1:4200/api, without a slash at the end."""
+    """For example https://127.0.0.1:4200/api, without a slash at the end."""
     ui_url: str
-    """What a person opens, for example http://127.0.0.1:4200/v2, without a slash at the end."""
+    """The UI for browsers, for example http://127.0.0.1:4200/v2, without a slash at the end."""
     is_local: bool = True
     """False for a server that the user named by PREFECT_API_URL."""
     password: str = field(default="", repr=False)
-    """What it asks for, `user:token`; empty where the user's own settings say it."""
+    """`user:token`, which the server asks for. Empty if the user's own settings name it."""
+    certificate: Path | None = None
+    """The certificate by which a store's own server proves itself before the password is sent."""
 
 
 def local_server(
@@ -112,8 +123,9 @@ def local_server(
             or the one of PREFECT_API_URL does not answer.
     """
     if named_url():
-        return _used_server(named_server(), meanwhile)
+        return _used_server(named_server(store), meanwhile)
     check_path(store)
+    _name_ignored(_home(store), tuple(ignored_settings(os.environ)))
     return _shared_server(_home(store), port, meanwhile)
 
 
@@ -121,6 +133,30 @@ def named_url() -> str:
     """The address of the server that the user named by PREFECT_API_URL; empty where nobody did."""
     url = os.environ.get("PREFECT_API_URL", "").rstrip("/")
     return "" if url == os.environ.get(OWN_API_URL) else url
+
+
+def ignored_settings(environment: Mapping[str, str]) -> list[str]:
+    """Names of the caller's variables for Prefect that have no effect on a store's own server and its clients."""
+    if OWN_API_URL in environment:
+        return []  # they are those of `prefect_environment`
+    return sorted(
+        name
+        for name, value in environment.items()
+        if value and _is_of_prefect(name) and (name.upper() == CUSTOM_HEADERS or not name.upper().startswith(OF_RUNS))
+    )
+
+
+@cache
+def _name_ignored(home: Path, names: tuple[str, ...]) -> None:
+    """Warn, once per process, of settings that have no effect."""
+    if names:
+        reason = "the Prefect server of a store takes its settings from the store alone"
+        logger.warning("%s: ignored, because %s (%s)", ", ".join(names), reason, home)
+
+
+def _is_of_prefect(name: str) -> bool:
+    """Return whether Prefect reads the variable; it does not tell capitals from small letters."""
+    return name.upper().startswith("PREFECT_")
 
 
 def check_path(store: Path) -> None:
@@ -179,7 +215,16 @@ def prefect_environment(store: Path, address: ServerAddress) -> dict[str, str]:
     environment = {key: os.environ.get(key) or value for key, value in preferences.items()}
     environment |= {"PREFECT_API_URL": address.api_url, "PREFECT_SERVER_ANALYTICS_ENABLED": "false"}
     if address.is_local:
-        environment |= {OWN_API_URL: address.api_url, "PREFECT_API_AUTH_STRING": address.password}
+        environment |= {
+            OWN_API_URL: address.api_url,
+            "PREFECT_API_AUTH_STRING": address.password,
+            "PREFECT_API_SSL_CERT_FILE": str(address.certificate or ""),
+            # Settings of the caller for another server: they would undo the check of the certificate, replace the
+            # password, or show a team's headers and addresses here.
+            "PREFECT_API_TLS_INSECURE_SKIP_VERIFY": "false",
+            CUSTOM_HEADERS: "{}",
+            "PREFECT_UI_URL": address.ui_url,
+        }
         environment |= _home_environment(_home(store)) | _without_proxy(os.environ)
     return environment
 
@@ -214,24 +259,27 @@ def _without_proxy(environment: Mapping[str, str]) -> dict[str, str]:
 # --- the server that the user named -----------------------------------------------------------------------
 
 
-def named_server() -> ServerAddress:
-    """Return the address of the server of PREFECT_API_URL, which answers.
+def named_server(store: Path) -> ServerAddress:
+    """Return the address of the server of PREFECT_API_URL, which answers; the environment is set for Prefect's client.
 
     Raises:
-        ServerError: it does not, or it knows another password.
+        ServerError: it does not answer, or it knows another password.
     """
     api_url = named_url()
-    if (status := _named_status(f"{api_url}/health")) not in (200, 401, 403):
+    address = ServerAddress(api_url=api_url, ui_url=_named_ui_url(api_url), is_local=False)
+    _check_key()
+    os.environ.update(prefect_environment(store, address))
+    if (status := _named_status(api_url, "/health")) not in (200, 401, 403):
         raise ServerError(
             f"PREFECT_API_URL is set, but {api_url}/health answers {status}: unset or correct it; it ends with /api "
             "where a Prefect server is meant"
         )
-    if _named_status(f"{api_url}/admin/version") == 401 and (authorization() or not _has_profiles()):
+    if _named_status(api_url, "/admin/version") == 401:
         raise ServerError(
             f"the Prefect server at {api_url} knows another password: set PREFECT_API_AUTH_STRING to the one that it "
             "was started with (PREFECT_API_KEY at Prefect Cloud)"
         )
-    return ServerAddress(api_url=api_url, ui_url=_named_ui_url(api_url), is_local=False)
+    return address
 
 
 @contextmanager
@@ -243,37 +291,24 @@ def _used_server(
     yield address
 
 
-def _named_status(url: str) -> int:
+def _named_status(api_url: str, path: str) -> int:
     """Return the code with which the server that the user named answers."""
-    import httpx  # of urllib a server that redirects to another one would have that told the password
+    from flows.named_client import FAILURES, describe_failure, request_named
 
     try:
-        return httpx.get(url, headers=authorization(), timeout=10, follow_redirects=True).status_code
-    except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError) as error:
+        return request_named(api_url, "GET", path).status_code
+    except FAILURES as error:
         raise ServerError(
-            f"PREFECT_API_URL is set to {named_url()}, where nothing answers ({error}): "
+            f"PREFECT_API_URL is set to {api_url}, where nothing answers ({describe_failure(error)}): "
             "start that server, or unset it to use one of this store"
         ) from error
 
 
-def authorization(password: str = "") -> dict[str, str]:
-    """Return the header with a password, or with what the environment has for the server that it names.
-
-    Raises:
-        ServerError: the environment's key is none.
-    """
-    if password := password or os.environ.get("PREFECT_API_AUTH_STRING", ""):
-        return {"Authorization": basic_authorization(password)}
+def _check_key() -> None:
+    """Raise ServerError for a key that no header can carry; an error of the client would repeat it."""
     key = os.environ.get("PREFECT_API_KEY", "").strip()
-    if key and not SENDABLE.fullmatch(key):  # what a header cannot carry would be repeated by whoever says so
+    if key and not SENDABLE.fullmatch(key):
         raise ServerError("what PREFECT_API_KEY holds is no key: keys have neither spaces nor accents: copy it again")
-    return {"Authorization": f"Bearer {key}"} if key else {}
-
-
-def _has_profiles() -> bool:
-    """Return whether Prefect's client may know a password that the environment does not have."""
-    home = Path(os.environ.get("PREFECT_HOME") or "~/.prefect").expanduser()
-    return Path(os.environ.get("PREFECT_PROFILES_PATH") or home / "profiles.toml").is_file()
 
 
 def _named_ui_url(api_url: str) -> str:
@@ -296,6 +331,7 @@ def _shared_server(
             # Blocks with secrets lie in the database, and the key to them too.
             home.mkdir(mode=0o700, parents=True, exist_ok=True)
             own_password(home)
+            own_certificate(home)
             users_lock = held.enter_context(lock_file(home / "users.lock"))
             address = _join_or_start(home, users_lock, port=port, meanwhile=meanwhile)
         except OSError as error:
@@ -405,9 +441,7 @@ def _start_keeper(home: Path, keeper_lock: int, *, port: int) -> None:
 
 
 def _server_environment(home: Path, port: int) -> dict[str, str]:
-    # What prefect_environment silences is wanted in the server's log, also if the user's process has set it.
-    kept = {key: value for key, value in os.environ.items() if not key.startswith("PREFECT_LOGGING_")}
-    kept.pop("PREFECT_API_URL", None)
+    kept = {key: value for key, value in os.environ.items() if not _is_of_prefect(key)}
     return (
         kept
         | _home_environment(home)
@@ -474,7 +508,10 @@ def _is_answered(port: int) -> bool:
 
 def _is_healthy(address: ServerAddress, *, timeout_s: float = 1) -> bool:
     # A server that still starts accepts the request and answers when it is up. No proxy: it is this machine.
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    handlers: list[urllib.request.BaseHandler] = [urllib.request.ProxyHandler({})]
+    if address.certificate is not None:
+        handlers.append(urllib.request.HTTPSHandler(context=client_context(address.certificate)))
+    opener = urllib.request.build_opener(*handlers)
     try:
         with opener.open(f"{address.api_url}/health", timeout=timeout_s):
             return True
@@ -485,7 +522,12 @@ def _is_healthy(address: ServerAddress, *, timeout_s: float = 1) -> bool:
 def _read_address(home: Path) -> ServerAddress | None:
     try:
         recorded = json.loads((home / "server.json").read_text())
-        return ServerAddress(api_url=recorded["api_url"], ui_url=recorded["ui_url"], password=own_password(home))
+        return ServerAddress(
+            api_url=recorded["api_url"],
+            ui_url=recorded["ui_url"],
+            password=own_password(home),
+            certificate=own_certificate(home),
+        )
     except (OSError, ValueError, KeyError, TypeError):
         return None
 

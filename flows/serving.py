@@ -9,8 +9,8 @@ looking after its runs (upkeep.py).
 
     serving.lock   held as long as this process lives
     gpu_slots      how many runs go at once; a change takes effect within a second (gpu_slots.py)
-    serving.json   written when every deployment is registered: pid, since, deployments with their digests, gpu_slots,
-                   named_url
+    serving.json   written when every deployment is registered: pid, process, since, deployments with their digests,
+                   gpu_slots, named_url
     serving.log    what this process and its flows said
 
 SIGTERM ends it and the flows, and leaves their jobs: the next start, or Retry, attaches to them.
@@ -28,7 +28,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -41,6 +41,7 @@ from flows.server import ServerAddress, ServerError, local_server, named_url, pr
 from flows.store import STORE_VARIABLE
 from flows.tools import FINISH_FLOW, REAP_FLOW, TOOLS
 from flows.upkeep import look_after
+from infra.process_identity import identify
 from rollouts_core.errors import ConfigError
 from rollouts_core.system.files import write_json
 
@@ -61,6 +62,9 @@ MAX_LOG_BYTES = 8 * 1024 * 1024
 
 def serve_store(store: Path) -> None:
     """Serve the store's deployments until SIGTERM."""
+    # Set before anything imports Prefect, which reads them once; the caller's are those of a terminal.
+    os.environ["PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL"] = os.environ.get("PREFECT_LOGGING_LEVEL", "WARNING")
+    os.environ["PREFECT_RUNNER_POLL_FREQUENCY"] = f"{POLL_S:.0f}"
     with local_server(store, meanwhile=partial(_load_flows, store)) as address, served_live_pages(store):
         if os.environ["PREFECT_API_URL"] != address.api_url:
             raise ServerError(
@@ -71,12 +75,7 @@ def serve_store(store: Path) -> None:
 
 def _load_flows(store: Path, address: ServerAddress) -> None:
     """Import Prefect, which reads the environment, and the flows: two seconds that a new server takes anyway."""
-    preferences = {
-        "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": os.environ.get("PREFECT_LOGGING_LEVEL", "WARNING"),
-        "PREFECT_RUNNER_POLL_FREQUENCY": f"{POLL_S:.0f}",
-    }
-    own = {STORE_VARIABLE: str(store.resolve())}
-    os.environ.update({**prefect_environment(store, address), **preferences, **own})
+    os.environ.update({**prefect_environment(store, address), STORE_VARIABLE: str(store.resolve())})
     gc.disable()  # a fifth of the imports' time
     offered_flows()
     gc.enable()
@@ -192,6 +191,7 @@ def _write_state(home: Path, served: dict[str, str], gpu_slots: int) -> tuple[di
     """Say what is served, and return that."""
     state = {
         "pid": os.getpid(),
+        "process": asdict(identify(os.getpid())),
         "since": time.time(),
         "deployments": served,
         "gpu_slots": gpu_slots,

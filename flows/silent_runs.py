@@ -8,8 +8,13 @@ This is for a machine that is gone itself, with everybody who could look.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from flows.automations import EACH_RUN_OF_OURS, Automation, put_automation
 from flows.server import ServerAddress
+
+if TYPE_CHECKING:
+    from prefect.client.schemas.objects import State
 
 NAME = "rollouts: silent runs"
 TAG = "rollouts-silent-runs"
@@ -28,6 +33,11 @@ def mark_silent_runs(address: ServerAddress, *, after_minutes: int = SILENT_MINU
         ServerError: it cannot be asked.
     """
     put_automation(address, render_automation(after_minutes))
+
+
+def was_silent(state: State) -> bool:
+    """Whether the server marked a run Crashed because it had not heard of the run's process."""
+    return bool(state.is_crashed() and (state.message or "").startswith(SILENT))
 
 
 def render_automation(after_minutes: int) -> Automation:

@@ -45,6 +45,7 @@ from flows.status import describe_machines, describe_reports, describe_runs, goi
 from flows.terminal import DEFAULT_STORE, Port, Store, console
 from flows.tools import TOOLS
 from infra.locks import is_locked, lock_file, open_lock, try_lock
+from infra.process_identity import ProcessIdentity
 from infra.supervisor.variables import with_absolute_paths
 from rollouts_core.errors import InputError
 
@@ -60,6 +61,8 @@ class Serving:
     """The process that serves the deployments of a store."""
 
     pid: int
+    process: ProcessIdentity
+    """Tells whether `pid` means this process where it is read: the store may be in several containers."""
     since: float
     """Seconds since 1970."""
     deployments: dict[str, str]
@@ -125,10 +128,10 @@ def down(store: Store = DEFAULT_STORE) -> None:
     if serving is None:
         console.print(f"nothing serves the deployments of {store}", markup=False)
     else:
-        os.kill(serving.pid, signal.SIGTERM)
-        if not _wait_until_free(home, DOWN_TIMEOUT_S):
-            os.kill(serving.pid, signal.SIGKILL)
-            _wait_until_free(home, DOWN_TIMEOUT_S)
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            if _is_locked(home):
+                _send_signal(serving, number, store)
+                _wait_until_free(home, DOWN_TIMEOUT_S)
         console.print(f"ended          process {serving.pid}")
     deadline = time.monotonic() + SERVER_END_S
     while (address := running_server(store)) and time.monotonic() < deadline:
@@ -139,6 +142,20 @@ def down(store: Store = DEFAULT_STORE) -> None:
         console.print(f"left alone     {job.sentence()}", markup=False)
     for line in describe_machines(store.resolve()):
         console.print(f"still rented   {line}: rollouts nodes release ends it", markup=False)
+
+
+def _send_signal(serving: Serving, number: signal.Signals, store: Path) -> None:
+    """Signal the process that serves.
+
+    Raises:
+        ServerError: its number means another process here, because it was given in another container or machine.
+    """
+    if not serving.process.is_here:
+        raise ServerError(
+            f"the deployments of {store} are served by process {serving.pid} of {serving.process.host}, which "
+            "is another container or machine: call rollouts down there"
+        )
+    os.kill(serving.pid, number)
 
 
 def status(store: Store = DEFAULT_STORE) -> None:
@@ -152,8 +169,9 @@ def status(store: Store = DEFAULT_STORE) -> None:
     if serving:
         if elsewhere := _served_elsewhere(serving):
             typer.echo(f"             {elsewhere}")
+        there = "" if serving.process.is_here else f" of {serving.process.host}"
         since = datetime.fromtimestamp(serving.since).astimezone().strftime("%Y-%m-%d %H:%M:%S")
-        typer.echo(f"serving      process {serving.pid} since {since}: {describe_deployments(serving)}")
+        typer.echo(f"serving      process {serving.pid}{there} since {since}: {describe_deployments(serving)}")
         typer.echo(f"gpu slots    {describe_gpu_slots(serving)}")
     elif is_starting(store):
         typer.echo("serving      a process that is starting")
@@ -175,7 +193,7 @@ def status(store: Store = DEFAULT_STORE) -> None:
 def find_server(store: Path) -> tuple[ServerAddress | None, str]:
     """The server that commands of this store use, where one answers, and what is to be said of it."""
     try:
-        address = named_server() if named_url() else running_server(store)
+        address = named_server(store) if named_url() else running_server(store)
     except ServerError as error:
         return None, str(error)
     return address, address.ui_url if address else "none: rollouts up starts one"
@@ -235,7 +253,9 @@ def find_serving(store: Path) -> Serving | None:
         state = json.loads((home / "serving.json").read_text())
     except (OSError, ValueError):
         return None
-    return Serving(**state) if _is_locked(home) else None
+    if not _is_locked(home):
+        return None
+    return Serving(**{**state, "process": ProcessIdentity(**state["process"])})
 
 
 def is_starting(store: Path) -> bool:

@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from infra.supervisor.files import POLL_S, internal_path, latest_attempt, read_json, read_text
 from infra.supervisor.spec import JobError
@@ -24,15 +25,18 @@ UNKILLABLE_AFTER_S = 10.0
 _PR_SET_CHILD_SUBREAPER = 36
 
 
-def find_processes(run_dir: str, *, supervisor: int | None = None, group: int | None = None) -> list[int]:
+def find_processes(
+    run_dir: str, *, supervisor: int | None = None, group: int | None = None, group_started: str = ""
+) -> list[int]:
     """All live processes of the job except this one.
 
     Args:
         supervisor: where /proc exists, its descendants are found too, whatever they did to their environment.
         group: where there is no /proc, the process group that stands for the job.
+        group_started: the start of the process that leads the group; empty if it is not known.
     """
     if not Path("/proc/self/environ").exists():
-        return find_group(group)
+        return find_group(group, started=group_started)
     cookie = os.fsencode(f"{JOB_VARIABLE}={run_dir}")
     parents: dict[int, int] = {}
     marked: set[int] = set()
@@ -63,15 +67,34 @@ def _descends_from(pid: int, ancestor: int, parents: Mapping[int, int]) -> bool:
     return False
 
 
-def find_group(group: int | None) -> list[int]:
-    """The live processes of a process group, by the table that every system prints."""
-    if group is None:
+def find_group(group: int | None, *, started: str = "") -> list[int]:
+    """The live processes of a process group, by the table that every system prints.
+
+    None if the process that leads the group has another start than `started`: the number was given again.
+    """
+    if group is None or (started and read_start(group) not in ("", started)):
         return []
     table = subprocess.run(
         ["ps", "-A", "-o", "pid=,pgid=,stat="], capture_output=True, text=True, check=True, timeout=10
     ).stdout
     rows = [line.split() for line in table.splitlines()]
     return [int(pid) for pid, pgid, state in rows if int(pgid) == group and not state.startswith("Z")]
+
+
+def read_start(pid: int) -> str:
+    """The start of a process, as its system says it; empty if there is no such process."""
+    if Path("/proc/self/stat").exists():
+        try:
+            return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[19].decode()
+        except OSError:
+            return ""
+    query = ["ps", "-o", "lstart=", "-p", str(pid)]
+    return subprocess.run(query, capture_output=True, text=True, check=False, timeout=10).stdout.strip()
+
+
+def find_recorded(run_dir: str, meta: Mapping[str, Any]) -> list[int]:
+    """The live processes of an attempt whose supervisor is gone, by what it recorded in this boot."""
+    return find_processes(run_dir, group=meta.get("pid"), group_started=meta.get("pid_started", ""))
 
 
 def send_signal(pids: list[int], number: signal.Signals) -> None:
@@ -87,8 +110,8 @@ def end_orphans(run_dir: str, grace_s: float) -> None:
     if meta.get("boot_id") != read_boot_id():
         return
     kill_at = time.monotonic() + grace_s
-    send_signal(find_processes(run_dir, group=meta.get("pid")), signal.SIGTERM)
-    while orphans := find_processes(run_dir, group=meta.get("pid")):
+    send_signal(find_recorded(run_dir, meta), signal.SIGTERM)
+    while orphans := find_recorded(run_dir, meta):
         if time.monotonic() >= kill_at + UNKILLABLE_AFTER_S:
             raise JobError(f"processes {orphans} of an earlier attempt cannot be killed: reboot the node")
         if time.monotonic() >= kill_at:

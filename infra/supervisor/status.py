@@ -10,7 +10,7 @@ from pathlib import Path
 
 from infra.locks import is_locked
 from infra.supervisor.files import JsonObject, exit_path, file_size, internal_path, latest_attempt, read_from, read_json
-from infra.supervisor.processes import find_processes, read_boot_id
+from infra.supervisor.processes import find_recorded, read_boot_id
 
 
 def is_supervised(run_dir: str) -> bool:
@@ -48,7 +48,7 @@ def read_status(run_dir: str) -> JsonObject:
         return {**status, "state": "ABSENT"}
     if meta.get("boot_id") != read_boot_id():
         return {**status, "state": "LOST", "reason": "the node was rebooted"}
-    orphans = find_processes(run_dir, group=meta.get("pid"))
+    orphans = find_recorded(run_dir, meta)
     return {**status, "state": "LOST", "reason": "its supervisor was killed", "orphans": orphans}
 
 

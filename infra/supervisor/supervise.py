@@ -28,7 +28,7 @@ from infra.supervisor.files import (
 )
 from infra.supervisor.gpu_slots import GPUSlots, find_gpu_slots
 from infra.supervisor.output import CappedLog
-from infra.supervisor.processes import read_boot_id
+from infra.supervisor.processes import read_boot_id, read_start
 from infra.supervisor.program import Ending, Program, spawn_program, watch_program
 from infra.supervisor.spec import JobSpec
 from infra.supervisor.stop_requests import StopRequests
@@ -38,6 +38,11 @@ CANNOT_START_CODE = 127
 """Of a program that could not be started when its GPUs were free; what a shell says of a missing command."""
 MAX_BACKOFF_S = 30.0
 EXIT_RECORD_BYTES = 4096
+
+
+def describe_program(program: Program) -> JsonObject:
+    """Fields of the record that tell the program's process among all that ever had its number in this boot."""
+    return {"pid": program.process.pid, "pid_started": read_start(program.process.pid)}
 
 
 def supervise(spec: JobSpec, attempt: int, report_fd: int) -> None:
@@ -68,7 +73,7 @@ def supervise(spec: JobSpec, attempt: int, report_fd: int) -> None:
             internal_path(spec.run_dir, name).unlink(missing_ok=True)
         report(report_fd, {"error": f"{spec.argv[0]} cannot be started: {error}"})
         return
-    update_meta(spec.run_dir, {**meta, "pid": program and program.process.pid, "waits_for": waits_for})
+    update_meta(spec.run_dir, {**meta, **(describe_program(program) if program else {}), "waits_for": waits_for})
     report(report_fd, {})
     with log:
         started_program = program or wait_and_spawn(spec, meta, slots, waits_for, log)
@@ -125,7 +130,7 @@ def wait_and_spawn(
     except OSError as error:
         log.note(f"{spec.argv[0]} cannot be started: {error}")
         return _ending_without_program(CANNOT_START_CODE)
-    update_meta(spec.run_dir, {**meta, "pid": program.process.pid})
+    update_meta(spec.run_dir, {**meta, **describe_program(program)})
     return program
 
 
@@ -158,7 +163,7 @@ def run_with_restarts(
             return ending, restarts
         restarts += 1
         in_a_row += 1
-        update_meta(spec.run_dir, {**meta, "pid": program.process.pid, "restarts": restarts})
+        update_meta(spec.run_dir, {**meta, **describe_program(program), "restarts": restarts})
 
 
 def report(report_fd: int, answer: JsonObject) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from flows.cancellation import ended_when_cancelled, give_back_reached, is_cancelled, release_without_settings
+from flows.cancellation import Wish, ended_when_cancelled, give_back_reached, is_cancelled, release_without_settings
 from flows.credentials import run_with_credentials
 from infra.errors import NodeUnreachableError, TransientInfraError
 from infra.jobs import JobState, job_status, start_or_attach
@@ -42,8 +42,8 @@ def test_a_run_that_a_script_started_beside_itself_is_cancelled_and_hears_no_ctr
 ) -> None:
     """Shells start such a process deaf to SIGINT, by which a run of `rollouts run` ends itself."""
     is_asked = False
-    monkeypatch.setattr("flows.cancellation.is_cancelled", lambda run_id: is_asked)
-    monkeypatch.setattr("flows.cancellation.undo_pause", lambda run_id: None)
+    monkeypatch.setattr("flows.cancellation.read_wish", lambda _: Wish.END_UNLESS_ENDED if is_asked else Wish.GO_ON)
+    monkeypatch.setattr("flows.cancellation.call_running", lambda _: None)
     monkeypatch.setattr("flows.cancellation.LOOK_S", 0.01)
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -19,10 +21,12 @@ import pytest
 from typer.testing import CliRunner
 
 from flows.cli import app
+from flows.keeper import EARLIER_EVENT_WAIT
 from flows.notify import DEFAULT_STATES, RunState, render_automation
 from flows.prefect_api import ask
 from flows.server import ServerAddress, local_server, prefect_environment, run_url
 from tests.flows.conftest import Rollouts
+from tests.flows.test_server import keeper_pid, processes_of
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow
@@ -83,6 +87,30 @@ def make_run(address: ServerAddress, name: str, *, flow: str = "sft-rl") -> str:
 def set_state(address: ServerAddress, run_id: str, state: str, message: str = "", *, name: str = "") -> None:
     asked = {"type": state.upper(), "name": name or state.capitalize(), "message": message}
     ask(address, "POST", f"/flow_runs/{run_id}/set_state", {"state": asked, "force": True})
+
+
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_a_run_that_is_tried_again_at_a_new_server_is_told_of_within_a_minute_and_once(
+    is_killed: bool, rollouts_alone: Rollouts, webhook: WebhookServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The new server waited for the event before, which only the former server had seen."""
+    monkeypatch.setenv("TEAM_URL", webhook.url)
+    store = rollouts_alone.store
+    with local_server(store) as address:
+        code, output = rollouts_alone.run("notify", "team", "--url-variable", "TEAM_URL", "--on", "completed")
+        assert code == 0, output
+        run = make_run(address, "small-1")
+        for state in ("pending", "running", "crashed"):
+            set_state(address, run, state)
+        if is_killed:
+            os.kill(keeper_pid(store), signal.SIGKILL)
+    wait_until(lambda: not processes_of(store), what="the end of the first server")
+    with local_server(store) as address:
+        for state, name in (("scheduled", "AwaitingRetry"), ("pending", ""), ("running", ""), ("completed", "")):
+            set_state(address, run, state, name=name)
+        wait_until(lambda: len(webhook.messages) > 1, what="the message", timeout_s=60.0)
+        time.sleep(2 * EARLIER_EVENT_WAIT.total_seconds())
+    assert [each["subject"] for each in webhook.messages[1:]] == ["small-1: Completed"]
 
 
 def test_a_webhook_is_told_of_the_states_that_were_asked_for_until_it_is_removed(

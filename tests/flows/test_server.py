@@ -21,7 +21,7 @@ from pathlib import Path
 
 import pytest
 
-from flows.keeper import HOST
+from flows.certificate import HOST, client_context
 from flows.password import own_password, password_file
 from flows.prefect_api import ask
 from flows.server import (
@@ -129,7 +129,8 @@ def start_user(store: Path) -> tuple[subprocess.Popen[str], str]:
 
 def is_healthy(address: ServerAddress) -> bool:
     try:
-        with urllib.request.urlopen(f"{address.api_url}/health", timeout=2) as response:
+        tls = client_context(address.certificate) if address.certificate else None
+        with urllib.request.urlopen(f"{address.api_url}/health", timeout=2, context=tls) as response:
             return bool(response.status == 200)
     except OSError:
         return False
@@ -165,7 +166,7 @@ def test_a_server_is_shared_stays_until_the_last_user_leaves_and_leaves_nothing(
 def test_a_server_starts_where_assertions_are_left_out(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONOPTIMIZE", "1")
     user, url = start_user(store)
-    assert url.startswith(f"http://{HOST}:")
+    assert url.startswith(f"https://{HOST}:")
     user.communicate("")
     assert user.returncode == 0
 
@@ -173,7 +174,7 @@ def test_a_server_starts_where_assertions_are_left_out(store: Path, monkeypatch:
 @pytest.mark.slow
 def test_kill_9_of_the_only_user_ends_the_server(store: Path) -> None:
     user, url = start_user(store)
-    assert url.startswith(f"http://{HOST}:")
+    assert url.startswith(f"https://{HOST}:")
     user.kill()
     user.communicate()
     wait_until(lambda: not processes_of(store))
@@ -383,6 +384,7 @@ def test_another_password_or_address_for_the_server_named_by_the_user_is_said_at
             (running.api_url.removesuffix("/api"), running.password, "it ends with /api"),
         ):
             monkeypatch.setenv("PREFECT_API_URL", url)
+            monkeypatch.setenv("PREFECT_API_SSL_CERT_FILE", str(running.certificate))
             monkeypatch.setenv("PREFECT_API_AUTH_STRING", password)
             monkeypatch.setenv("PREFECT_HOME", str(store / "no profiles"))
             with pytest.raises(ServerError, match=said), local_server(store):

@@ -13,6 +13,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -25,7 +26,7 @@ from flows.server import ServerAddress, running_server
 from flows.up import find_serving, is_starting
 from infra.ledger import Ledger
 from rollouts_core.checkpoint import list_checkpoints, verify_checkpoint
-from tests.flows.conftest import Rollouts, pids_of, processes_of
+from tests.flows.conftest import ROOT, Rollouts, clean_environment, pids_of, processes_of
 from tests.flows.test_faults import (
     LONG,
     NUM_STEPS,
@@ -162,6 +163,8 @@ def test_up_outlives_its_terminal_is_joined_runs_what_is_asked_for_and_is_ended_
     found = api(served, "GET", "/deployments/name/sft-rl/small")
     curl = ["curl", "--silent", "--retry", "5", "--user", password, "--header", "Content-Type: application/json"]
     curl += [
+        "--cacert",
+        str(served.store / "prefect/certificate.pem"),
         "--data",
         '{"parameters": {"run": {"name": "by-http"}}}',
         f"{address.api_url}/deployments/{found['id']}/create_flow_run",
@@ -388,3 +391,22 @@ def children_of(pid: int, words: str) -> list[int]:
     listing = subprocess.run(["ps", "-A", "-ww", "-o", "pid=,ppid=,args="], capture_output=True, text=True, check=True)
     rows = [line.split(None, 2) for line in listing.stdout.splitlines()]
     return [int(row[0]) for row in rows if row[1] == str(pid) and words in row[2]]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs namespaces")
+def test_down_in_another_container_kills_nothing_and_says_where_the_store_is_served(served: Rollouts) -> None:
+    """The number of the process that serves means another process there, which was killed."""
+    up(served)
+    serving = find_serving(served.store)
+    assert serving is not None
+    command = [sys.executable, "-m", "flows.cli", "down", "--store", str(served.store)]
+    elsewhere = subprocess.run(
+        ["unshare", "--pid", "--fork", "--mount-proc", *command],
+        env=clean_environment(),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert elsewhere.returncode == 2, elsewhere.stderr
+    assert f"served by process {serving.pid} of {serving.process.host}, which is another container" in elsewhere.stderr
+    assert serving.process.is_here

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from infra.supervisor.processes import count_oom_kills, find_group
+from infra.supervisor.processes import count_oom_kills, find_group, read_start
 from infra.supervisor.spec import JobSpec
 from infra.supervisor.stop_requests import StopRequests
 from infra.supervisor.variables import build_environment
@@ -50,8 +50,10 @@ def test_the_job_cannot_rename_itself() -> None:
 
 def test_without_proc_a_job_is_found_by_its_process_group() -> None:
     with subprocess.Popen(["sleep", "60"], start_new_session=True) as process:
-        found = find_group(process.pid)
+        found = find_group(process.pid, started=read_start(process.pid))
+        given_again = find_group(process.pid, started="before")
         process.kill()
+    assert given_again == []
     assert found == [process.pid] and find_group(process.pid) == [] and find_group(None) == []
 
 

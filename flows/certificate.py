@@ -1,0 +1,87 @@
+"""The certificate by which a store's Prefect server proves itself before a client sends the password.
+
+Another program may listen on the port of a server that was killed. Clients therefore connect by TLS and accept this
+certificate alone. Its private key is in a file that only the owner of the store can read.
+
+Not here: the password (password.py), the socket at which both HTTP and HTTPS are answered (both_protocols.py).
+"""
+
+import ipaddress
+import ssl
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+from infra.secret_file import own_secret
+
+HOST = "127.0.0.1"
+"""The only address at which a store's own server listens."""
+FILE_NAME = "certificate.pem"
+VALID_FROM = datetime(2020, 1, 1, tzinfo=UTC)
+"""A fixed date in the past, because the clock of the machine may be wrong when the certificate is made."""
+VALID_FOR = timedelta(days=365 * 80)
+
+
+def certificate_file(home: Path) -> Path:
+    """The path of the certificate, and of its private key, in the Prefect folder of a store."""
+    return home / FILE_NAME
+
+
+def own_certificate(home: Path) -> Path:
+    """Return the path of the certificate, after making one if the store has none."""
+    path = certificate_file(home)
+    own_secret(path, _make_certificate)
+    return path
+
+
+def server_context(home: Path) -> ssl.SSLContext:
+    """The TLS settings of the server of a store."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(own_certificate(home))
+    return context
+
+
+def client_context(certificate: Path) -> ssl.SSLContext:
+    """The TLS settings of a client that accepts this certificate alone."""
+    return ssl.create_default_context(cafile=certificate)
+
+
+def _make_certificate() -> str:
+    """The private key and a certificate for this machine that it signs itself, as PEM."""
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+    from cryptography.x509.oid import NameOID
+
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "rollouts: Prefect server of a store")])
+    usage = dict.fromkeys(
+        ("content_commitment", "key_encipherment", "data_encipherment", "key_agreement", "crl_sign"), False
+    )
+    # Python 3.13 asks a certificate that is its own authority for all of these extensions.
+    extensions: list[tuple[x509.ExtensionType, bool]] = [
+        (x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address(HOST))]), False),
+        (x509.BasicConstraints(ca=True, path_length=0), True),
+        (
+            x509.KeyUsage(
+                digital_signature=True, key_cert_sign=True, encipher_only=False, decipher_only=False, **usage
+            ),
+            True,
+        ),
+        (x509.SubjectKeyIdentifier.from_public_key(key.public_key()), False),
+        (x509.AuthorityKeyIdentifier.from_issuer_public_key(key.public_key()), False),
+    ]
+    builder = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(VALID_FROM)
+        .not_valid_after(VALID_FROM + VALID_FOR)
+    )
+    for extension, is_critical in extensions:
+        builder = builder.add_extension(extension, critical=is_critical)
+    private = key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
+    return (private + builder.sign(key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)).decode()

@@ -1,0 +1,105 @@
+"""How a run's process ended, kept in the store until Prefect knows it.
+
+A process reports its end to Prefect last of all. If the server is away then, for longer than Prefect's client tries,
+the run would stay Running for ever, or be called Crashed although it completed. lost_runs.py makes up for it.
+
+Not here: a process that was killed, which notes nothing; its locks tell (infra/ledger.py).
+"""
+
+# No postponed annotations here: the process of a served run gets the flow by value, without the names of this module.
+
+import inspect
+import json
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import wraps
+from pathlib import Path
+from typing import ParamSpec, TypeVar
+
+from prefect.client.schemas.objects import State, StateType
+from prefect.exceptions import TerminationSignal
+from prefect.runtime import flow_run
+
+from flows.server import held_server
+from infra.ledger import LEDGER_FILE, Ledger
+from rollouts_core.config.messages import first_line
+from rollouts_core.system.files import write_json
+
+FOLDER = "ledger.ends"
+"""Folder in a store, with a file for each run whose end Prefect may not know."""
+FlowP = ParamSpec("FlowP")
+ResultT = TypeVar("ResultT")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunEnd:
+    """The state in which a run's process left."""
+
+    type: str
+    name: str
+    message: str
+    ended_at: float
+    """Seconds since 1970."""
+
+    def state(self) -> State:
+        """The state in Prefect's terms."""
+        return State(type=StateType(self.type), name=self.name, message=self.message)
+
+
+def note_end(store: Path, run_id: str, state: State) -> None:
+    """Keep the end of a run."""
+    (store / FOLDER).mkdir(mode=0o700, parents=True, exist_ok=True)
+    end = RunEnd(type=state.type.value, name=state.name or "", message=state.message or "", ended_at=time.time())
+    write_json(store / FOLDER / run_id, asdict(end))
+
+
+def forget_end(store: Path, run_id: str) -> None:
+    """Remove what is kept of a run: Prefect knows it, or the run begins anew."""
+    (store / FOLDER / run_id).unlink(missing_ok=True)
+
+
+def read_ends(store: Path, *, older_than_s: float) -> dict[str, RunEnd]:
+    """The ends that are kept for so long, by the ids of their runs; a file that is none is left out."""
+    found = {}
+    for path in (store / FOLDER).glob("*-*-*-*-*"):
+        try:
+            end = RunEnd(**json.loads(path.read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError):
+            continue
+        if time.time() - end.ended_at >= older_than_s:
+            found[path.name] = end
+    return found
+
+
+@contextmanager
+def known_tool(store: Path) -> Iterator[None]:
+    """Keep the server, and let it show if the process of a tool is killed, as long as the block runs."""
+    with held_server(), Ledger(store / LEDGER_FILE) as ledger, ledger.living_run(str(flow_run.id)):
+        yield
+
+
+def with_noted_end(flow_function: Callable[FlowP, ResultT]) -> Callable[FlowP, ResultT]:
+    """A flow's function, with a parameter that names the store, which notes there how it ended."""
+
+    @wraps(flow_function)
+    def run_and_note(*args: FlowP.args, **kwargs: FlowP.kwargs) -> ResultT:
+        given = inspect.signature(flow_function).bind(*args, **kwargs).arguments.values()
+        store = Path(next(each.store for each in given if hasattr(each, "store"))).resolve()
+        run_id = str(flow_run.id or "")
+        if not run_id:
+            return flow_function(*args, **kwargs)
+        forget_end(store, run_id)
+        try:
+            result = flow_function(*args, **kwargs)
+        except Exception as error:
+            note_end(store, run_id, State(type=StateType.FAILED, message=first_line(error)))
+            raise
+        except (KeyboardInterrupt, TerminationSignal):
+            note_end(store, run_id, State(type=StateType.CRASHED, message="its process was told to end"))
+            raise
+        note_end(store, run_id, result if isinstance(result, State) else State(type=StateType.COMPLETED))
+        return result
+
+    return run_and_note

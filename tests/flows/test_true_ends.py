@@ -1,0 +1,137 @@
+"""A run's state comes to say what is true, by itself and within minutes, whatever kept its process from saying it.
+
+Without these tests runs stay Running or AwaitingRetry for ever, block their deployment, and are not started again.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from flows.lost_runs import NO_DEPLOYMENT, STARTED_AGAIN
+from flows.up import find_serving
+from tests.flows.conftest import ROOT, Rollouts, clean_environment
+from tests.flows.test_faults import LONG
+from tests.flows.test_up import api, flows_of, served, state_of, trigger, up, wait_for_checkpoint  # noqa: F401
+from tests.small_pipeline import write_small_pipeline
+from tests.waiting import wait_until
+
+pytestmark = pytest.mark.slow
+LONGER = LONG | {"training__sft__num_steps": 100_000}
+WITHIN_S = 240.0
+
+SHORT_LEASES = """
+import sys
+if "--multiprocessing-fork" in sys.orig_argv:
+    from prefect import flow_engine
+    maintain = flow_engine.maintain_concurrency_lease
+    flow_engine.maintain_concurrency_lease = lambda lease_id, _, **options: maintain(lease_id, 60, **options)
+"""
+AWAY_AT_THE_END = """
+import sys
+if "--multiprocessing-fork" in sys.orig_argv:
+    import os
+    import httpx
+    from prefect.client.orchestration import SyncPrefectClient
+    set_state = SyncPrefectClient.set_flow_run_state
+    def set_unless_ended(self, flow_run_id, state, force=False):
+        if not state.is_final():
+            return set_state(self, flow_run_id, state, force=force)
+        if {is_vanishing}:
+            os._exit(0)  # no word to the process that serves, either
+        raise httpx.ConnectError("the server is away")
+    SyncPrefectClient.set_flow_run_state = set_unless_ended
+"""
+
+
+def up_with(rollouts: Rollouts, folder: Path, program: str, config: Path) -> None:
+    """`up`, with a program that each process of a run begins with."""
+    folder.mkdir()
+    (folder / "sitecustomize.py").write_text(program)
+    done = subprocess.run(
+        [sys.executable, "-m", "flows.cli", "up", str(config), "--store", str(rollouts.store)],
+        env=clean_environment() | {"PYTHONPATH": f"{folder}{os.pathsep}{ROOT}"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def flow_of(rollouts: Rollouts) -> int:
+    """The process of the only run."""
+    serving = find_serving(rollouts.store)
+    assert serving is not None
+    (flow,) = flows_of(serving.pid)
+    return flow
+
+
+def message_of(rollouts: Rollouts, run_id: str) -> str:
+    return str(api(rollouts, "GET", f"/flow_runs/{run_id}")["state"]["message"] or "")
+
+
+def test_a_run_that_stood_still_until_its_slot_was_lost_is_started_again(
+    served: Rollouts,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    """As a retraining on a machine that was suspended."""
+    config = write_small_pipeline(tmp_path / "small", mode="sft", run={"name": "small", "restarts": 1}, **LONGER)
+    up_with(served, tmp_path / "first", SHORT_LEASES, config)
+    deployment = api(served, "GET", "/deployments/name/sft-rl/small")["id"]
+    api(served, "PATCH", f"/deployments/{deployment}", {"concurrency_limit": 1})  # that of a retraining
+    run_id = trigger(served, "small")
+    wait_for_checkpoint(served, "sft")
+    flow = flow_of(served)
+    os.kill(flow, signal.SIGSTOP)
+    time.sleep(90)
+    os.kill(flow, signal.SIGCONT)
+
+    def is_started_again() -> bool:
+        states = api(served, "GET", f"/flow_run_states/?flow_run_id={run_id}")
+        again = [state for state in states if (state["message"] or "").startswith(STARTED_AGAIN)]
+        return bool(again) and state_of(served, run_id) == "RUNNING"
+
+    wait_until(is_started_again, what="the run, started again", timeout_s=WITHIN_S, every_s=2.0)
+    assert flow_of(served) != flow
+    api(served, "POST", f"/flow_runs/{run_id}/set_state", {"state": {"type": "CANCELLING"}})
+    wait_until(lambda: state_of(served, run_id) == "CANCELLED", what="the end", timeout_s=90.0)
+
+
+@pytest.mark.parametrize("is_vanishing", [False, True])
+def test_a_run_that_could_not_report_its_end_gets_the_state_in_which_it_ended(
+    is_vanishing: bool,
+    served: Rollouts,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    config = write_small_pipeline(tmp_path / "small", mode="sft")
+    up_with(served, tmp_path / "first", AWAY_AT_THE_END.format(is_vanishing=is_vanishing), config)
+    run_id = trigger(served, "small")
+    wait_until(lambda: list(served.store.glob("ledger.ends/*")) != [], what="the end of the run", timeout_s=WITHIN_S)
+    assert state_of(served, run_id) != "COMPLETED"
+    wait_until(
+        lambda: state_of(served, run_id) == "COMPLETED", what="the state Completed", timeout_s=WITHIN_S, every_s=2.0
+    )
+    wait_until(lambda: list(served.store.glob("ledger.ends/*")) == [], what="the record, forgotten", timeout_s=60.0)
+
+
+def test_a_killed_run_whose_deployment_was_deleted_is_crashed_and_says_why(
+    served: Rollouts,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    up(served, str(write_small_pipeline(tmp_path / "small", mode="sft", **LONGER)))
+    run_id = trigger(served, "small")
+    wait_for_checkpoint(served, "sft")
+    api(served, "DELETE", f"/deployments/{api(served, 'GET', '/deployments/name/sft-rl/small')['id']}")
+    os.kill(flow_of(served), signal.SIGKILL)
+    wait_until(lambda: message_of(served, run_id) == NO_DEPLOYMENT, what="the reason", timeout_s=120.0, every_s=1.0)
+    assert state_of(served, run_id) == "CRASHED"
+    again = {"type": "SCHEDULED", "name": "AwaitingRetry"}  # Retry, on its page
+    api(served, "POST", f"/flow_runs/{run_id}/set_state", {"state": again})
+    wait_until(lambda: state_of(served, run_id) == "CRASHED", what="Crashed", timeout_s=120.0, every_s=1.0)
+    code, output = served.run("cancel", run_id)
+    assert code == 0, output
