@@ -9,9 +9,11 @@ the mean loss of a demonstration (metric loss).
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -51,8 +53,11 @@ from rollouts_core.rollout.generate import (
 )
 from rollouts_core.rollout.outage import OutagePauses
 from rollouts_core.rollout.resolve import resolve_environment, resolve_reward_fn
+from rollouts_core.rollout.validity import InvalidWatch
 from rollouts_core.system.concurrency import gather
-from rollouts_core.types import Prompt, Sample, group_samples
+from rollouts_core.types import Prompt, Sample, Status, group_samples
+
+logger = logging.getLogger(__name__)
 
 MAX_BATCH_TOKENS = 8192
 """Of demonstrations that are scored together, with their padding."""
@@ -121,15 +126,23 @@ async def ask_engine(
 
 
 async def grade_completions(samples: Sequence[Sample], config: RolloutConfig) -> list[Sample]:
-    """The completions of an evaluation with their rewards, graded at the same time.
+    """The completions of an evaluation with their rewards, graded at the same time; invalid ones get 0, with a warning.
 
     Raises:
+        DataError: too many of them are invalid.
         RewardError: what grades them failed.
         EnvironmentOutageError: it was not available for longer than the settings allow.
     """
+    if failure := InvalidWatch(window=len(samples)).note(samples):
+        raise failure
     reward_fn, wait_out = resolve_reward_fn(config), OutagePauses(config).wait_out
     grade = partial(grade_sample, reward_fn=reward_fn, timeout_s=config.reward_timeout_s)
-    return await gather([partial(wait_out, partial(grade, sample)) for sample in samples])
+    graded = await gather([partial(wait_out, partial(grade, sample)) for sample in samples])
+    invalid = [sample for sample in graded if sample.status is Status.INVALID]
+    if invalid:
+        problem = invalid[0].metadata.get("invalid", invalid[0].finish_reason)
+        logger.warning("%d of %d completions are invalid and count as 0: %s", len(invalid), len(graded), problem)
+    return [replace(sample, reward=0.0) if sample.status is Status.INVALID else sample for sample in graded]
 
 
 def pending_groups(prompts: Sequence[Prompt], config: RolloutConfig) -> list[Group]:

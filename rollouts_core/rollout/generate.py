@@ -18,13 +18,14 @@ import anyio
 
 from rollouts_core.config import RolloutConfig, SamplingConfig
 from rollouts_core.data.chat import stop_token_ids, tokenize_prompt, tokenize_prompts
+from rollouts_core.data.decoding import decode_turn
 from rollouts_core.engines.completion import Completion, GenerationRequest
 from rollouts_core.engines.in_flight import InFlightEngine, InterruptibleEngine
 from rollouts_core.engines.protocol import InferenceEngine
 from rollouts_core.environments.protocol import MultiTurnEnvironment, describe_tools, is_multi_turn
 from rollouts_core.errors import DataError, EngineError, EnvironmentUnavailableError
 from rollouts_core.rollout.agent import Trajectory, agent_integration, place_version_spans
-from rollouts_core.rollout.conversation import hold_conversation
+from rollouts_core.rollout.conversation import hold_conversation, policy_dialect
 from rollouts_core.rollout.resolve import resolve_environment
 from rollouts_core.rollout.turn_log import TurnLog
 from rollouts_core.seeds import derive_seed
@@ -145,7 +146,8 @@ class ConversationGenerator:
         self.tokenizer = tokenizer
         self.config = config
         self.environment = environment
-        self._ends = stop_token_ids(tokenizer)
+        calls_end = policy_dialect(tokenizer, environment, config).ends if describe_tools(environment) else ()
+        self._ends = tuple(dict.fromkeys([*stop_token_ids(tokenizer), *calls_end]))
         self._log = TurnLog()
         self._is_broken_off = False
 
@@ -325,13 +327,13 @@ def join_completions(first: Completion, rest: Completion) -> Completion:
 def complete_sample(
     pending: Sample, prompt_tokens: list[int], completion: Completion, tokenizer: PreTrainedTokenizerBase
 ) -> Sample:
-    """The sample with what an engine sampled for it, after the tokens it has; its text leaves special tokens out."""
+    """The sample with what an engine sampled for it, after the tokens it has."""
     before = pending.tokens or prompt_tokens
     start = len(before)
     tokens = [*before, *completion.tokens]
     return replace(
         pending,
-        response=tokenizer.decode(tokens[len(prompt_tokens) :], skip_special_tokens=True),
+        response=decode_turn(tokenizer, tokens[len(prompt_tokens) :], completion.status),
         tokens=tokens,
         loss_mask=[*(pending.loss_mask or [0.0] * start), *[1.0] * len(completion.tokens)],
         rollout_log_probs=[*(pending.rollout_log_probs or [0.0] * start), *completion.logprobs],

@@ -59,6 +59,7 @@ from rollouts_core.rollout.resolve import (
 )
 from rollouts_core.rollout.rollout_batch import convert_to_batch
 from rollouts_core.rollout.staleness import PublishedVersions
+from rollouts_core.rollout.validity import InvalidWatch
 from rollouts_core.system.time_limits import interrupt_after
 from rollouts_core.types import RolloutBatch, Sample, group_samples, sample_from_json
 from rollouts_core.user_code.failures import describe_raised
@@ -136,6 +137,7 @@ class AsyncRolloutManager:
         self._tally = _Tally()
         self._failure: RolloutsError | None = None
         self._outage = OutageWatch(config)
+        self._invalid = InvalidWatch()
         self._is_paused = False
         self._schedules: deque[Schedule] = deque()
         self._order = LoggedOrder()
@@ -168,7 +170,7 @@ class AsyncRolloutManager:
 
         Raises:
             RewardError, EngineError: what a group's generation or grading raised; the others are stopped.
-            DataError: the filter dropped so much that `max_refills` was reached.
+            DataError: the filter dropped so much that `max_refills` was reached, or too many samples are invalid.
         """
         async with self._calls:
             self._grade = reward_fn or self.reward_fn
@@ -434,7 +436,7 @@ class AsyncRolloutManager:
             self._begun.discard(finished.index)
             if self._waits_for_end_of_outage(finished):
                 continue
-            self._failure = finished.error or self._note_outage(finished)
+            self._failure = finished.error or self._note_outage(finished) or self._invalid.note(finished.group)
             if self._failure:
                 self._order.forget([finished.index])  # the next call begins it again
                 break

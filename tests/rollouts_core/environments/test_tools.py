@@ -119,7 +119,7 @@ def test_without_a_call_there_is_nothing_to_answer() -> None:
         ('<tool_call>{"name": "calculator"', "has no </tool_call>"),
         (call(expression="half an emoji: \ud83d"), "not valid JSON: 'utf-8' codec can't encode character"),
         (call("\ud83d"), "not valid JSON"),
-        (call(expression=float("nan")), "not valid JSON: NaN is no JSON"),
+        (call(expression=float("nan")), "not valid JSON: Out of range float values"),
     ],
 )
 def test_a_call_that_cannot_be_read_is_explained_to_the_policy(text: str, sentence: str) -> None:
