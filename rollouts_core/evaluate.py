@@ -36,6 +36,7 @@ from rollouts_core.environments.protocol import describe_tools, is_multi_turn
 from rollouts_core.errors import DivergedError, NoNumbersError, RewardError
 from rollouts_core.model.loading import (
     check_attention,
+    count_token_ids,
     default_device,
     describe_diverged,
     load_hf_model,
@@ -86,15 +87,16 @@ async def generate_samples(
     )
     if is_multi_turn(environment):
         with Scheduler(decoder, model_dir=Path(model.path)) as scheduler:
-            engine = SGLangEngine("http://embedded", transport=httpx.ASGITransport(app=build_app(scheduler)))
+            transport = httpx.ASGITransport(app=build_app(scheduler))
+            engine = SGLangEngine("http://embedded", model_dir=Path(model.path), transport=transport)
             return await ask_engine(engine, model, prompts, config, num_running=num_slots)
     pending = list(itertools.chain(*pending_groups(prompts, config)))
-    ends = stop_token_ids(tokenizer)
+    ends, num_tokens = stop_token_ids(tokenizer), count_token_ids(tokenizer)
     with _explained_no_numbers(model):
         completions = generate_tokens(
             decoder,
             [prompt_tokens[sample.group_index] for sample in pending],
-            [_sampling_params(sample, config, ends) for sample in pending],
+            [_sampling_params(sample, config, ends, num_tokens=num_tokens) for sample in pending],
         )
     return [
         complete_sample(sample, prompt_tokens[sample.group_index], _as_engine_completion(completion), tokenizer)
@@ -230,11 +232,14 @@ def _explained_no_numbers(model: ModelConfig) -> Iterator[None]:
         raise DivergedError(describe_diverged(model.path)) from error
 
 
-def _sampling_params(sample: Sample, config: RolloutConfig, ends: tuple[int, ...]) -> SamplingParams:
+def _sampling_params(
+    sample: Sample, config: RolloutConfig, ends: tuple[int, ...], *, num_tokens: int
+) -> SamplingParams:
     return SamplingParams(
         temperature=config.sampling.temperature,
         max_new_tokens=config.sampling.max_new_tokens,
         stop_token_ids=ends,
+        num_tokens=num_tokens,
         sampling_seed=sampling_seed(config.seed, sample.group_index, sample.index),
     )
 

@@ -96,6 +96,9 @@ class AsyncRolloutManager:
     Used with `async with`, at whose end the groups under way are given up; they are in `partial_samples` then.
     `generate_fn` defaults to the function that `config` names.
 
+    Args:
+        num_tokens: samples with sampled token ids from here on are invalid.
+
     Raises:
         ConfigError: a function name in the configuration that does not exist.
     """
@@ -107,6 +110,7 @@ class AsyncRolloutManager:
         *,
         generate_fn: GenerateFn | None = None,
         reward_fn: RewardFn | None = None,
+        num_tokens: int | None = None,
     ) -> None:
         self.data_buffer = data_buffer
         self.config = config
@@ -118,7 +122,7 @@ class AsyncRolloutManager:
         self._interruptible = function if is_kept and isinstance(function, Interruptible) else None
         self.reward_fn = reward_fn or resolve_reward_fn(config)
         self.filter_fn = resolve_filter_fn(config)
-        self._finisher = GroupFinisher(config, self.generate_fn, self.filter_fn)
+        self._finisher = GroupFinisher(config, self.generate_fn, self.filter_fn, num_tokens=num_tokens)
         self.buffer_filter_fn = resolve_buffer_filter_fn(config)
         self.partial_samples: list[Sample] = []
         """Groups that were asked for and given up, with the tokens that they have: they are asked for first."""

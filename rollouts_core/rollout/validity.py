@@ -25,19 +25,20 @@ MIN_WINDOW = 40
 """As long as there are fewer samples, the share is taken of so many: one invalid sample is no share."""
 
 
-def mark_foreign_tokens(sample: Sample, num_tokens: int) -> Sample:
-    """The sample, invalid if the policy sampled ids from `num_tokens` on."""
-    foreign = [
-        token for token, weight in zip(sample.tokens, sample.loss_mask, strict=True) if weight and token >= num_tokens
-    ]
+def mark_foreign_tokens(sample: Sample, num_tokens: int | None) -> Sample:
+    """The sample, invalid if the policy sampled ids from `num_tokens` on; None takes any."""
+    if num_tokens is None or max(sample.tokens, default=0) < num_tokens:
+        return sample
+    sampled = zip(sample.tokens, sample.loss_mask, strict=True)
+    foreign = [token for token, weight in sampled if weight and token >= num_tokens]
     if not foreign:
         return sample
     problem = (
-        f"the policy sampled the token id {foreign[0]}, of which the tokenizer knows nothing: it has the ids below "
-        f"{num_tokens}, and the engine did not leave out the others"
+        f"the policy sampled the token id {foreign[0]}, and its tokenizer has the ids below {num_tokens}: the engine "
+        "did not leave out the others"
     )
     metadata = {**sample.metadata, "invalid": problem}
-    return replace(sample, status=Status.INVALID, finish_reason=FOREIGN_TOKENS, metadata=metadata)
+    return replace(sample, status=Status.INVALID, finish_reason=FOREIGN_TOKENS, reward=None, metadata=metadata)
 
 
 def count_invalid(samples: Sequence[Sample]) -> Counter[str]:
