@@ -101,7 +101,8 @@ DIALECTS: Mapping[str, ResponseTemplate] = {
         {
             "open_pattern": (
                 r"(?:<\|start\|>assistant)?(?:\s*+to=functions\.(?P<name>[^\s<]+)\s*+<\|channel\|>commentary"
-                r"|<\|channel\|>commentary\s+to=functions\.(?P<name>[^\s<]+))[^<]*+(?:<\|constrain\|>[^<]*+)?<\|message\|>"
+                r"|<\|channel\|>commentary\s+to=functions\.(?P<name>[^\s<]+))"
+                r"[^<]*+(?:<\|constrain\|>[^<]*+)?<\|message\|>"
             ),
             "close_pattern": r"<\|call\|>|<\|end\|>|(?=<\|start\|>)|\Z",
             "content": "json",
@@ -156,7 +157,7 @@ class CallError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """What the policy asks of a tool."""
+    """A call of a tool, as the policy wrote it."""
 
     name: str
     arguments: dict[str, Any]  # Any: JSON that the policy wrote
@@ -171,11 +172,11 @@ class Dialect:
     template: ResponseTemplate
     """What transformers parses by."""
     prefix: str = ""
-    """What the chat template writes of the turn before the policy's own words, as far as parsing depends on it."""
+    """The part of the generation prompt that parsing depends on, such as the beginning of thoughts."""
     end_id: int | None = None
     """The special token that ends a turn of calls; None if it is not known."""
     closing: str = ""
-    """What the dialect needs behind a call and the texts of environments leave out: the end of the turn, or nothing."""
+    """The end of the turn, if the dialect needs it to end a call: texts of environments leave it out."""
 
     @property
     def ends(self) -> tuple[int, ...]:
@@ -247,13 +248,13 @@ class Probe:
     """A call as a chat template writes it."""
 
     text: str
-    """The turn behind its generation prompt, up to its end."""
+    """The turn behind its generation prompt."""
     prefix: str
-    """What the rendered turn shares with the generation prompt."""
+    """The part of the generation prompt with which the rendered turn begins, too."""
     generation_prompt: str
-    """What the template writes where the policy's turn begins."""
+    """The beginning of a turn of the policy."""
     behind: str
-    """What it writes behind the turn where a tool answers; empty where that changes the turn."""
+    """The text behind the turn when a tool answers; empty if the answer changes the turn."""
 
 
 def count_shared(first: Sequence[object], second: Sequence[object]) -> int:
@@ -324,7 +325,7 @@ def _checked(name: str, written: str) -> Dialect:
 
 
 def _cut_prefix(dialect: Dialect, prefix: str) -> str:
-    """What of a generation prompt a dialect parses: of ours only thoughts that it begins."""
+    """The part of a generation prompt that a dialect parses; for ours the thoughts that it begins."""
     if dialect.template not in DIALECTS.values():
         return prefix
     from transformers.utils.chat_parsing.response_templates import load_response_template  # heavy

@@ -42,8 +42,8 @@ def tokenize_reply(
 ) -> list[int]:
     """Token ids of what follows a turn that the policy sampled: its end, the replies, the start of its next turn.
 
-    The end of the turn is left out as far as the policy has sampled it, which it has when it stopped by itself. What
-    looks like a special token in a reply, as in a page that a tool fetched, is text: it neither ends nor begins a turn.
+    The end of the turn is left out as far as the policy has sampled it. A special token in the text of a reply, such as
+    a page that a tool fetched, stays text: it neither ends nor begins a turn.
 
     Many templates write what a tool says only behind a turn that calls tools, so the replies are rendered behind the
     calls of the turn. A turn whose calls could not be read is rendered as one that calls.
@@ -92,8 +92,7 @@ def _render_behind(
     replies: Sequence[Message],
     sampled: Sequence[int],
 ) -> tuple[str, list[int]]:
-    """What a template writes behind a turn, with these calls or without any: its text, and what the policy has not
-    sampled of it as tokens."""
+    """The text that a template writes behind a turn with these calls, and its tokens that the policy did not sample."""
     asks: Message = {"role": "user", "content": ""}
     split = _split_special(tokenizer, replies)
     if not calls:
@@ -115,9 +114,9 @@ def _render_behind(
 
 
 def _find_turn(turn: str, text: str, name: str) -> int:
-    """Where in a conversation's text the turn ends that it begins with.
+    """The place in a conversation's text at which the turn ends that it begins with.
 
-    A last turn may begin otherwise, with empty thoughts as Qwen3's does, or have another end, as Gemma's has.
+    Templates write a last turn otherwise: Qwen3's has empty thoughts there, and Gemma's another end.
 
     Args:
         name: of the last call in the turn.
@@ -143,10 +142,10 @@ def _encode_split(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
 
 
 def _end_of_turn(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int], shared: int, sampled: Sequence[int]) -> int:
-    """Where in the tokens of a conversation goes on what the policy sampled in its turn, which ended by calls.
+    """The place in a conversation's tokens behind all that the policy sampled in a turn of calls.
 
     Args:
-        shared: as many tokens are those of the turn alone.
+        shared: how many tokens are those of the turn alone.
     """
 
     def is_space(start: int, end: int) -> bool:

@@ -14,9 +14,10 @@ from typing import Any
 
 import pytest
 
+from rollouts_core.data.dialects import ToolCall
 from rollouts_core.environments.calculator import CALCULATOR
 from rollouts_core.environments.protocol import Outcome, Reply, Tool
-from rollouts_core.environments.tools import ToolCall, answer_tool_calls, find_schema_problem, parse_tool_calls
+from rollouts_core.environments.tools import answer_tool_calls, find_schema_problem, parse_tool_calls
 
 
 def call(name: str = "calculator", **arguments: Any) -> str:
