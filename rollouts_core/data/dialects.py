@@ -100,7 +100,7 @@ DIALECTS: Mapping[str, ResponseTemplate] = {
     "gpt_oss": _dialect(
         {
             "open_pattern": (
-                r"(?:<\|start\|>assistant)?(?:\s*+to=functions\.(?P<name>[^\s<]+)\s*+<\|channel\|>commentary"
+                r"(?:<\|start\|>assistant)?(?:\s?to=functions\.(?P<name>[^\s<]+)\s*+<\|channel\|>commentary"
                 r"|<\|channel\|>commentary\s+to=functions\.(?P<name>[^\s<]+))"
                 r"[^<]*+(?:<\|constrain\|>[^<]*+)?<\|message\|>"
             ),

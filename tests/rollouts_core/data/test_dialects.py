@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 import time
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -217,7 +218,6 @@ def test_what_ends_a_turn_of_calls_is_known(
 def test_a_policy_that_repeats_itself_is_read_at_once(name: str) -> None:
     """All other conversations wait meanwhile."""
     dialect = Dialect(name=name, template=DIALECTS[name])
-    began = time.perf_counter()
     openings = (
         "<tool_call><function=f>",
         "<tool_call>f",
@@ -227,8 +227,7 @@ def test_a_policy_that_repeats_itself_is_read_at_once(name: str) -> None:
     )
     for opening in (*openings, "<|tool_call_start|>["):
         for rest in (" " * 10_000, opening * 1000, "<parameter=a>" * 3000, "<arg_key>" * 3000, "[" * 10_000):
-            try:
+            began = time.process_time()
+            with suppress(CallError):
                 dialect.read(f"{opening}{rest}</function></tool_call>")
-            except CallError:
-                continue
-    assert time.perf_counter() - began < 10.0
+            assert time.process_time() - began < 5.0
