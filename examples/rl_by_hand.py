@@ -37,6 +37,7 @@ from rollouts_core import (
     tokenize_prompt,
 )
 from rollouts_core.config import LossConfig, ModelConfig, OptimConfig
+from rollouts_core.data.decoding import decode_turn
 from rollouts_core.embedded.decoder import Decoder
 from rollouts_core.embedded.offline import generate_tokens
 from rollouts_core.embedded.sampling import SamplingParams
@@ -50,15 +51,16 @@ MAX_PROMPT_TOKENS, MAX_NEW_TOKENS = 24, 40
 def sample_group(decoder: Decoder, tokenizer: PreTrainedTokenizerBase, prompt: Prompt, *, seed: int) -> list[Sample]:
     """Completions of one prompt, with the log-probs that the decoder sampled them at."""
     asked = tokenize_prompt(tokenizer, prompt.messages)
+    status_of = {"stop": Status.COMPLETED, "length": Status.TRUNCATED}
     params = [SamplingParams(max_new_tokens=MAX_NEW_TOKENS, sampling_seed=seed + i) for i in range(GROUP_SIZE)]
     return [
         Sample(
             prompt=prompt.messages,
-            response=tokenizer.decode(completion.output_ids, skip_special_tokens=True),
+            response=decode_turn(tokenizer, completion.output_ids, status_of[completion.finish_reason.kind]),
             tokens=[*asked, *completion.output_ids],
             loss_mask=[0.0] * len(asked) + [1.0] * len(completion.output_ids),
             rollout_log_probs=[0.0] * len(asked) + list(completion.output_logprobs),
-            status=Status.COMPLETED if completion.finish_reason.kind == "stop" else Status.TRUNCATED,
+            status=status_of[completion.finish_reason.kind],
             metadata={"answer": prompt.answer},
         )
         for completion in generate_tokens(decoder, [asked] * GROUP_SIZE, params)

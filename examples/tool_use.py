@@ -143,7 +143,12 @@ async def reinforce(folder: Path, *, num_steps: int) -> None:
     config = RL.model_copy(update={"num_steps": num_steps})
     start = folder / "sft"
     backend = create_pytorch_backend(
-        ModelConfig(path=str(start)), config.optim, create_policy_loss(config.loss), num_steps=num_steps, device="cpu"
+        ModelConfig(path=str(start)),
+        config.optim,
+        create_policy_loss(config.loss),
+        num_steps=num_steps,
+        within_tokenizer=True,
+        device="cpu",
     )
     prompts = DataBuffer(load_prompts_from_jsonl(folder / "prompts.jsonl"))
     with Scheduler(Decoder(start, num_slots=128), model_dir=start) as scheduler:

@@ -9,9 +9,11 @@ the mean loss of a demonstration (metric loss).
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -34,6 +36,7 @@ from rollouts_core.environments.protocol import describe_tools, is_multi_turn
 from rollouts_core.errors import DivergedError, NoNumbersError, RewardError
 from rollouts_core.model.loading import (
     check_attention,
+    count_token_ids,
     default_device,
     describe_diverged,
     load_hf_model,
@@ -51,8 +54,11 @@ from rollouts_core.rollout.generate import (
 )
 from rollouts_core.rollout.outage import OutagePauses
 from rollouts_core.rollout.resolve import resolve_environment, resolve_reward_fn
+from rollouts_core.rollout.validity import InvalidWatch
 from rollouts_core.system.concurrency import gather
-from rollouts_core.types import Prompt, Sample, group_samples
+from rollouts_core.types import Prompt, Sample, Status, group_samples
+
+logger = logging.getLogger(__name__)
 
 MAX_BATCH_TOKENS = 8192
 """Of demonstrations that are scored together, with their padding."""
@@ -81,15 +87,16 @@ async def generate_samples(
     )
     if is_multi_turn(environment):
         with Scheduler(decoder, model_dir=Path(model.path)) as scheduler:
-            engine = SGLangEngine("http://embedded", transport=httpx.ASGITransport(app=build_app(scheduler)))
+            transport = httpx.ASGITransport(app=build_app(scheduler))
+            engine = SGLangEngine("http://embedded", model_dir=Path(model.path), transport=transport)
             return await ask_engine(engine, model, prompts, config, num_running=num_slots)
     pending = list(itertools.chain(*pending_groups(prompts, config)))
-    ends = stop_token_ids(tokenizer)
+    ends, num_tokens = stop_token_ids(tokenizer), count_token_ids(tokenizer)
     with _explained_no_numbers(model):
         completions = generate_tokens(
             decoder,
             [prompt_tokens[sample.group_index] for sample in pending],
-            [_sampling_params(sample, config, ends) for sample in pending],
+            [_sampling_params(sample, config, ends, num_tokens=num_tokens) for sample in pending],
         )
     return [
         complete_sample(sample, prompt_tokens[sample.group_index], _as_engine_completion(completion), tokenizer)
@@ -121,15 +128,23 @@ async def ask_engine(
 
 
 async def grade_completions(samples: Sequence[Sample], config: RolloutConfig) -> list[Sample]:
-    """The completions of an evaluation with their rewards, graded at the same time.
+    """The completions of an evaluation with their rewards, graded at the same time; invalid ones get 0, with a warning.
 
     Raises:
+        DataError: too many of them are invalid.
         RewardError: what grades them failed.
         EnvironmentOutageError: it was not available for longer than the settings allow.
     """
+    if failure := InvalidWatch(window=len(samples)).note(samples):
+        raise failure
     reward_fn, wait_out = resolve_reward_fn(config), OutagePauses(config).wait_out
     grade = partial(grade_sample, reward_fn=reward_fn, timeout_s=config.reward_timeout_s)
-    return await gather([partial(wait_out, partial(grade, sample)) for sample in samples])
+    graded = await gather([partial(wait_out, partial(grade, sample)) for sample in samples])
+    invalid = [sample for sample in graded if sample.status is Status.INVALID]
+    if invalid:
+        problem = invalid[0].metadata.get("invalid", invalid[0].finish_reason)
+        logger.warning("%d of %d completions are invalid and count as 0: %s", len(invalid), len(graded), problem)
+    return [replace(sample, reward=0.0) if sample.status is Status.INVALID else sample for sample in graded]
 
 
 def pending_groups(prompts: Sequence[Prompt], config: RolloutConfig) -> list[Group]:
@@ -217,11 +232,14 @@ def _explained_no_numbers(model: ModelConfig) -> Iterator[None]:
         raise DivergedError(describe_diverged(model.path)) from error
 
 
-def _sampling_params(sample: Sample, config: RolloutConfig, ends: tuple[int, ...]) -> SamplingParams:
+def _sampling_params(
+    sample: Sample, config: RolloutConfig, ends: tuple[int, ...], *, num_tokens: int
+) -> SamplingParams:
     return SamplingParams(
         temperature=config.sampling.temperature,
         max_new_tokens=config.sampling.max_new_tokens,
         stop_token_ids=ends,
+        num_tokens=num_tokens,
         sampling_seed=sampling_seed(config.seed, sample.group_index, sample.index),
     )
 

@@ -73,7 +73,7 @@ def compute_reward(sample: Sample, environment: Environment | None = None) -> fl
 
 
 async def grade_sample(sample: Sample, reward_fn: RewardFn, *, timeout_s: float | None = None) -> Sample:
-    """The sample with its reward; without one where the function returned None: it could not be scored.
+    """The sample with its reward; without one if the function returned None, or if the sample is invalid.
 
     Args:
         timeout_s: how long the function may take.
@@ -89,6 +89,8 @@ async def grade_sample(sample: Sample, reward_fn: RewardFn, *, timeout_s: float 
             f"prompt {sample.metadata.get('prompt_id', '?')!r} was given no usable completion: "
             f"{sample.metadata.get('error') or sample.finish_reason or 'its metadata has no `error`'}"
         )
+    if sample.status is Status.INVALID:
+        return replace(sample, reward=None)
     if isinstance(reward_fn, WeightedRewards):  # its terms name themselves and the prompt
         return replace(sample, reward=await reward_fn(sample, timeout_s=timeout_s))
     where = f"reward function {name_of_function(reward_fn)} on prompt {sample.metadata.get('prompt_id', '?')!r}"

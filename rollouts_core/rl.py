@@ -40,6 +40,7 @@ from rollouts_core.rl_batch import is_reinforced, places_to_score, plan_rows, pr
 from rollouts_core.rollout.group_order import Schedule
 from rollouts_core.rollout.manager import AsyncRolloutManager
 from rollouts_core.rollout.offline_rollouts import OfflineRollouts
+from rollouts_core.rollout.validity import count_invalid
 from rollouts_core.saving import RunCheckpoints, describe_settings, is_same_task
 from rollouts_core.signal_watch import SignalWatch
 from rollouts_core.stopping import TrainingStop
@@ -312,10 +313,10 @@ async def train_on_rollouts(
 
 
 def check_scored(samples: Sequence[Sample], config: RLTrainingConfig) -> None:
-    """Raise RewardError for the first sample without a reward, unless the settings exclude such samples."""
+    """Raise RewardError for the first valid sample without a reward, unless the settings exclude such samples."""
     if config.advantage.unscored == "exclude":
         return
-    unscored = [sample for sample in samples if sample.reward is None]
+    unscored = [sample for sample in samples if sample.reward is None and sample.status is not Status.INVALID]
     if unscored:
         raise RewardError(
             f"{len(unscored)} of {len(samples)} completions have no reward, one of prompt "
@@ -381,9 +382,11 @@ def describe_rollouts(batch: RolloutBatch) -> Metrics:
     scored = [sample.reward for sample in lasts if sample.reward is not None]
     groups = [[sample.reward for sample in group if sample.reward is not None] for group in batch.groups]
     rewards = {"reward": statistics.fmean(scored), "reward_std": statistics.pstdev(scored)} if scored else {}
+    invalid = count_invalid(batch.samples)
     return {
         **rewards,
-        "num_unscored": float(len(lasts) - len(scored)),
+        "num_unscored": float(len(lasts) - len(scored) - invalid.total()),
+        **{f"invalid/{reason}": float(count) for reason, count in invalid.items()},
         "response_tokens": sum(batch.response_lengths) / len(lasts),
         "truncated_share": sum(sample.status is Status.TRUNCATED for sample in lasts) / len(lasts),
         "signal_share": sum(len(set(rewards_G)) > 1 for rewards_G in groups) / len(groups),

@@ -49,6 +49,9 @@ class Status(StrEnum):
     """It was stopped from outside and keeps what it has."""
     FAILED = "failed"
     """No usable completion exists, by no doing of the policy; `metadata["error"]` says why. It is never graded."""
+    INVALID = "invalid"
+    """It is neither graded nor trained on: the policy did not see what it was answered, or sampled ids that its
+    tokenizer does not have; `metadata["invalid"]` says which."""
 
 
 class VersionSpan(NamedTuple):

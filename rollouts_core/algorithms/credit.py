@@ -47,11 +47,10 @@ class Credit:
 
 
 def trained_samples(samples: Sequence[Sample], shaping: RewardShapingConfig) -> list[Sample]:
-    """The samples as they enter the loss: nothing is trained in those that the settings mask."""
-    if not shaping.mask_truncated:
-        return list(samples)
+    """The samples as they enter the loss: nothing is trained in invalid ones, and in those that the settings mask."""
+    untrained = (Status.INVALID, Status.TRUNCATED) if shaping.mask_truncated else (Status.INVALID,)
     return [
-        replace(sample, loss_mask=[0.0] * len(sample.tokens)) if sample.status is Status.TRUNCATED else sample
+        replace(sample, loss_mask=[0.0] * len(sample.tokens)) if sample.status in untrained else sample
         for sample in samples
     ]
 
@@ -85,7 +84,10 @@ def assign_credit(
         return _credit_tokens(masks, shaped, penalties, scores.values, config.advantage)
     if shaping.kl_credit == "completion":
         shaped = _penalize_completions(shaped, penalties, trajectories, masks)
-    advantages: list[Tensor | float] = [*_estimate_advantages(samples, shaped, trajectories, config.advantage)]
+    estimation = config.advantage
+    if any(sample.status is Status.INVALID for sample in samples):  # which have no reward
+        estimation = estimation.model_copy(update={"unscored": "exclude"})
+    advantages: list[Tensor | float] = [*_estimate_advantages(samples, shaped, trajectories, estimation)]
     if shaping.kl_credit == "token":
         for place, penalty_T in penalties.items():
             on_T = penalty_T * (masks[place] != 0)

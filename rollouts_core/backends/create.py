@@ -27,6 +27,7 @@ def create_backend(
     with_entropies: bool = False,
     with_values: bool = False,
     with_reference: bool = False,
+    within_tokenizer: bool = False,
     seed: int = 0,
     ranks: Ranks | None = None,
 ) -> TrainingBackend:
@@ -38,6 +39,7 @@ def create_backend(
         with_entropies: score entropies too.
         with_values: train a value head.
         with_reference: keep the weights that training starts from, for `score(reference=True)`.
+        within_tokenizer: leave token ids that the tokenizer does not have out of the softmax, as engines do in RL.
         seed: of every library's random numbers.
         ranks: the processes that train together; None trains in this one alone.
 
@@ -64,6 +66,7 @@ def create_backend(
         with_entropies=with_entropies,
         with_values=with_values,
         with_reference=with_reference,
+        within_tokenizer=within_tokenizer,
         seed=seed,
     )
 

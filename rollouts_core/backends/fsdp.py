@@ -19,6 +19,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -63,7 +64,7 @@ from rollouts_core.batch import TrainBatch
 from rollouts_core.config import PLAIN_POLICY, ModelConfig, OptimConfig, PolicyConfig
 from rollouts_core.errors import NonFiniteError
 from rollouts_core.metrics import sum_metrics
-from rollouts_core.model.loading import check_vocabulary, load_tokenizer
+from rollouts_core.model.loading import check_vocabulary, count_token_ids, load_tokenizer
 from rollouts_core.model.lora import adapters_off, base_weights, is_adapter_weight, merge_each, reset_adapters
 from rollouts_core.model.policy import Policy
 from rollouts_core.seeds import derive_seed
@@ -171,6 +172,11 @@ class FSDPTrainingBackend:
             tasks = [_Task(name=name, payload=payload) for payload in payloads or [None] * self.num_ranks]
             own = self.ranks.scatter(tasks)
             return self._tasks[name](own.payload if at_leader is None else at_leader)
+
+    @property
+    def num_tokens(self) -> int | None:
+        """The softmax is over the token ids below it; None if over all that the model has."""
+        return self.policy.num_tokens
 
     @property
     def num_ranks(self) -> int:
@@ -422,6 +428,7 @@ def create_fsdp_backend(
     with_entropies: bool = False,
     with_values: bool = False,
     with_reference: bool = False,
+    within_tokenizer: bool = False,
     seed: int = 0,
 ) -> FSDPTrainingBackend:
     """Model, AdamW, schedule and loss as a backend that is spread over ranks: `create_pytorch_backend` for several.
@@ -435,15 +442,15 @@ def create_fsdp_backend(
     """
     ranks.begin()
     seed_everything(seed)
-    trained = create_sharded_policy(
-        model, policy, ranks, temperature=temperature, with_entropies=with_entropies, with_values=with_values
-    )
     tokenizer = load_tokenizer(model)
+    num_tokens = count_token_ids(tokenizer) if within_tokenizer else None
+    create = partial(create_sharded_policy, model, ranks=ranks, temperature=temperature, num_tokens=num_tokens)
+    trained = create(policy, with_entropies=with_entropies, with_values=with_values)
     check_vocabulary(trained.hf_model.get_input_embeddings().weight.shape[0], tokenizer, model.path)
     reference = None
     if with_reference and policy.lora.rank == 0:
         frozen = policy.model_copy(update={"activation_checkpointing": False})
-        reference = create_sharded_policy(model, frozen, ranks, temperature=temperature).eval().requires_grad_(False)
+        reference = create(frozen).eval().requires_grad_(False)
     optimizer = create_adamw_optimizer(trained, optim)
     return FSDPTrainingBackend(
         trained,

@@ -66,7 +66,7 @@ from rollouts_core.config import PLAIN_POLICY, ModelConfig, OptimConfig, PolicyC
 from rollouts_core.embedded.architecture import tensor_shapes
 from rollouts_core.embedded.weights import check_tensors, read_tensors
 from rollouts_core.errors import CheckpointError
-from rollouts_core.model.loading import check_vocabulary, load_tokenizer
+from rollouts_core.model.loading import check_vocabulary, count_token_ids, load_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -132,6 +132,11 @@ class JAXTrainingBackend:
         self._saving: TrainFuture[None] = ImmediateTrainFuture(None)
         # A copy of its own: the optimizer takes over the memory of the weights that it steps from.
         self._reference = to_params(_without_value_head(weights)) if with_reference else None
+
+    @property
+    def num_tokens(self) -> int | None:
+        """The softmax is over the token ids below it; None if over all that the model has."""
+        return self.settings.num_tokens
 
     @property
     def num_ranks(self) -> int:
@@ -307,6 +312,7 @@ def create_jax_backend(
     with_entropies: bool = False,
     with_values: bool = False,
     with_reference: bool = False,
+    within_tokenizer: bool = False,
     seed: int = 0,
 ) -> JAXTrainingBackend:
     """Model, AdamW, schedule and loss as a backend, in one call; the arguments of `create_backend`.
@@ -319,15 +325,16 @@ def create_jax_backend(
     model_dir = Path(model.path)
     architecture = load_jax_architecture(model)
     config = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
+    tokenizer = load_tokenizer(model)
     settings = ModelSettings(
         architecture=architecture,
+        num_tokens=count_token_ids(tokenizer) if within_tokenizer else None,
         compute_dtype=policy.precision,
         temperature=temperature,
         with_entropies=with_entropies,
         recompute_layers=policy.activation_checkpointing,
         untrained_input_id=config.get("pad_token_id"),
     )
-    tokenizer = load_tokenizer(model)
     check_vocabulary(architecture.vocab_size, tokenizer, model_dir)
     weights = read_weights(model_dir, settings)
     if with_values:

@@ -53,6 +53,8 @@ class ModelSettings:
     """Whether entropies are computed too."""
     recompute_layers: bool = False
     """Keep only the layers' inputs for the backward pass."""
+    num_tokens: int | None = None
+    """The softmax is over the token ids below it; None takes all that the model has."""
     untrained_input_id: int | None = None
     """The token whose embedding gets no gradient as an input: the padding token of config.json, as in transformers."""
 
@@ -160,7 +162,7 @@ def score_in_pieces(
 
     Pieces without a scored position are passed over; the backward pass computes the logits of the others again.
     """
-    head_VH = params.get(HEAD, params[EMBEDDING])
+    head_VH = params.get(HEAD, params[EMBEDDING])[: settings.num_tokens]
     num_positions = len(targets_N)
     piece = min(num_positions, max(1, logprobs.MAX_PIECE_BYTES // (4 * len(head_VH))))
     num_pieces = -(-num_positions // piece)

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Mapping
 from contextlib import nullcontext
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -53,7 +54,7 @@ from rollouts_core.backends.training_state import (
 from rollouts_core.batch import TrainBatch
 from rollouts_core.config import PLAIN_POLICY, ModelConfig, OptimConfig, PolicyConfig
 from rollouts_core.errors import NonFiniteError
-from rollouts_core.model.loading import check_vocabulary, default_device, load_tokenizer
+from rollouts_core.model.loading import check_vocabulary, count_token_ids, default_device, load_tokenizer
 from rollouts_core.model.lora import (
     adapters_off,
     base_weights,
@@ -106,6 +107,11 @@ class PyTorchTrainingBackend:
     def num_ranks(self) -> int:
         """1: every row of a batch is computed here."""
         return 1
+
+    @property
+    def num_tokens(self) -> int | None:
+        """The softmax is over the token ids below it; None if over all that the model has."""
+        return self.policy.num_tokens
 
     @property
     def has_adapters(self) -> bool:
@@ -286,6 +292,7 @@ def create_pytorch_backend(
     with_entropies: bool = False,
     with_values: bool = False,
     with_reference: bool = False,
+    within_tokenizer: bool = False,
     seed: int = 0,
     device: str = "",
 ) -> PyTorchTrainingBackend:
@@ -298,20 +305,26 @@ def create_pytorch_backend(
         with_entropies: score entropies too.
         with_values: train a value head.
         with_reference: keep the weights that training starts from, for `score(reference=True)`.
+        within_tokenizer: leave token ids that the tokenizer does not have out of the softmax, as engines do in RL.
         seed: of the random numbers that new adapters and dropout take.
         device: "" takes the first GPU where there is one, else the CPU.
     """
     seed_everything(seed)
     place = device or default_device()
-    trained = create_policy(
-        model, policy, device=place, temperature=temperature, with_entropies=with_entropies, with_values=with_values
-    )
     tokenizer = load_tokenizer(model)
+    create = partial(
+        create_policy,
+        model,
+        device=place,
+        temperature=temperature,
+        num_tokens=count_token_ids(tokenizer) if within_tokenizer else None,
+    )
+    trained = create(policy, with_entropies=with_entropies, with_values=with_values)
     check_vocabulary(trained.hf_model.get_input_embeddings().weight.shape[0], tokenizer, model.path)
     reference = None
     if with_reference and policy.lora.rank == 0:
         frozen = policy.model_copy(update={"activation_checkpointing": False})
-        reference = create_policy(model, frozen, device=place, temperature=temperature).eval().requires_grad_(False)
+        reference = create(frozen).eval().requires_grad_(False)
     optimizer = create_adamw_optimizer(trained, optim)
     return PyTorchTrainingBackend(
         trained,

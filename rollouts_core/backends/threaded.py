@@ -82,6 +82,11 @@ class ThreadedBackend:
             await anyio.to_thread.run_sync(self._thread.shutdown)
 
     @property
+    def num_tokens(self) -> int | None:
+        """The backend's, if it says one."""
+        return getattr(self._backend, "num_tokens", None)
+
+    @property
     def num_ranks(self) -> int:
         """Devices that share the rows of each batch."""
         return self._backend.num_ranks

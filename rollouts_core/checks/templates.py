@@ -9,16 +9,24 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, cast
 
-from rollouts_core.data.chat import leaves_out_role
+from rollouts_core.config import RolloutConfig
+from rollouts_core.data.chat import encode_texts, leaves_out_role
 from rollouts_core.data.conversations import SYSTEM_FIELDS, TEMPLATE_FIELD, find_unread
+from rollouts_core.data.dialects import PROBE_ARGUMENTS, ToolCall, render_probe
 from rollouts_core.data.rendering import TURN_MARK, probe_call, render_text
+from rollouts_core.data.replies import tokenize_reply
 from rollouts_core.data.turns import END_OF_THOUGHTS, THOUGHTS, find_turn_ends, find_turn_form, render_turn
+from rollouts_core.environments.protocol import describe_tools, is_multi_turn
 from rollouts_core.errors import DataError
 from rollouts_core.findings import Caution
+from rollouts_core.rollout.conversation import policy_dialect
+from rollouts_core.rollout.resolve import resolve_environment
 from rollouts_core.types import Message
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+ANSWER = "a tool said this\nin two lines"
 
 
 def warn_of_endless_turns(tokenizer: PreTrainedTokenizerBase) -> list[Caution]:
@@ -56,6 +64,26 @@ def warn_of_unseen_tools(
             "them, unless prompts or demonstrations say it"
         )
     ]
+
+
+def check_conversation(tokenizer: PreTrainedTokenizerBase, rollout: RolloutConfig) -> None:
+    """Hold a conversation on trial: the policy's calls must be read, and it must see what it is answered.
+
+    Raises:
+        DataError: no dialect reads the calls that the chat template writes, or it hides or refuses an answer.
+    """
+    environment = resolve_environment(rollout)
+    if not is_multi_turn(environment):
+        return
+    answer: Message = {"role": "user", "content": ANSWER}
+    calls: list[ToolCall] = []
+    said = ""
+    if describe_tools(environment):
+        policy_dialect(tokenizer, environment, rollout)
+        answer = {"role": "tool", "content": ANSWER}
+        if probe := render_probe(tokenizer):
+            calls, said = [ToolCall("compute", dict(PROBE_ARGUMENTS))], probe.text.rstrip()
+    tokenize_reply(tokenizer, [answer], encode_texts(tokenizer, [said])[0], calls)
 
 
 def find_unwritten(tokenizer: PreTrainedTokenizerBase) -> list[str]:

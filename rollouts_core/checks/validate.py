@@ -36,7 +36,13 @@ from rollouts_core.checks.model_checks import (
 )
 from rollouts_core.checks.no_effect import find_settings_without_effect, warn_of_equal_completions
 from rollouts_core.checks.resumed import check_resumed
-from rollouts_core.checks.templates import UnreadFields, UnwrittenRoles, warn_of_endless_turns, warn_of_unseen_tools
+from rollouts_core.checks.templates import (
+    UnreadFields,
+    UnwrittenRoles,
+    check_conversation,
+    warn_of_endless_turns,
+    warn_of_unseen_tools,
+)
 from rollouts_core.config import Config, ModelConfig, name_of_function
 from rollouts_core.data.chat import is_prefill
 from rollouts_core.data.dataset import check_disjoint, load_prompts_from_jsonl
@@ -102,6 +108,7 @@ def validate_config(config: Config) -> list[str]:
     elif config.mode != "sft":
         prompts["prompts"] = config.data.prompts
     loaded = {name: _load_checked_prompts(path, config, tokenizer) for name, path in prompts.items()}
+    check_conversation(tokenizer, config.rollout)
     check_disjoint(loaded["selection"], loaded["heldout"], names=("data.selection", "data.heldout"))
     findings += check_held_out(held_out, loaded.get("prompts", ()), source=prompts.get("prompts", ""))
     findings += warn_of_repeated_rows(config)
@@ -144,6 +151,7 @@ def validate_evaluation(config: Config, models: Sequence[ModelConfig]) -> list[s
             findings += check_compared_demonstrations(heldout, scored, tokenizer)
             continue
         prompts = _load_checked_prompts(heldout, scored, tokenizer)
+        check_conversation(tokenizer, scored.rollout)
         check_answers(prompts, scored, source=heldout)
         findings += check_functions(scored, one_of_each_shape(prompts), tokenizer)
         findings += [_count_prompts(prompts, heldout), *_warn_of_untold_tools(prompts, heldout)]

@@ -40,6 +40,9 @@ class MultiTurnConfig(Record):
     computes for so long without waiting for anything ends the run: it holds up all other conversations."""
     form: Literal["interleaved", "branching"] = "interleaved"
     """Whether a conversation is trained on as one sample, or as one per turn, which share its reward."""
+    response_template: str = ""
+    """How the policy writes tool calls: `hermes`, `qwen_xml`, `glm`, `llama3`, `gpt_oss`, `deepseek`, `gemma`, `lfm2`,
+    or a response template of transformers as JSON. Empty finds out from the tokenizer and its chat template."""
 
 
 InFlight = Literal["finish", "abort", "continue"]

@@ -10,12 +10,14 @@ because a text that a policy sampled may be tokenized into other tokens than tho
 from __future__ import annotations
 
 import itertools
+import json
 import re
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
-from rollouts_core.data.chat import encode_texts, leaves_out_role
+from rollouts_core.data.chat import encode_texts, stop_token_ids
+from rollouts_core.data.dialects import ToolCall, count_shared, find_call_end
 from rollouts_core.data.rendering import TURN_MARK, render_text
 from rollouts_core.data.turns import find_turn_form, is_end
 from rollouts_core.errors import DataError
@@ -26,34 +28,161 @@ if TYPE_CHECKING:
 
 SPLIT = "\ue000"
 """Of Unicode's private use: where a text is cut before it is tokenized, so that what it holds is no special token."""
+SPLIT_IN_JSON = json.dumps(SPLIT)[1:-1]
+"""The same where a template writes JSON in ASCII."""
 
 
-def tokenize_reply(tokenizer: PreTrainedTokenizerBase, replies: Sequence[Message], sampled: Sequence[int]) -> list[int]:
+class UnseenReplyError(DataError):
+    """The chat template does not show the policy what it is answered."""
+
+
+def tokenize_reply(
+    tokenizer: PreTrainedTokenizerBase,
+    replies: Sequence[Message],
+    sampled: Sequence[int],
+    calls: Sequence[ToolCall] = (),
+) -> list[int]:
     """Token ids of what follows a turn that the policy sampled: its end, the replies, the start of its next turn.
 
-    The end of the turn is left out as far as the policy has sampled it, which it has when it stopped by itself. What
-    looks like a special token in a reply, as in a page that a tool fetched, is text: it neither ends nor begins a turn.
+    The end of the turn is left out as far as the policy has sampled it. A special token in the text of a reply, such as
+    a page that a tool fetched, stays text: it neither ends nor begins a turn.
+
+    Many templates write what a tool says only behind a turn that calls tools, so the replies are rendered behind the
+    calls of the turn. A turn whose calls could not be read is rendered as one that calls.
 
     Args:
         replies: what an environment answers.
         sampled: the tokens of the policy's turn.
+        calls: the calls in the turn, as they were read.
 
     Raises:
-        DataError: a chat template that refuses the replies, or that loses what they or an assistant say.
+        UnseenReplyError: the policy would not see the text of a reply.
+        DataError: a chat template that refuses the replies, or that loses what an assistant says.
     """
-    for role in dict.fromkeys(reply["role"] for reply in replies):
-        if leaves_out_role(tokenizer, role):
-            raise DataError(
-                f"the chat template writes nothing of what the role {role!r} says, so the policy would not see what it "
-                "is answered: use another template, or answer in a role that it writes"
+    answers_calls = any(reply["role"] == "tool" for reply in replies)
+    turns = [_calling(calls), _calling(calls[-1:])] if answers_calls and calls else [[]]
+    if answers_calls and not calls:
+        turns.append(_calling([ToolCall(_tool_name(replies), {})]))
+    failure: DataError | None = None
+    for each in turns:
+        try:
+            text, tokens = _render_behind(tokenizer, each, replies, sampled)
+            _check_seen(replies, text)
+        except DataError as error:
+            failure = failure or error
+        else:
+            return tokens
+    assert failure is not None, "each turn that was tried failed"
+    raise failure
+
+
+def _calling(calls: Sequence[ToolCall]) -> list[dict[str, Any]]:  # Any: JSON
+    """Calls as chat templates take them; ids have the nine letters and digits that some demand."""
+    return [
+        {"id": f"call{i:05}", "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+        for i, call in enumerate(calls)
+    ]
+
+
+def _tool_name(replies: Sequence[Message]) -> str:
+    return next((str(reply["name"]) for reply in replies if reply.get("name")), "tool")
+
+
+def _render_behind(
+    tokenizer: PreTrainedTokenizerBase,
+    calls: Sequence[dict[str, Any]],  # Any: JSON
+    replies: Sequence[Message],
+    sampled: Sequence[int],
+) -> tuple[str, list[int]]:
+    """The text that a template writes behind a turn with these calls, and its tokens that the policy did not sample."""
+    asks: Message = {"role": "user", "content": ""}
+    split = _split_special(tokenizer, replies)
+    if not calls:
+        before: list[Message] = [asks, {"role": "assistant", "content": TURN_MARK}]
+        text = render_text(tokenizer, [*before, *split], None, add_generation_prompt=True)
+        _, mark, rest = text.partition(TURN_MARK)
+        if not mark:
+            raise DataError("the chat template does not write what an assistant said: use another template")
+        tokens = _encode_split(tokenizer, rest)
+        return rest, tokens[_count_sampled(tokenizer, tokens, sampled) :]
+    before = [asks, {"role": "assistant", "content": "", "tool_calls": list(calls)}]
+    told = [_answer_to(calls, number, reply) for number, reply in enumerate(split)]
+    turn = render_text(tokenizer, before, None, add_generation_prompt=False)
+    text = render_text(tokenizer, [*before, *told], None, add_generation_prompt=True)
+    end = _find_turn(turn, text, calls[-1]["function"]["name"])
+    tokens = _encode_split(tokenizer, text)
+    shared = count_shared(_encode_split(tokenizer, text[:end]), tokens)
+    return text[end:], tokens[_end_of_turn(tokenizer, tokens, shared, sampled) :]
+
+
+def _find_turn(turn: str, text: str, name: str) -> int:
+    """The place in a conversation's text at which the turn ends that it begins with.
+
+    Templates write a last turn otherwise: Qwen3's has empty thoughts there, and Gemma's another end.
+
+    Args:
+        name: of the last call in the turn.
+    """
+    shared = count_shared(turn, text)
+    called = turn.rfind(name)
+    if called < shared:
+        return shared
+    whole = next((turn[start:] for start in range(shared, called + 1) if turn[start:] in text), "")
+    return text.index(whole) + len(whole) if whole else shared
+
+
+def _answer_to(calls: Sequence[dict[str, Any]], number: int, reply: Message) -> Message:  # Any: JSON
+    """The reply with the id of the call that it answers; replies of tools come in the order of the calls."""
+    if reply["role"] != "tool":
+        return reply
+    call = calls[min(number, len(calls) - 1)]
+    return {"name": call["function"]["name"], "tool_call_id": call["id"], **reply}
+
+
+def _encode_split(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    return list(itertools.chain(*encode_texts(tokenizer, text.split(SPLIT))))
+
+
+def _end_of_turn(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int], shared: int, sampled: Sequence[int]) -> int:
+    """The place in a conversation's tokens behind all that the policy sampled in a turn of calls.
+
+    Args:
+        shared: how many tokens are those of the turn alone.
+    """
+
+    def is_space(start: int, end: int) -> bool:
+        return not tokenizer.decode(tokens[start:end]).strip()
+
+    if sampled:
+        ends = [place for place, token in enumerate(tokens) if token == sampled[-1]]
+        inside = [place for place in ends if place < shared and is_space(place + 1, shared)]
+        behind = [place for place in ends if place >= shared and is_space(shared, place)]
+        if inside or behind:
+            return [*behind[:1], *inside[-1:]][-1] + 1
+    written = shared
+    while written and is_space(written - 1, shared):
+        written -= 1
+    is_end = bool(written) and tokens[written - 1] in {*stop_token_ids(tokenizer), find_call_end(tokenizer)}
+    return written - 1 if is_end else shared
+
+
+def _check_seen(replies: Sequence[Message], text: str) -> None:
+    """Raise UnseenReplyError for a reply whose text is not in what the template wrote, up to white space."""
+    written = _fold(text.replace(SPLIT, "").replace(SPLIT_IN_JSON, ""))
+    for reply in replies:
+        said: object = reply["content"]
+        if not isinstance(said, str):
+            continue
+        forms = (said, *(json.dumps(said, ensure_ascii=ascii_only)[1:-1] for ascii_only in (False, True)))
+        if not any(_fold(form) in written for form in forms):
+            raise UnseenReplyError(
+                f"the chat template writes nothing of what the role {reply['role']!r} says, or not all of it, so the "
+                "policy would not see what it is answered: use another template, or answer in a role that it writes"
             )
-    before: list[Message] = [{"role": "user", "content": ""}, {"role": "assistant", "content": TURN_MARK}]
-    text = render_text(tokenizer, [*before, *_split_special(tokenizer, replies)], None, add_generation_prompt=True)
-    _, mark, rest = text.partition(TURN_MARK)
-    if not mark:
-        raise DataError("the chat template does not write what an assistant said: use another template")
-    tokens = list(itertools.chain(*encode_texts(tokenizer, rest.split(SPLIT))))
-    return tokens[_count_sampled(tokenizer, tokens, sampled) :]
+
+
+def _fold(text: str) -> str:
+    return " ".join(text.split())
 
 
 def _count_sampled(tokenizer: PreTrainedTokenizerBase, rest: list[int], sampled: Sequence[int]) -> int:

@@ -44,7 +44,7 @@ NEUTRAL_VALUES: Mapping[str, tuple[Json, ...]] = {
     "beam_width": (1,),
     **dict.fromkeys(("json_schema", "regex", "ebnf", "structural_tag"), ("",)),
     "spaces_between_special_tokens": (True, False),
-    **dict.fromkeys(("stream_interval", "custom_params", "watermark"), ()),
+    **dict.fromkeys(("stream_interval", "watermark"), ()),
 }
 """Sampling parameters that this engine does not have, with the values (besides null) that change nothing."""
 
@@ -145,6 +145,7 @@ def sampling_params_from_json(value: Json) -> SamplingParams:
     for name, setting in own.items():
         _check_sampling_type(name, setting)
     own.pop("n", None)  # of the call
+    own |= own.pop("custom_params", {})
     if "stop_token_ids" in own:
         own["stop_token_ids"] = tuple(own["stop_token_ids"])
     for name in ("stop", "stop_regex"):
@@ -476,6 +477,9 @@ def _check_sampling_type(name: str, value: Json) -> None:
         case "logit_bias":
             is_fine = isinstance(value, dict) and all(_is_bias(token, bias) for token, bias in value.items())
             expected = "token ids with a number each"
+        case "custom_params":
+            is_fine = isinstance(value, dict) and value.keys() <= {"num_tokens"} and all(map(_is_i64, value.values()))
+            expected = "an object with num_tokens, an i64, alone"
         case "ignore_eos" | "skip_special_tokens" | "no_stop_trim":
             is_fine, expected = isinstance(value, bool), "a boolean"
         case "temperature" | "top_p" | "min_p" | "frequency_penalty" | "presence_penalty" | "repetition_penalty":

@@ -4,6 +4,7 @@ Not here: stop conditions (running.py), reading JSON (protocol.py).
 
     logits_BV - penalties                                         for tokens that the completion already has
         - inf                                                     for ends of a completion that is too short
+        - inf                                                     for ids from num_tokens on
         + logit_bias
         / temperature -> log_softmax -> logprobs                  what is reported
                                    |
@@ -77,6 +78,8 @@ class SamplingParams:
     """What divides a token's logit, or multiplies a negative one, if the completion already has it."""
     logit_bias: tuple[tuple[int, float], ...] = ()
     """Token ids, and what is added to the logit of each."""
+    num_tokens: int | None = None
+    """Only token ids below it are there; None stands for all that the model has."""
     sampling_seed: int | None = None
     """Same seed, prompt and weights give the same completion; None draws a seed."""
     skip_special_tokens: bool = True
@@ -108,6 +111,8 @@ class SamplingParams:
             raise ValueError(f"min_new_tokens must be in [0, max_new_tokens({most})], got {self.min_new_tokens}.")
         if not all(math.isfinite(value) for _, value in self.logit_bias):
             raise ValueError("logit_bias must have finite numbers.")
+        if self.num_tokens is not None and self.num_tokens < 1:
+            raise ValueError(f"num_tokens must be at least 1, got {self.num_tokens}.")
         if self.sampling_seed is not None and not MIN_SEED <= self.sampling_seed <= MAX_SEED:
             raise ValueError(f"sampling_seed must be in [-2**63, 2**63 - 1], got {self.sampling_seed}.")
 
@@ -146,6 +151,8 @@ class SamplingRows:
         """Share of the probability that can be chosen."""
         self.top_k_B = np.zeros(num_rows, dtype=np.int64)
         """Number of tokens that can be chosen; more than any vocabulary has stands for all."""
+        self.num_tokens_B = np.full(num_rows, ALL_TOKENS, dtype=np.int64)
+        """Token ids from here on are left out."""
         self.min_p_B = np.zeros(num_rows, dtype=np.float32)
         """Least probability relative to the most probable token."""
         self.seed_B = np.zeros(num_rows, dtype=np.int64)
@@ -164,6 +171,7 @@ class SamplingRows:
         self.temperature_B[row] = 1.0 if params.temperature < MIN_TEMPERATURE else params.temperature
         self.top_p_B[row] = params.top_p
         self.top_k_B[row] = params.top_k if params.top_k > 0 else ALL_TOKENS
+        self.num_tokens_B[row] = ALL_TOKENS if params.num_tokens is None else params.num_tokens
         self.min_p_B[row] = params.min_p
         self.seed_B[row] = seed
         self.is_greedy_B[row] = params.is_greedy
@@ -188,7 +196,7 @@ def sample_tokens(logits_BV: Tensor, rows: SamplingRows, positions_B: NDArray[np
     """Return a token per row and its log-probability under log_softmax(logits / temperature).
 
     Args:
-        logits_BV: next-token logits.
+        logits_BV: next-token logits; those of ids that rows leave out become minus infinity.
         rows: sampling parameters of the same rows.
         positions_B: the position that each token will have, counted from the start of the prompt.
 
@@ -196,16 +204,33 @@ def sample_tokens(logits_BV: Tensor, rows: SamplingRows, positions_B: NDArray[np
         tokens_B (int64) and logprobs_B (float32, nats). Restrictions do not renormalise the logprobs. Where logits are
         no finite numbers, or none may be chosen, the token is any and its logprob is no finite number.
     """
+    num_words = logits_BV.shape[-1]
+    is_limited = bool((rows.num_tokens_B < num_words).any())
+    if is_limited:
+        leave_out(logits_BV, rows.num_tokens_B)
     logprobs_BV = torch.log_softmax(logits_BV.float() / _as_column(rows.temperature_B), -1)
     probs_BV = logprobs_BV.exp()
     allowed_BV = _restrict(probs_BV, rows) if rows.is_restricted_B.any() else probs_BV
     cumulative_BV = allowed_BV.cumsum(-1, dtype=torch.float64)
     uniform_B = torch.from_numpy(uniform_numbers(rows.seed_B, positions_B))
     thresholds_B1 = uniform_B[:, None] * cumulative_BV[:, -1:]
-    tokens_B = torch.searchsorted(cumulative_BV, thresholds_B1, right=True)[:, 0].clamp_(max=logits_BV.shape[-1] - 1)
+    tokens_B = torch.searchsorted(cumulative_BV, thresholds_B1, right=True)[:, 0].clamp_(max=num_words - 1)
+    if is_limited:
+        tokens_B = tokens_B.minimum(torch.from_numpy(rows.num_tokens_B - 1))
     if rows.is_greedy_B.any():
         tokens_B = torch.where(torch.from_numpy(rows.is_greedy_B), logprobs_BV.argmax(-1), tokens_B)
     return tokens_B, logprobs_BV.gather(-1, tokens_B[:, None])[:, 0]
+
+
+@torch.inference_mode()
+def leave_out(logits_BV: Tensor, num_tokens_B: NDArray[np.int64]) -> None:
+    """Make the token ids from `num_tokens_B` on impossible, in place."""
+    least = int(num_tokens_B.min())
+    if least == num_tokens_B.max():
+        logits_BV[:, least:] = -math.inf
+        return
+    ids_V = torch.arange(least, logits_BV.shape[-1])
+    logits_BV[:, least:].masked_fill_(ids_V >= _as_column(num_tokens_B), -math.inf)
 
 
 @torch.inference_mode()

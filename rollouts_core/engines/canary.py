@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -53,6 +53,8 @@ class Canary:
     """Of the rollouts: an engine that applies none is caught, too."""
     score: ScoreFn
     """The right answer."""
+    num_tokens: int | None = None
+    """Token ids from here on are left out of the distribution; None leaves out none."""
 
 
 def backend_canary(backend: TrainingBackend, weights: Path | SentWeights, *, temperature: float) -> Canary:
@@ -63,7 +65,8 @@ def backend_canary(backend: TrainingBackend, weights: Path | SentWeights, *, tem
         temperature: the one that the backend was created with.
     """
     published = backend.weight_version
-    of_published = published_canary(weights, temperature=temperature)
+    num_tokens = getattr(backend, "num_tokens", None)  # backends of others may not say it
+    of_published = published_canary(weights, temperature=temperature, num_tokens=num_tokens)
 
     async def score(samples: list[Sample]) -> list[list[float]]:
         is_busy = isinstance(backend, ThreadedBackend) and backend.is_busy
@@ -75,23 +78,24 @@ def backend_canary(backend: TrainingBackend, weights: Path | SentWeights, *, tem
                 return [row.tolist() for row in split_by_sample(scores.logprobs_BT, layouts)[0]]
         return await of_published.score(samples)
 
-    return Canary(temperature=temperature, score=score)
+    return Canary(temperature=temperature, score=score, num_tokens=num_tokens)
 
 
-def published_canary(weights: Path | SentWeights, *, temperature: float = 1.0) -> Canary:
+def published_canary(weights: Path | SentWeights, *, temperature: float = 1.0, num_tokens: int | None = None) -> Canary:
     """A canary that a forward pass of what was published answers, on the CPU."""
     if isinstance(weights, Path):
-        return checkpoint_canary(weights, temperature=temperature)
+        return checkpoint_canary(weights, temperature=temperature, num_tokens=num_tokens)
 
     async def score(samples: list[Sample]) -> list[list[float]]:
         with TemporaryDirectory(prefix="rollouts-weights-") as folder:
             await in_short_thread(partial(weights.write, Path(folder)))
-            return await checkpoint_canary(Path(folder), temperature=temperature).score(samples)
+            canary = checkpoint_canary(Path(folder), temperature=temperature, num_tokens=num_tokens)
+            return await canary.score(samples)
 
-    return Canary(temperature=temperature, score=score)
+    return Canary(temperature=temperature, score=score, num_tokens=num_tokens)
 
 
-def checkpoint_canary(directory: Path, *, temperature: float = 1.0) -> Canary:
+def checkpoint_canary(directory: Path, *, temperature: float = 1.0, num_tokens: int | None = None) -> Canary:
     """A canary that a forward pass of the checkpoint answers, on the CPU: for small models and for trying out."""
 
     def compute(samples: list[Sample]) -> list[list[float]]:
@@ -100,20 +104,23 @@ def checkpoint_canary(directory: Path, *, temperature: float = 1.0) -> Canary:
 
         model = load_hf_model(ModelConfig(path=str(directory))).eval()
         with torch.no_grad():
-            logprobs_BT = compute_logprobs(model, build_batch([samples], pad_id=0), temperature=temperature)
+            batch = build_batch([samples], pad_id=0)
+            logprobs_BT = compute_logprobs(model, batch, temperature=temperature, num_tokens=num_tokens)
         return [row.tolist() for row in split_by_sample(logprobs_BT, [place_samples(samples)])[0]]
 
     async def score(samples: list[Sample]) -> list[list[float]]:
         return await in_short_thread(partial(compute, samples))
 
-    return Canary(temperature=temperature, score=score)
+    return Canary(temperature=temperature, score=score, num_tokens=num_tokens)
 
 
-def canary_requests(temperature: float) -> list[GenerationRequest]:
+def canary_requests(temperature: float, num_tokens: int | None = None) -> list[GenerationRequest]:
     """What an engine is asked to prove itself."""
     sampling = SamplingConfig(temperature=temperature, max_new_tokens=NUM_TOKENS)
     return [
-        GenerationRequest(prompt_tokens=PROMPT_TOKENS, sampling=sampling, stop_token_ids=(), seed=seed)
+        GenerationRequest(
+            prompt_tokens=PROMPT_TOKENS, sampling=sampling, stop_token_ids=(), seed=seed, num_tokens=num_tokens
+        )
         for seed in range(NUM_COMPLETIONS)
     ]
 
@@ -125,10 +132,15 @@ async def prove(name: str, complete: CompleteFn, canary: Canary) -> float:
         WeightSyncError: it is larger than number formats explain.
         EngineUnavailableError: somebody broke the canary's requests off; they are to be asked again.
     """
-    completions = await complete(canary_requests(canary.temperature))
+    completions = await complete(canary_requests(canary.temperature, canary.num_tokens))
     if num_aborted := sum(completion.status is Status.ABORTED for completion in completions):
         raise EngineUnavailableError(
             f"{name} broke {num_aborted} of {len(completions)} completions off by which it was to prove its weights"
+        )
+    completions = _cut_before_foreign(completions, canary.num_tokens)
+    if not completions:
+        raise WeightSyncError(
+            f"{name} samples token ids that the tokenizer does not have, from {canary.num_tokens} on, and nothing else"
         )
     expected = await canary.score([_sample_of(completion) for completion in completions])
     gap = statistics.fmean(
@@ -142,6 +154,17 @@ async def prove(name: str, complete: CompleteFn, canary: Canary) -> float:
             f"{MAX_GAP_NATS} are number formats: it serves other weights, or samples from another distribution"
         )
     return gap
+
+
+def _cut_before_foreign(completions: Sequence[Completion], num_tokens: int | None) -> list[Completion]:
+    """The completions up to their first token that the engine should have left out; those of no token are dropped."""
+    if num_tokens is None:
+        return list(completions)
+    cut = []
+    for completion in completions:
+        end = next((i for i, token in enumerate(completion.tokens) if token >= num_tokens), len(completion.tokens))
+        cut.append(replace(completion, tokens=completion.tokens[:end], logprobs=completion.logprobs[:end]))
+    return [completion for completion in cut if completion.tokens]
 
 
 def _sample_of(completion: Completion) -> Sample:

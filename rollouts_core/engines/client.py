@@ -73,6 +73,11 @@ class EngineClient(ClosedOnExit):
         return self._connection.url
 
     @property
+    def vocab_size(self) -> int | None:
+        """How many token ids the served model has, as far as is known."""
+        return self._keeper.vocab_size
+
+    @property
     def watch(self) -> SilenceWatch:
         """Notices that the server fell silent amid requests, those of a router in front of it included."""
         return self._keeper.watch

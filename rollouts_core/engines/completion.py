@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from rollouts_core.config import SamplingConfig
 from rollouts_core.errors import EngineAnswerError
 from rollouts_core.types import Status
 
+LEFT_OUT_BIAS = -100.0
+"""The least that vLLM takes: less than 1e-20 of the probability is left to such tokens."""
 STATUS_OF_FINISH = {"stop": Status.COMPLETED, "length": Status.TRUNCATED, "abort": Status.ABORTED}
 """What the finish reasons of all engines mean."""
 
@@ -40,9 +43,23 @@ class GenerationRequest:
     """Randomness of this completion, where the engine has seeds."""
     num_continued: int = 0
     """How many tokens at the end of `prompt_tokens` are of the same completion, which was broken off after them."""
+    num_tokens: int | None = None
+    """The tokenizer has the ids below it; others of the model are left out. None leaves out none."""
     affinity: int | None = None
     """Requests of one number, the turns of a group's conversations, share the beginnings of their prompts: of several
     engines the same one is asked, as far as it has not much more to do than the others."""
+
+
+def left_out_tokens(request: GenerationRequest, vocab_size: int | None) -> range:
+    """The token ids that a model of this many must not sample for the request."""
+    if request.num_tokens is None or vocab_size is None:
+        return range(0)
+    return range(request.num_tokens, vocab_size)
+
+
+def logit_bias_against(token_ids: range) -> dict[str, Any]:  # Any: JSON
+    """The sampling parameter by which SGLang and vLLM leave token ids out; empty for none."""
+    return {"logit_bias": {str(token): LEFT_OUT_BIAS for token in token_ids}} if token_ids else {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -157,6 +157,11 @@ class WeightKeeper:
             await self._load(ServedWeights(weights, version, canary))
 
     @property
+    def vocab_size(self) -> int | None:
+        """How many token ids the served model has, as far as is known."""
+        return self._vocab_size
+
+    @property
     def is_recovering(self) -> bool:
         """Whether weights are being loaded and proved, or somebody waits for the server in order to."""
         return self._recovering.locked()

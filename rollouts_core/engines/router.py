@@ -60,19 +60,23 @@ class SGLangRouter(ClosedOnExit):
         """The router's URL."""
         return self._connection.url
 
-    async def complete(self, requests: Sequence[GenerationRequest], *, ends: Collection[int]) -> list[Completion]:
+    async def complete(
+        self, requests: Sequence[GenerationRequest], *, ends: Collection[int], vocab_size: int | None = None
+    ) -> list[Completion]:
         """Completions in the order of the requests, whichever versions they are of.
 
         One call for each: the router takes no list of sampling parameters.
 
         Args:
             ends: tokens by which its engines end completions besides those of a request.
+            vocab_size: how many token ids its engines' model has, if known.
 
         Raises:
             EngineUnavailableError: it is away, or no engine of it answers.
             EngineError: an engine refused the request, or answered something unusable.
         """
-        calls = [partial(self._connection.sample, "/generate", render_request(each)) for each in requests]
+        bodies = [render_request(each, vocab_size=vocab_size) for each in requests]
+        calls = [partial(self._connection.sample, "/generate", body) for body in bodies]
         answers = await gather(calls)
         return [
             parse_completion(answer, request, self.name, ends)
@@ -206,7 +210,8 @@ class RoutedPool(ClosedOnExit):
 
     async def _complete(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
         """What the router answers; broken off where one of its engines falls silent: nobody knows which one it asks."""
-        ask = partial(self.router.complete, requests, ends=self._engines[0].ends)
+        first = self._engines[0]
+        ask = partial(self.router.complete, requests, ends=first.ends, vocab_size=first.vocab_size)
         for engine in self._engines:
             if engine.name not in self.pool.quarantined:
                 ask = partial(engine.watch.over, ask)

@@ -15,7 +15,7 @@ import torch
 
 from rollouts_core.embedded.segments import memory_scope
 from rollouts_core.engines.client import EngineClient
-from rollouts_core.engines.completion import Completion, GenerationRequest
+from rollouts_core.engines.completion import Completion, GenerationRequest, left_out_tokens, logit_bias_against
 from rollouts_core.engines.content import HeldTensors, check_same_model
 from rollouts_core.engines.http import (
     CONNECT_TIMEOUT_S,
@@ -101,7 +101,10 @@ class SGLangEngine(EngineClient):
 
     async def complete(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
         """Ask once, whichever weights the server has."""
-        answers = await self._connection.sample("/generate", _render_requests(requests))
+        leaves_out = any(left_out_tokens(request, self.vocab_size) for request in requests)
+        is_embedded = leaves_out and await self.segment_access() is not SegmentAccess.NONE
+        body = _render_requests(requests, vocab_size=self.vocab_size, is_embedded=is_embedded)
+        answers = await self._connection.sample("/generate", body)
         if not isinstance(answers, list) or len(answers) != len(requests):
             raise EngineAnswerError(f"{self.name} answered {len(requests)} prompts with {str(answers)[:200]}")
         return [
@@ -186,8 +189,10 @@ class SGLangEngine(EngineClient):
         return info
 
 
-def _render_requests(requests: Sequence[GenerationRequest]) -> dict[str, Any]:  # Any: JSON
-    each = [render_request(request) for request in requests]
+def _render_requests(
+    requests: Sequence[GenerationRequest], *, vocab_size: int | None, is_embedded: bool
+) -> dict[str, Any]:  # Any: JSON
+    each = [render_request(request, vocab_size=vocab_size, is_embedded=is_embedded) for request in requests]
     return {
         "input_ids": [body["input_ids"] for body in each],
         "sampling_params": [body["sampling_params"] for body in each],
@@ -195,8 +200,17 @@ def _render_requests(requests: Sequence[GenerationRequest]) -> dict[str, Any]:  
     }
 
 
-def render_request(request: GenerationRequest) -> dict[str, Any]:  # Any: JSON
-    """The body of a request for one completion."""
+def render_request(
+    request: GenerationRequest, *, vocab_size: int | None = None, is_embedded: bool = False
+) -> dict[str, Any]:  # Any: JSON
+    """The body of a request for one completion.
+
+    Args:
+        vocab_size: how many token ids the model has, if known.
+        is_embedded: the embedded engine leaves token ids out by itself; SGLang needs a bias for each.
+    """
+    left_out = left_out_tokens(request, vocab_size)
+    own = {"custom_params": {"num_tokens": request.num_tokens}} if left_out else {}
     return {
         "input_ids": request.prompt_tokens,
         "sampling_params": {
@@ -206,6 +220,7 @@ def render_request(request: GenerationRequest) -> dict[str, Any]:  # Any: JSON
             "max_new_tokens": request.sampling.max_new_tokens,
             "stop_token_ids": list(request.stop_token_ids),
             "sampling_seed": request.seed,
+            **(own if is_embedded else logit_bias_against(left_out)),
         },
         "return_logprob": True,
     }

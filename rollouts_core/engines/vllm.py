@@ -23,7 +23,7 @@ import torch
 
 from rollouts_core.engines import in_vllm
 from rollouts_core.engines.client import EngineClient
-from rollouts_core.engines.completion import Completion, GenerationRequest
+from rollouts_core.engines.completion import Completion, GenerationRequest, left_out_tokens, logit_bias_against
 from rollouts_core.engines.content import (
     EMBEDDING,
     HEAD,
@@ -57,6 +57,8 @@ from rollouts_core.system.open_files import request_places
 MEMORY_TIMEOUT = httpx.Timeout(120.0, connect=CONNECT_TIMEOUT_S)
 SLEEP_WITHOUT_COPY = 2
 """The level at which vLLM keeps no copy of the weights in host memory: it is given new ones anyway."""
+MAX_BIASES = 1024
+"""vLLM refuses requests with more; samples with such tokens are then found invalid."""
 LOGPROBS_MODE = "processed_logprobs"
 """Log-probs of the distribution that was sampled from; vLLM's default are those before the temperature."""
 
@@ -118,7 +120,10 @@ class VLLMEngine(EngineClient):
         before = await self._version_in_turn()
         # One call per completion: vLLM takes one seed per call.
         answers = await gather(
-            [partial(self._connection.sample, "/v1/completions", _render_request(each)) for each in requests]
+            [
+                partial(self._connection.sample, "/v1/completions", _render_request(each, self.vocab_size))
+                for each in requests
+            ]
         )
         version = before if await self._version_in_turn() == before else f"{before}, replaced meanwhile"
         return [
@@ -268,7 +273,8 @@ async def _untied(directory: Path) -> AsyncIterator[Path]:
         yield Path(target)
 
 
-def _render_request(request: GenerationRequest) -> dict[str, Any]:  # Any: JSON
+def _render_request(request: GenerationRequest, vocab_size: int | None) -> dict[str, Any]:  # Any: JSON
+    left_out = left_out_tokens(request, vocab_size)
     # vLLM draws a request's numbers from its seed on, wherever its prompt ends: with the same seed, the rest of a
     # completion would be drawn by the numbers that its beginning was drawn by.
     is_rest = request.num_continued > 0
@@ -284,6 +290,7 @@ def _render_request(request: GenerationRequest) -> dict[str, Any]:  # Any: JSON
         "seed": derive_seed(request.seed, "rest", request.num_continued) if is_rest else request.seed,
         "logprobs": 0,
         "return_token_ids": True,
+        **(logit_bias_against(left_out) if len(left_out) <= MAX_BIASES else {}),
     }
 
 

@@ -3,7 +3,7 @@
 Not here: the parser (expressions.py), the files of an example (examples/tool_use.py).
 
     prompt       57+83-21=?
-    policy       <calc>57+83</calc>          or the JSON call of tool-use models (tools.py)
+    policy       <calc>57+83</calc>          or a call as tool-use models write it (tools.py)
     calculator   140
     policy       <calc>140-21</calc>
     calculator   119
@@ -26,7 +26,7 @@ from rollouts_core.environments.expressions import (
 )
 from rollouts_core.environments.math import final_answer, normalise_answer
 from rollouts_core.environments.protocol import Conversation, Outcome, Reply, Tool, ToolError
-from rollouts_core.environments.tools import OPENING, answer_tool_calls
+from rollouts_core.environments.tools import answer_tool_calls
 from rollouts_core.errors import RewardError
 from rollouts_core.types import Sample, Status
 
@@ -65,8 +65,9 @@ class CalculatorEnvironment:
     async def respond(self, conversation: Conversation) -> Reply:
         """The result of the calls in the policy's turn; nothing where it has none."""
         text = conversation.text
-        if OPENING in text:
-            return await answer_tool_calls(text, self.tools)
+        called = await answer_tool_calls(text, self.tools)
+        if called.messages:
+            return called
         expressions = find_marked(text, "calc")
         if not expressions and "<calc>" in text:
             return _answer("error: <calc> has no </calc>", Outcome.PARSE_FAILURE)

@@ -2,7 +2,7 @@
 
 Not here: tools themselves (calculator.py, or a user's), the conversation (conversation.py).
 
-A call is JSON between the marks that Qwen, Hermes and many other chat templates teach:
+How a policy writes a call is up to its chat template (data/dialects.py). Many write JSON between two marks:
 
     <tool_call>{"name": "calculator", "arguments": {"expression": "57+83"}}</tool_call>
 """
@@ -12,8 +12,9 @@ from __future__ import annotations
 import inspect
 import json
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
@@ -21,35 +22,44 @@ import anyio
 from jsonschema.exceptions import SchemaError
 
 from rollouts_core.config.messages import closest_name
+from rollouts_core.data.dialects import DEFAULT_DIALECT, CallError, Dialect, ToolCall
 from rollouts_core.environments.json_schema import SchemaValidator
 from rollouts_core.environments.protocol import Outcome, Reply, Tool, ToolError
 from rollouts_core.system.time_limits import OutOfTimeError, call_within
 
 logger = logging.getLogger(__name__)
 
-OPENING, CLOSING = "<tool_call>", "</tool_call>"
 SEVERITY = (Outcome.OK, Outcome.TOOL_ERROR, Outcome.TIMEOUT, Outcome.PARSE_FAILURE)
 TOOL_TIMEOUT_S = 30.0
 SCHEMA_TYPES = "array, boolean, integer, null, number, object or string"
 
 
-@dataclass(frozen=True, slots=True)
-class ToolCall:
-    """What the policy asks of a tool."""
+_dialect: ContextVar[Dialect] = ContextVar("dialect", default=DEFAULT_DIALECT)
+"""How the policy writes calls to which an environment answers in this task."""
 
-    name: str
-    arguments: dict[str, Any]  # Any: JSON that the policy wrote
+
+@contextmanager
+def reading_calls_in(dialect: Dialect) -> Iterator[None]:
+    """Within the block the policy's calls are read in this dialect, also by environments, which know none."""
+    before = _dialect.set(dialect)
+    try:
+        yield
+    finally:
+        _dialect.reset(before)
 
 
 async def answer_tool_calls(text: str, tools: Sequence[Tool], *, timeout_s: float = TOOL_TIMEOUT_S) -> Reply:
     """The answers of the tools that `text` calls, one message each, in order; without a call no message.
+
+    In a conversation calls are read in the dialect of the policy's chat template, elsewhere as JSON between
+    `<tool_call>` and `</tool_call>`.
 
     Args:
         timeout_s: how long each tool may take, a plain function of which holds up all other conversations meanwhile;
             and after how long together no further one is called: a policy may write hundreds of calls in a turn.
     """
     try:
-        calls = parse_tool_calls(text)
+        calls = parse_tool_calls(text, tools)
     except ToolError as error:
         return Reply(messages=({"role": "tool", "content": f"error: {error}"},), outcome=Outcome.PARSE_FAILURE)
     by_name = {tool.name: tool for tool in tools}
@@ -82,35 +92,19 @@ def find_schema_problem(tool: Tool) -> str:
     return ""
 
 
-def parse_tool_calls(text: str) -> list[ToolCall]:
-    """The calls in what the policy said, in order.
+def parse_tool_calls(text: str, tools: Sequence[Tool] = ()) -> list[ToolCall]:
+    """The calls in what the policy said, in order, read in the dialect of the conversation under way.
+
+    Args:
+        tools: their schemas tell numbers from texts in dialects that do not.
 
     Raises:
         ToolError: one that cannot be read; the sentence is for the policy.
     """
-    # Not by a pattern: in thousands of spaces, as a policy may write, it would look for the end for minutes.
-    parts = [part.partition(CLOSING) for part in text.split(OPENING)[1:]]
-    if not all(closing for _, closing, _ in parts):
-        raise ToolError(f"a {OPENING} has no {CLOSING}")
-    return [_parse_call(body.strip()) for body, _, _ in parts]
-
-
-def _parse_call(body: str) -> ToolCall:
     try:
-        call = json.loads(body, parse_constant=_refuse_constant)
-        json.dumps(call, ensure_ascii=False).encode()  # half of an escaped emoji is no text to tokenize
-    except (ValueError, RecursionError) as error:
-        raise ToolError(f"the tool call is not valid JSON: {error}") from error
-    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
-        raise ToolError('a tool call is an object with "name" and "arguments"')
-    arguments = call.get("arguments", {})
-    if not isinstance(arguments, dict):
-        raise ToolError('the "arguments" of a tool call are an object')
-    return ToolCall(call["name"], arguments)
-
-
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is no JSON")  # Python's own reader takes NaN and Infinity
+        return _dialect.get().read(text, [tool.to_json() for tool in tools])
+    except CallError as error:
+        raise ToolError(str(error)) from error
 
 
 async def _answer(call: ToolCall, tools: dict[str, Tool], timeout_s: float) -> tuple[str, Outcome]:

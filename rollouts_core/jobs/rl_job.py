@@ -31,7 +31,7 @@ from rollouts_core.jobs.job_inputs import check_model, check_resume, checked_fil
 from rollouts_core.jobs.training_job import describe_training, run_training_job
 from rollouts_core.keys import read_key
 from rollouts_core.metrics import EventLog, JSONLLogger, read_metrics
-from rollouts_core.model.loading import load_tokenizer, pad_token_id
+from rollouts_core.model.loading import count_token_ids, load_tokenizer, pad_token_id
 from rollouts_core.rl import run_rl_training
 from rollouts_core.rollout.generate import check_prompt_lengths, create_engine_generate_fn
 from rollouts_core.rollout.manager import AsyncRolloutManager
@@ -68,6 +68,7 @@ def create_rl_backend(job: RLJob, ranks: Ranks | None) -> TrainingBackend:
         with_entropies=True,
         with_values=training.with_values,
         with_reference=training.with_reference,
+        within_tokenizer=True,
         ranks=ranks,
     )
 
@@ -87,7 +88,8 @@ async def train_on_recorded(
     """Train on the rollouts of an earlier run; returns how many steps of it there are."""
     assert job.rollouts is not None, "the job has prompts"
     with checked_file(job.rollouts):
-        source = OfflineRollouts(Path(job.rollouts.path), job.rollout)
+        num_tokens = count_token_ids(load_tokenizer(job.model.model))
+        source = OfflineRollouts(Path(job.rollouts.path), job.rollout, num_tokens=num_tokens)
         check_resume(job, directory)
         await run_rl_loop(job, directory, events, create_rl_backend(job, ranks), source, [], stop)
     return {"num_steps": len(source.files)}
@@ -127,7 +129,8 @@ async def train_against_engines(
             if rollout.generate_fn
             else create_engine_generate_fn(engines, tokenizer, rollout)
         )
-        async with AsyncRolloutManager(data_buffer, rollout, generate_fn=generate_fn) as manager:
+        num_tokens = count_token_ids(tokenizer)
+        async with AsyncRolloutManager(data_buffer, rollout, generate_fn=generate_fn, num_tokens=num_tokens) as manager:
             await run_rl_loop(job, directory, events, backend, manager, engines, stop)
 
 

@@ -413,6 +413,14 @@ def check_vocabulary(num_embeddings: int, tokenizer: PreTrainedTokenizerBase, pa
         )
 
 
+def count_token_ids(tokenizer: PreTrainedTokenizerBase) -> int:
+    """One more than the largest token id of a tokenizer: a model may have embeddings for more, which stand for nothing.
+
+    The same as `len(tokenizer)`, unless ids are left out below the largest one.
+    """
+    return max(tokenizer.get_vocab().values(), default=-1) + 1
+
+
 def pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
     """A token id to fill rows with; masks keep it out of everything."""
     return int(tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from rollouts_core.algorithms.loss import TokenScores
 from rollouts_core.batch import TrainBatch, block_causal_mask, build_batch, place_samples
 from rollouts_core.config import ModelConfig, PolicyConfig
-from rollouts_core.errors import ConfigError
+from rollouts_core.errors import ConfigError, DataError
 from rollouts_core.model.attention import use_written_out_attention
 from rollouts_core.model.loading import (
     KERNELS_OF_FLOAT32,
@@ -54,6 +54,7 @@ class Policy(nn.Module):
         with_values: add a value head, which predicts the return from the hidden state; its prediction starts at 0.
         autocast_dtype: number format of the matrix products; None computes in that of the weights.
         mixes_samples: samples that share a row change each other, so that packed rows are refused.
+        num_tokens: the softmax is over the token ids below it; None takes all that the model has.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class Policy(nn.Module):
         with_values: bool = False,
         autocast_dtype: torch.dtype | None = None,
         mixes_samples: bool = False,
+        num_tokens: int | None = None,
     ) -> None:
         super().__init__()
         self.hf_model = hf_model
@@ -73,6 +75,7 @@ class Policy(nn.Module):
         self.value_head = _create_value_head(hf_model) if with_values else None
         self.autocast_dtype = autocast_dtype
         self.mixes_samples = mixes_samples
+        self.num_tokens = num_tokens
 
     def forward(self, batch: TrainBatch) -> TokenScores:
         """What the policy says about the batch.
@@ -93,6 +96,7 @@ class Policy(nn.Module):
                 temperature=self.temperature,
                 with_entropies=self.with_entropies,
                 value_head=self.value_head,
+                num_tokens=self.num_tokens,
             )
 
 
@@ -104,8 +108,12 @@ def create_policy(
     temperature: float = 1.0,
     with_entropies: bool = False,
     with_values: bool = False,
+    num_tokens: int | None = None,
 ) -> Policy:
     """The model on disk as a policy that computes as `config` says.
+
+    Args:
+        num_tokens: leave token ids from here on out of the softmax.
 
     Raises:
         CheckpointError: nothing loadable lies there.
@@ -136,6 +144,7 @@ def create_policy(
         with_values=with_values,
         autocast_dtype=autocast_dtype,
         mixes_samples=mixes_samples,
+        num_tokens=num_tokens,
     )
 
 
@@ -189,16 +198,29 @@ def score_targets(
     temperature: float = 1.0,
     with_entropies: bool = False,
     value_head: nn.Linear | None = None,
+    num_tokens: int | None = None,
 ) -> TokenScores:
-    """Score the targets in the batch's loss mask; other positions are 0."""
+    """Score the targets in the batch's loss mask; other positions are 0.
+
+    Args:
+        num_tokens: the softmax is over the token ids below it; None takes all that the model has.
+
+    Raises:
+        DataError: a target is none of these ids.
+    """
     is_scored_BT = batch.loss_mask_BT != 0
     hidden_NH = compute_hidden_states(hf_model, batch)[is_scored_BT]
     head = hf_model.get_output_embeddings()
+    targets_N = batch.targets_BT[is_scored_BT]
+    head_VH, bias_V = head.weight, head.bias
+    if num_tokens is not None and num_tokens < len(head_VH):
+        check_targets(targets_N, num_tokens)
+        head_VH, bias_V = head_VH[:num_tokens], None if bias_V is None else bias_V[:num_tokens]
     logprobs_N, entropies_N = linear_logprobs(
         hidden_NH,
-        head.weight,
-        batch.targets_BT[is_scored_BT],
-        bias_V=head.bias,
+        head_VH,
+        targets_N,
+        bias_V=bias_V,
         transform=find_logit_transform(hf_model),
         temperature=temperature,
         with_entropies=with_entropies,
@@ -211,9 +233,20 @@ def score_targets(
     )
 
 
-def compute_logprobs(hf_model: PreTrainedModel, batch: TrainBatch, *, temperature: float = 1.0) -> Tensor:
+def check_targets(targets_N: Tensor, num_tokens: int) -> None:
+    """Raise DataError for a trained token id that is not below `num_tokens`."""
+    if len(targets_N) and (largest := int(targets_N.max())) >= num_tokens:
+        raise DataError(
+            f"a sample has the token id {largest} among those that are trained on, the tokenizer has the ids below "
+            f"{num_tokens}: what generates samples must leave out the others"
+        )
+
+
+def compute_logprobs(
+    hf_model: PreTrainedModel, batch: TrainBatch, *, temperature: float = 1.0, num_tokens: int | None = None
+) -> Tensor:
     """(B, T) log p(target | what precedes it in its own sample), nats; 0 outside the loss mask."""
-    return score_targets(hf_model, batch, temperature=temperature).logprobs_BT
+    return score_targets(hf_model, batch, temperature=temperature, num_tokens=num_tokens).logprobs_BT
 
 
 def compute_hidden_states(hf_model: PreTrainedModel, batch: TrainBatch) -> Tensor:

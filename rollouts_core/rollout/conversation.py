@@ -8,15 +8,16 @@ Not here: what environments are (environments/protocol.py), samples of it (agent
                                   +--- tokenize_reply <-------------------------------------------+
 
 Every budget that is used up ends it as TRUNCATED, with the budget's name as the reason. The one of time is the
-environment's alone: that an engine is busy, restarted or given new weights is nothing that the policy did.
+environment's alone: that an engine is busy, restarted or given new weights is nothing that the policy did. An answer
+that the chat template does not show the policy ends it as INVALID.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import anyio
 import httpx
@@ -24,11 +25,15 @@ import httpx
 from rollouts_core.config import RolloutConfig, SamplingConfig
 from rollouts_core.config.messages import first_line
 from rollouts_core.data.chat import is_prefill, tokenize_prompt
+from rollouts_core.data.decoding import decode_turn
+from rollouts_core.data.dialects import DEFAULT_DIALECT, CallError, Dialect, ToolCall, find_dialect
 from rollouts_core.data.replies import tokenize_reply
 from rollouts_core.engines.completion import Completion
 from rollouts_core.environments.protocol import Conversation, MultiTurnEnvironment, Outcome, Reply, describe_tools
-from rollouts_core.errors import EnvironmentUnavailableError, RewardError, RolloutsError
+from rollouts_core.environments.tools import reading_calls_in
+from rollouts_core.errors import DataError, EnvironmentUnavailableError, RewardError, RolloutsError
 from rollouts_core.rollout.agent import AgentTurn, Trajectory
+from rollouts_core.rollout.validity import UNSEEN_REPLY
 from rollouts_core.system.time_limits import BlockedError, OutOfTimeError, call_within
 from rollouts_core.types import Sample, Status
 from rollouts_core.user_code.failures import describe_raised
@@ -62,18 +67,15 @@ async def hold_conversation(
     """
     limits = config.multi_turn
     conversation = Conversation(sample=pending, messages=list(pending.messages))
-    tokens = tokenize_prompt(tokenizer, conversation.messages, describe_tools(environment))
+    tools = describe_tools(environment)
+    dialect = policy_dialect(tokenizer, environment, config)
+    tokens = tokenize_prompt(tokenizer, conversation.messages, tools)
     max_tokens = len(tokens) + config.sampling.max_new_tokens
     turns: list[AgentTurn] = []
 
     def end(status: Status, reason: str) -> Trajectory:
-        return Trajectory(
-            turns=tuple(turns),
-            messages=tuple(conversation.messages),
-            status=status,
-            finish_reason=reason,
-            metadata=dict(conversation.metadata),
-        )
+        messages, metadata = tuple(conversation.messages), dict(conversation.metadata)
+        return Trajectory(turns=tuple(turns), messages=messages, status=status, finish_reason=reason, metadata=metadata)
 
     left_s = limits.timeout_s
     try:
@@ -83,7 +85,7 @@ async def hold_conversation(
             sampling = config.sampling.model_copy(update={"max_new_tokens": num_new})
             completion = await sample_turn(tokens, sampling, len(turns))
             turns.append(AgentTurn(prompt_tokens=tokens, completion=completion))
-            text = tokenizer.decode(completion.tokens, skip_special_tokens=True)
+            text = decode_turn(tokenizer, completion.tokens, completion.status, ends=dialect.ends)
             begun = (
                 conversation.messages.pop()["content"] if not turns[1:] and is_prefill(conversation.messages) else ""
             )
@@ -92,7 +94,7 @@ async def hold_conversation(
             if completion.status is not Status.COMPLETED:
                 return end(completion.status, completion.finish_reason)
             asked = anyio.current_time()
-            with anyio.move_on_after(left_s) as time:
+            with anyio.move_on_after(left_s) as time, reading_calls_in(dialect):
                 reply = await _ask(environment, conversation, limits.reply_timeout_s)
             if time.cancelled_caught:
                 return end(Status.TRUNCATED, "timeout_s")
@@ -104,13 +106,41 @@ async def hold_conversation(
                 return end(Status.TRUNCATED, "max_turns")
             if left_s <= 0:
                 return end(Status.TRUNCATED, "timeout_s")
-            said = [*tokens, *completion.tokens]
-            tokens = [*said, *tokenize_reply(tokenizer, reply.messages, completion.tokens)]
+            try:
+                calls = _read_calls(dialect, text, tools)
+                rest = tokenize_reply(tokenizer, reply.messages, completion.tokens, calls)
+            except DataError as error:
+                conversation.metadata["invalid"] = str(error)
+                return end(Status.INVALID, UNSEEN_REPLY)
+            tokens = [*tokens, *completion.tokens, *rest]
             if len(tokens) >= max_tokens:
                 return end(Status.TRUNCATED, "max_new_tokens")
             conversation.messages.extend(reply.messages)
     finally:
         await _close(environment, conversation)
+
+
+def policy_dialect(
+    tokenizer: PreTrainedTokenizerBase, environment: MultiTurnEnvironment, config: RolloutConfig
+) -> Dialect:
+    """How the policy writes calls of the environment's tools.
+
+    Raises:
+        DataError: the chat template writes calls in a dialect that is not known, and the environment has tools.
+    """
+    try:
+        return find_dialect(tokenizer, config.multi_turn.response_template)
+    except DataError:
+        if config.multi_turn.response_template or describe_tools(environment):
+            raise
+        return DEFAULT_DIALECT
+
+
+def _read_calls(dialect: Dialect, text: str, tools: Sequence[dict[str, Any]]) -> list[ToolCall]:  # Any: JSON schemas
+    try:
+        return dialect.read(text, tools)
+    except CallError:
+        return []
 
 
 async def _ask(environment: MultiTurnEnvironment, conversation: Conversation, timeout_s: float) -> Reply:

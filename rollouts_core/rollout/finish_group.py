@@ -20,6 +20,7 @@ from rollouts_core.rewards import RewardFn, grade_group
 from rollouts_core.rollout.generate import UNFINISHED, Group, generate_whole
 from rollouts_core.rollout.group_order import FinishedGroup
 from rollouts_core.rollout.resolve import GenerateFn
+from rollouts_core.rollout.validity import mark_foreign_tokens
 from rollouts_core.system.time_limits import call_within, interrupt_after
 from rollouts_core.types import Sample, VersionSpan
 from rollouts_core.user_code.failures import check_generated, failed_function_error
@@ -35,6 +36,7 @@ class GroupFinisher:
 
     Args:
         filter_fn: decides which groups are trained on, by itself or with a reason; None keeps all.
+        num_tokens: samples with sampled token ids from here on are invalid.
     """
 
     def __init__(
@@ -42,10 +44,13 @@ class GroupFinisher:
         config: RolloutConfig,
         generate_fn: GenerateFn,
         filter_fn: Callable[[Group], Any] | None,  # Any: a user's function made it
+        *,
+        num_tokens: int | None = None,
     ) -> None:
         self.config = config
         self.generate_fn = generate_fn
         self.filter_fn = filter_fn
+        self.num_tokens = num_tokens
 
     async def finish(
         self, group: Group, grade: RewardFn, *, version: int | None, note: Callable[[Group], None]
@@ -60,6 +65,7 @@ class GroupFinisher:
         """
         try:
             generated = await self._generate(group, version, note)
+            generated = [mark_foreign_tokens(sample, self.num_tokens) for sample in generated]
             graded = await grade_group(generated, grade, timeout_s=self.config.reward_timeout_s)
             return FinishedGroup(group=graded, decision=self._decide(graded))
         except EnvironmentUnavailableError as error:

@@ -18,15 +18,18 @@ import anyio
 
 from rollouts_core.config import RolloutConfig, SamplingConfig
 from rollouts_core.data.chat import stop_token_ids, tokenize_prompt, tokenize_prompts
+from rollouts_core.data.decoding import decode_turn
 from rollouts_core.engines.completion import Completion, GenerationRequest
 from rollouts_core.engines.in_flight import InFlightEngine, InterruptibleEngine
 from rollouts_core.engines.protocol import InferenceEngine
 from rollouts_core.environments.protocol import MultiTurnEnvironment, describe_tools, is_multi_turn
 from rollouts_core.errors import DataError, EngineError, EnvironmentUnavailableError
+from rollouts_core.model.loading import count_token_ids
 from rollouts_core.rollout.agent import Trajectory, agent_integration, place_version_spans
-from rollouts_core.rollout.conversation import hold_conversation
+from rollouts_core.rollout.conversation import hold_conversation, policy_dialect
 from rollouts_core.rollout.resolve import resolve_environment
 from rollouts_core.rollout.turn_log import TurnLog
+from rollouts_core.rollout.validity import mark_foreign_tokens
 from rollouts_core.seeds import derive_seed
 from rollouts_core.system.concurrency import gather
 from rollouts_core.types import Prompt, Sample, Status
@@ -81,6 +84,7 @@ class CompletionGenerator:
         self.config = config
         self.tools = tools
         self._ends = stop_token_ids(tokenizer)
+        self._num_tokens = count_token_ids(tokenizer)
 
     async def __call__(self, group: Sequence[Sample]) -> list[Sample]:
         prompt_tokens = tokenize_prompt(self.tokenizer, group[0].messages, self.tools)
@@ -99,6 +103,7 @@ class CompletionGenerator:
                     sampling=self.config.sampling,
                     stop_token_ids=self._ends,
                     seed=sampling_seed(self.config.seed, sample.group_index, sample.index),
+                    num_tokens=self._num_tokens,
                 ),
                 sample.tokens[len(prompt_tokens) :],
             )
@@ -110,7 +115,11 @@ class CompletionGenerator:
             sample.index: complete_sample(sample, prompt_tokens, completion, self.tokenizer)
             for sample, completion in zip(unfinished, completions, strict=True)
         }
-        return [finished.get(sample.index, sample) for sample in group]
+        completed = (finished.get(sample.index, sample) for sample in group)
+        return [
+            sample if sample.status in UNFINISHED else mark_foreign_tokens(sample, self._num_tokens)
+            for sample in completed
+        ]
 
     async def break_off(self) -> None:
         """End the requests under way: their samples have the tokens that they came to. Others wait until `go_on`."""
@@ -145,7 +154,9 @@ class ConversationGenerator:
         self.tokenizer = tokenizer
         self.config = config
         self.environment = environment
-        self._ends = stop_token_ids(tokenizer)
+        calls_end = policy_dialect(tokenizer, environment, config).ends if describe_tools(environment) else ()
+        self._ends = tuple(dict.fromkeys([*stop_token_ids(tokenizer), *calls_end]))
+        self._num_tokens = count_token_ids(tokenizer)
         self._log = TurnLog()
         self._is_broken_off = False
 
@@ -187,7 +198,8 @@ class ConversationGenerator:
 
     async def _converse(self, pending: Sample) -> list[Sample]:
         trajectory = await _hold_with_retries(partial(self._hold, pending), self.config)
-        return agent_integration(trajectory, pending, form=self.config.multi_turn.form)
+        samples = agent_integration(trajectory, pending, form=self.config.multi_turn.form)
+        return [mark_foreign_tokens(sample, self._num_tokens) for sample in samples]
 
     async def _hold(self, pending: Sample) -> Trajectory:
         log = self._log.begin(pending)
@@ -201,6 +213,7 @@ class ConversationGenerator:
                 stop_token_ids=self._ends,
                 seed=sampling_seed(self.config.seed, pending.group_index, pending.index, turn),
                 affinity=pending.group_index,
+                num_tokens=self._num_tokens,
             )
             return await complete_request(
                 engine, request, begun=log.recall(turn, tokens), note=partial(log.note, turn, tokens)
@@ -325,13 +338,13 @@ def join_completions(first: Completion, rest: Completion) -> Completion:
 def complete_sample(
     pending: Sample, prompt_tokens: list[int], completion: Completion, tokenizer: PreTrainedTokenizerBase
 ) -> Sample:
-    """The sample with what an engine sampled for it, after the tokens it has; its text leaves special tokens out."""
+    """The sample with what an engine sampled for it, after the tokens it has."""
     before = pending.tokens or prompt_tokens
     start = len(before)
     tokens = [*before, *completion.tokens]
     return replace(
         pending,
-        response=tokenizer.decode(tokens[len(prompt_tokens) :], skip_special_tokens=True),
+        response=decode_turn(tokenizer, tokens[len(prompt_tokens) :], completion.status),
         tokens=tokens,
         loss_mask=[*(pending.loss_mask or [0.0] * start), *[1.0] * len(completion.tokens)],
         rollout_log_probs=[*(pending.rollout_log_probs or [0.0] * start), *completion.logprobs],

@@ -59,6 +59,7 @@ from rollouts_core.rollout.resolve import (
 )
 from rollouts_core.rollout.rollout_batch import convert_to_batch
 from rollouts_core.rollout.staleness import PublishedVersions
+from rollouts_core.rollout.validity import InvalidWatch
 from rollouts_core.system.time_limits import interrupt_after
 from rollouts_core.types import RolloutBatch, Sample, group_samples, sample_from_json
 from rollouts_core.user_code.failures import describe_raised
@@ -95,6 +96,9 @@ class AsyncRolloutManager:
     Used with `async with`, at whose end the groups under way are given up; they are in `partial_samples` then.
     `generate_fn` defaults to the function that `config` names.
 
+    Args:
+        num_tokens: samples with sampled token ids from here on are invalid.
+
     Raises:
         ConfigError: a function name in the configuration that does not exist.
     """
@@ -106,6 +110,7 @@ class AsyncRolloutManager:
         *,
         generate_fn: GenerateFn | None = None,
         reward_fn: RewardFn | None = None,
+        num_tokens: int | None = None,
     ) -> None:
         self.data_buffer = data_buffer
         self.config = config
@@ -117,7 +122,7 @@ class AsyncRolloutManager:
         self._interruptible = function if is_kept and isinstance(function, Interruptible) else None
         self.reward_fn = reward_fn or resolve_reward_fn(config)
         self.filter_fn = resolve_filter_fn(config)
-        self._finisher = GroupFinisher(config, self.generate_fn, self.filter_fn)
+        self._finisher = GroupFinisher(config, self.generate_fn, self.filter_fn, num_tokens=num_tokens)
         self.buffer_filter_fn = resolve_buffer_filter_fn(config)
         self.partial_samples: list[Sample] = []
         """Groups that were asked for and given up, with the tokens that they have: they are asked for first."""
@@ -136,6 +141,7 @@ class AsyncRolloutManager:
         self._tally = _Tally()
         self._failure: RolloutsError | None = None
         self._outage = OutageWatch(config)
+        self._invalid = InvalidWatch()
         self._is_paused = False
         self._schedules: deque[Schedule] = deque()
         self._order = LoggedOrder()
@@ -168,7 +174,7 @@ class AsyncRolloutManager:
 
         Raises:
             RewardError, EngineError: what a group's generation or grading raised; the others are stopped.
-            DataError: the filter dropped so much that `max_refills` was reached.
+            DataError: the filter dropped so much that `max_refills` was reached, or too many samples are invalid.
         """
         async with self._calls:
             self._grade = reward_fn or self.reward_fn
@@ -434,7 +440,7 @@ class AsyncRolloutManager:
             self._begun.discard(finished.index)
             if self._waits_for_end_of_outage(finished):
                 continue
-            self._failure = finished.error or self._note_outage(finished)
+            self._failure = finished.error or self._note_outage(finished) or self._invalid.note(finished.group)
             if self._failure:
                 self._order.forget([finished.index])  # the next call begins it again
                 break

@@ -21,6 +21,7 @@ from rollouts_core.errors import DataError
 from rollouts_core.rewards import RewardFn
 from rollouts_core.rollout.group_order import Schedule
 from rollouts_core.rollout.rollout_batch import convert_to_batch
+from rollouts_core.rollout.validity import mark_foreign_tokens
 from rollouts_core.types import RolloutBatch, Sample, group_samples, sample_from_json
 
 STEP_FILES = "step_*.jsonl"
@@ -29,12 +30,16 @@ STEP_FILES = "step_*.jsonl"
 class OfflineRollouts:
     """The batches in a folder of recorded steps, in place of an `AsyncRolloutManager`.
 
+    Args:
+        num_tokens: samples with sampled token ids from here on are invalid.
+
     Raises:
         DataError: the folder has no recorded step.
     """
 
-    def __init__(self, folder: Path, config: RolloutConfig) -> None:
+    def __init__(self, folder: Path, config: RolloutConfig, *, num_tokens: int | None = None) -> None:
         self.config = config
+        self.num_tokens = num_tokens
         self.files = sorted(folder.glob(STEP_FILES))
         if not self.files:
             raise DataError(f"{folder} has no {STEP_FILES}: give the folder `samples` of an RL stage")
@@ -50,7 +55,8 @@ class OfflineRollouts:
         epoch, place = divmod(self._num_taken, len(self.files))
         self._num_taken += 1
         samples = read_rollouts(self.files[place], temperature=self.config.sampling.temperature)
-        return convert_to_batch(samples, metadata={"epoch_id": epoch})
+        valid = [mark_foreign_tokens(sample, self.num_tokens) for sample in samples]
+        return convert_to_batch(valid, metadata={"epoch_id": epoch})
 
     def weights_published(self, version: int) -> None:
         """Nothing: what was recorded does not become older."""

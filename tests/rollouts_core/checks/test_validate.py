@@ -87,6 +87,39 @@ def test_tools_of_prompts_that_the_policy_is_not_told_of_are_said(tmp_path: Path
         assert [each.startswith(said) for each in findings if "`tools`" in each] == [True]
 
 
+@pytest.mark.parametrize(
+    ("written", "said"),
+    [
+        ("{{ m.content }}", "writes nothing of what the role 'tool' says"),
+        (
+            "{{ m.content }}{% for c in m.tool_calls or [] %}call {{ c.function | tojson }}{% endfor %}",
+            "which none of the dialects hermes, .* reads back",
+        ),
+    ],
+)
+def test_a_chat_template_that_calls_and_hides_otherwise_than_is_known_is_refused(
+    written: str, said: str, tmp_path: Path, base_model: ModelConfig
+) -> None:
+    """In RL and in evaluations the policy would not be answered, or not see the answer."""
+    model = tmp_path / "model"
+    shutil.copytree(base_model.path, model)
+    (model / "chat_template.jinja").write_text(
+        "{% for m in messages if m.role != 'tool' %}<|{{ m.role }}|>WRITTEN<|end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}".replace("WRITTEN", written)
+    )
+    rows: dict[str, list[dict[str, Any]]] = {
+        "sft": [{"prompt": "1+1=?", "completion": "2"}],
+        "selection": [{"prompt": "2+1=?", "answer": "3"}],
+        "heldout": [{"prompt": "3+1=?", "answer": "4"}],
+    }
+    data = {name: write_rows(tmp_path / f"{name}.jsonl", each) for name, each in rows.items()}
+    rollout = {"environment": "calculator", "sampling": {"max_new_tokens": 8}}
+    config = Config.model_validate({"mode": "sft", "model": {"path": str(model)}, "data": data, "rollout": rollout})
+    for check in (validate_config, lambda config: validate_evaluation(config, [config.model])):
+        with pytest.raises(DataError, match=said):
+            check(config)
+
+
 def test_prompts_that_the_chat_template_leaves_out_are_told(tmp_path: Path, base_model: ModelConfig) -> None:
     """The policy would answer to nothing, in RL as in every evaluation."""
     model = tmp_path / "model"

@@ -14,9 +14,10 @@ from typing import Any
 
 import pytest
 
+from rollouts_core.data.dialects import ToolCall
 from rollouts_core.environments.calculator import CALCULATOR
 from rollouts_core.environments.protocol import Outcome, Reply, Tool
-from rollouts_core.environments.tools import ToolCall, answer_tool_calls, find_schema_problem, parse_tool_calls
+from rollouts_core.environments.tools import answer_tool_calls, find_schema_problem, parse_tool_calls
 
 
 def call(name: str = "calculator", **arguments: Any) -> str:
@@ -119,7 +120,7 @@ def test_without_a_call_there_is_nothing_to_answer() -> None:
         ('<tool_call>{"name": "calculator"', "has no </tool_call>"),
         (call(expression="half an emoji: \ud83d"), "not valid JSON: 'utf-8' codec can't encode character"),
         (call("\ud83d"), "not valid JSON"),
-        (call(expression=float("nan")), "not valid JSON: NaN is no JSON"),
+        (call(expression=float("nan")), "not valid JSON: Out of range float values"),
     ],
 )
 def test_a_call_that_cannot_be_read_is_explained_to_the_policy(text: str, sentence: str) -> None:

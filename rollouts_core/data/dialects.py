@@ -1,0 +1,470 @@
+"""Read the tool calls in a policy's turn, in the dialect that its chat template writes.
+
+Not here: checking and answering calls (environments/tools.py), what the policy is answered (replies.py).
+
+A dialect is one `response_template` of transformers, which parses by it. The tokenizer may bring its own, the settings
+may give one, and `DIALECTS` has those of common models. The dialect is found by a probe: the chat template renders a
+call, and the first dialect that reads the same call back is the model's.
+
+    probe call --chat template--> <tool_call>{"name": ...}</tool_call><|im_end|> --dialect--> the same call?
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import regex
+
+from rollouts_core.data.chat import encode_texts, stop_token_ids
+from rollouts_core.data.rendering import render_text
+from rollouts_core.errors import DataError
+from rollouts_core.types import Message
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+ResponseTemplate = Mapping[str, Any]  # Any: JSON
+NAME = r"(?P<name>[^\s<>{}]+)"
+PROBE_NUMBER = 82157
+PROBE_ARGUMENTS = {"expression": "(57 + 83) * 2", "count": PROBE_NUMBER}
+PROBE_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "compute",
+        "description": "Compute.",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "expression": {"type": "string", "description": "What to compute."},
+                "count": {"type": "integer", "description": "How often."},
+            },
+            "required": ["expression", "count"],
+        },
+    },
+}
+NAMED = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
+WHOLE = {"type": "function", "function": "{content}"}
+THINK: ResponseTemplate = {"open": "<think>", "close": "</think>", "content": "text"}
+
+
+def _dialect(calls: ResponseTemplate, thoughts: ResponseTemplate = THINK) -> ResponseTemplate:
+    """A response template in which everything but thoughts and calls is content; its prefix is given cut."""
+    fields = {"reasoning_content": thoughts, "tool_calls": {"repeats": True, **calls}, "content": {"content": "text"}}
+    return {"defaults": {"role": "assistant"}, "start_anchor_pattern": r"\A", "fields": fields}
+
+
+def _tagged(open_pattern: str, close_pattern: str, tag_pattern: str) -> ResponseTemplate:
+    """Calls whose arguments have a tag each; the tools' schemas say which of them are no texts."""
+    return {
+        "open_pattern": open_pattern,
+        "close_pattern": close_pattern,
+        "content": "xml-inline",
+        "content_args": {"tag_pattern": tag_pattern, "value_parser": {"name": "text", "args": {"strip": False}}},
+        "transform": NAMED,
+    }
+
+
+DIALECTS: Mapping[str, ResponseTemplate] = {
+    # <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>: Hermes, Qwen2.5, Qwen3
+    "hermes": _dialect({"open": "<tool_call>", "close": "</tool_call>", "content": "json", "transform": WHOLE}),
+    # <tool_call><function=add><parameter=a>1</parameter></function></tool_call>: Qwen3-Coder, Qwen3.5, Nemotron 3
+    "qwen_xml": _dialect(
+        _tagged(
+            rf"<tool_call>\s*+(?:<function={NAME}>)?",
+            r"</function>\s*+</tool_call>",
+            r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>(?:(?!<parameter=).)*?)\n?</parameter>",
+        )
+    ),
+    # <tool_call>add<arg_key>a</arg_key><arg_value>1</arg_value></tool_call>: GLM-4.5 and later
+    "glm": _dialect(
+        _tagged(
+            rf"<tool_call>\s*+(?:{NAME})?",
+            r"</tool_call>",
+            r"<arg_key>\s*(?P<key>[^<]*?)\s*</arg_key>\s*<arg_value>(?P<value>(?:(?!<arg_key>).)*?)</arg_value>",
+        )
+    ),
+    # {"name": "add", "parameters": {"a": 1}} as the whole turn: Llama 3.1 and later
+    "llama3": _dialect(
+        {
+            "open_pattern": r"""(?:\A\s*+(?:<\|python_tag\|>)?|(?<=\});\s*+)(?=\s*+\{\s*+"(?:name|type)"\s*+:\s*+")""",
+            "close_pattern": r"(?<=\})(?=;\s*+\{)|<\|eot_id\|>|<\|eom_id\|>|\Z",
+            "content": "json",
+            "transform": WHOLE,
+        }
+    ),
+    # assistant to=functions.add<|channel|>commentary json<|message|>{"a": 1}<|call|>: gpt-oss
+    "gpt_oss": _dialect(
+        {
+            "open_pattern": (
+                r"(?:<\|start\|>assistant)?(?:\s?to=functions\.(?P<name>[^\s<]+)\s*+<\|channel\|>commentary"
+                r"|<\|channel\|>commentary\s+to=functions\.(?P<name>[^\s<]+))"
+                r"[^<]*+(?:<\|constrain\|>[^<]*+)?<\|message\|>"
+            ),
+            "close_pattern": r"<\|call\|>|<\|end\|>|(?=<\|start\|>)|\Z",
+            "content": "json",
+            "transform": NAMED,
+        },
+        {
+            "open_pattern": r"(?:<\|start\|>assistant)?<\|channel\|>analysis<\|message\|>",
+            "close_pattern": r"<\|end\|>|(?=<\|start\|>)",
+            "content": "text",
+        },
+    ),
+    # <｜tool▁call▁begin｜>add<｜tool▁sep｜>{"a": 1}<｜tool▁call▁end｜>: DeepSeek V3, R1 and V3.1
+    "deepseek": _dialect(
+        {
+            "open_pattern": (
+                r"<｜tool▁call▁begin｜>\s*+(?:function<｜tool▁sep｜>\s*+(?P<name>[^\s<｜]+)\s*+```json"
+                r"|(?P<name>[^\s<｜]+)\s*+<｜tool▁sep｜>)?"
+            ),
+            "close_pattern": r"(?:```\s*+)?<｜tool▁call▁end｜>",
+            "content": "json",
+            "transform": NAMED,
+        }
+    ),
+    # <|tool_call>call:add{a:1,b:<|"|>x<|"|>}<tool_call|>: Gemma of 2026
+    "gemma": _dialect(
+        {
+            "open_pattern": r"<\|tool_call>\s*+(?:call:(?P<name>[^\s{<]+))?",
+            "close": "<tool_call|>",
+            "content": "json",
+            "content_args": {"unquoted_keys": True, "string_delims": [['<|"|>', '<|"|>']]},
+            "transform": NAMED,
+        },
+        {"open": "<|channel>thought", "close": "<channel|>", "content": "text"},
+    ),
+    # <|tool_call_start|>[add(a=1), now()]<|tool_call_end|>: LFM2.5; `_read_python` reads the list
+    "lfm2": _dialect(
+        {
+            "open": "<|tool_call_start|>",
+            "close": "<|tool_call_end|>",
+            "content": "text",
+            "transform": {"type": "function", "function": {"python": "{content}"}},
+        }
+    ),
+}
+HERMES = "hermes"
+"""What most models are taught."""
+
+
+class CallError(Exception):
+    """A tool call that cannot be read; the sentence is for the policy."""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call of a tool, as the policy wrote it."""
+
+    name: str
+    arguments: dict[str, Any]  # Any: JSON that the policy wrote
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dialect:
+    """How a policy writes tool calls."""
+
+    name: str
+    """A name of `DIALECTS`, or whose response template it is."""
+    template: ResponseTemplate
+    """What transformers parses by."""
+    prefix: str = ""
+    """The part of the generation prompt that parsing depends on, such as the beginning of thoughts."""
+    end_id: int | None = None
+    """The special token that ends a turn of calls; None if it is not known."""
+    closing: str = ""
+    """The end of the turn, if the dialect needs it to end a call: texts of environments leave it out."""
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """The token ids that end a turn of calls, as far as they are known."""
+        return () if self.end_id is None else (self.end_id,)
+
+    def read(self, text: str, tools: Sequence[dict[str, Any]] = ()) -> list[ToolCall]:  # Any: JSON schemas
+        """The calls in a turn, in order; those in thoughts are none.
+
+        Args:
+            tools: their schemas tell numbers from texts where the dialect does not.
+
+        Raises:
+            CallError: a call cannot be read.
+        """
+        return [ToolCall(**call) for call in _read_calls(self, text, tools)]
+
+
+DEFAULT_DIALECT = Dialect(name=HERMES, template=DIALECTS[HERMES])
+"""That of chat templates that write no calls."""
+
+
+def find_dialect(tokenizer: PreTrainedTokenizerBase, setting: str = "") -> Dialect:
+    """The dialect in which the chat template writes tool calls.
+
+    Args:
+        setting: a name of `DIALECTS`, or a response template as JSON; empty takes the tokenizer's own or the first of
+            `DIALECTS` that reads a call as the chat template writes it.
+
+    Raises:
+        DataError: no dialect, or not the one that is set, reads what the chat template writes.
+    """
+    own = getattr(tokenizer, "response_template", None)
+    return _find_dialect(tokenizer, json.dumps([tokenizer.chat_template, own]), setting)
+
+
+@lru_cache(maxsize=64)
+def _find_dialect(tokenizer: PreTrainedTokenizerBase, _templates: str, setting: str) -> Dialect:
+    """A probe takes longer than reading a turn. A template that is changed is probed anew."""
+    candidates = _candidates(tokenizer, setting)
+    probe = render_probe(tokenizer)
+    if probe is None:
+        return candidates[0]
+    ended = _without_end(tokenizer, probe.text)
+    texts = [probe.text] if ended is None else [probe.text, ended[1]]
+    for candidate in candidates:
+        dialect = replace(candidate, prefix=_cut_prefix(candidate, probe.prefix))
+        if any(_reads_probe(dialect, text) for text in texts):
+            whole = replace(candidate, prefix=_cut_prefix(candidate, probe.generation_prompt))
+            return _with_end(tokenizer, whole, dialect, probe)
+    tried = f"{candidates[0].name} does not read" if setting else f"none of the dialects {', '.join(DIALECTS)} reads"
+    raise DataError(
+        f"the chat template writes a tool call as {probe.text!r}, which {tried} back, so the policy's calls would not "
+        "be seen: give the model's response template as JSON, or the name of its dialect, in "
+        "rollout.multi_turn.response_template"
+    )
+
+
+def find_call_end(tokenizer: PreTrainedTokenizerBase, setting: str = "") -> int | None:
+    """The special token that ends a turn of calls; None where it is not known."""
+    try:
+        return find_dialect(tokenizer, setting).end_id
+    except DataError:
+        return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Probe:
+    """A call as a chat template writes it."""
+
+    text: str
+    """The turn behind its generation prompt."""
+    prefix: str
+    """The part of the generation prompt with which the rendered turn begins, too."""
+    generation_prompt: str
+    """The beginning of a turn of the policy."""
+    behind: str
+    """The text behind the turn when a tool answers; empty if the answer changes the turn."""
+
+
+def count_shared(first: Sequence[object], second: Sequence[object]) -> int:
+    """How many elements at their beginnings are the same."""
+    pairs = zip(first, second, strict=False)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))
+
+
+def probe_turn() -> Message:
+    """An assistant's turn that calls `PROBE_TOOL`."""
+    call = {"type": "function", "function": {"name": "compute", "arguments": dict(PROBE_ARGUMENTS)}}
+    return {"role": "assistant", "content": "", "tool_calls": [{"id": "call00000", **call}]}
+
+
+def render_probe(tokenizer: PreTrainedTokenizerBase) -> Probe | None:
+    """A call as the chat template writes it; None where the template writes none."""
+    asks: list[Message] = [{"role": "user", "content": "?"}]
+    answer: Message = {"role": "tool", "content": "280", "name": "compute", "tool_call_id": "call00000"}
+    said = [*asks, probe_turn()]
+    try:
+        question = render_text(tokenizer, asks, [PROBE_TOOL], add_generation_prompt=False)
+        asked = render_text(tokenizer, asks, [PROBE_TOOL], add_generation_prompt=True)
+        whole = render_text(tokenizer, said, [PROBE_TOOL], add_generation_prompt=False)
+    except DataError:
+        return None
+    start = count_shared(asked, whole)
+    tag = whole.rfind("<", 0, start)
+    if len(asked) > start and tag >= 0 and ">" not in whole[tag:start]:
+        start = tag  # both go on with a tag, of which they share the beginning
+    if str(PROBE_NUMBER) not in whole[start:]:
+        return None
+    try:
+        answered = render_text(tokenizer, [*said, answer], [PROBE_TOOL], add_generation_prompt=True)
+    except DataError:
+        answered = ""
+    begins = count_shared(question, asked)
+    return Probe(
+        text=whole[start:],
+        prefix=asked[begins:start],
+        generation_prompt=asked[begins:],
+        behind=answered[len(whole) :] if answered.startswith(whole) else "",
+    )
+
+
+def _candidates(tokenizer: PreTrainedTokenizerBase, setting: str) -> list[Dialect]:
+    if setting in DIALECTS:
+        return [Dialect(name=setting, template=DIALECTS[setting])]
+    if setting:
+        return [_checked("rollout.multi_turn.response_template", setting)]
+    own = getattr(tokenizer, "response_template", None)
+    by_tokenizer = [_checked("the tokenizer's response_template", json.dumps(own))] if own else []
+    return [*by_tokenizer, *(Dialect(name=name, template=template) for name, template in DIALECTS.items())]
+
+
+def _checked(name: str, written: str) -> Dialect:
+    """The dialect of a response template that is given as JSON."""
+    from transformers.utils.chat_parsing.response_templates import load_response_template  # heavy
+
+    try:
+        template = json.loads(written)
+        load_response_template(template)
+    except (ValueError, KeyError) as error:
+        raise DataError(
+            f"{name} is no response template of transformers ({error}): give one as JSON, or one of "
+            f"{', '.join(DIALECTS)}"
+        ) from error
+    return Dialect(name=name, template=template)
+
+
+def _cut_prefix(dialect: Dialect, prefix: str) -> str:
+    """The part of a generation prompt that a dialect parses; for ours the thoughts that it begins."""
+    if dialect.template not in DIALECTS.values():
+        return prefix
+    from transformers.utils.chat_parsing.response_templates import load_response_template  # heavy
+
+    opened = list(load_response_template(dialect.template).fields["reasoning_content"].open_re.finditer(prefix))
+    return prefix[opened[-1].start() :] if opened else ""
+
+
+def _reads_probe(dialect: Dialect, text: str) -> bool:
+    try:
+        return dialect.read(text, [PROBE_TOOL]) == [ToolCall("compute", dict(PROBE_ARGUMENTS))]
+    except CallError:
+        return False
+
+
+def _without_end(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[int, str] | None:
+    """The special token at the end of a turn and the text before it; None if there is none."""
+    written = text.rstrip()
+    for token in encode_texts(tokenizer, [written])[0][-1:]:
+        known = tokenizer.added_tokens_decoder.get(token)
+        if known is not None and known.special and written.endswith(known.content):
+            return token, written.removesuffix(known.content)
+    return None
+
+
+def _with_end(tokenizer: PreTrainedTokenizerBase, whole: Dialect, probed: Dialect, probe: Probe) -> Dialect:
+    """The dialect with the special token that ends a turn of calls: the last one of it, or the first one behind it."""
+    if (ended := _without_end(tokenizer, probe.text)) is not None:
+        token, text = ended
+        if _reads_probe(probed, text):
+            return replace(whole, end_id=token)
+        if token in stop_token_ids(tokenizer):
+            return replace(whole, end_id=token, closing=tokenizer.added_tokens_decoder[token].content)
+    for token in encode_texts(tokenizer, [probe.behind.lstrip()])[0][:1]:
+        known = tokenizer.added_tokens_decoder.get(token)
+        if known is not None and known.special:
+            return replace(whole, end_id=token)
+    return whole
+
+
+def _read_calls(dialect: Dialect, text: str, tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:  # Any: JSON
+    from transformers.utils.chat_parsing import ResponseParser  # heavy
+    from transformers.utils.chat_parsing.response_templates import load_response_template
+
+    loaded = load_response_template(dialect.template)
+    field = loaded.fields.get("tool_calls")
+    if field is None or field.open_re is None:
+        return []
+    fed = text + dialect.closing
+    events: list[dict[str, Any]] = []  # Any: as transformers has them
+    is_over = False
+    try:
+        parser = ResponseParser(loaded, prefix=dialect.prefix, tools=list(tools))
+        events += parser.feed(fed)
+        is_over = True
+        _, last_events = parser.finalize()
+    except (ValueError, RecursionError) as error:
+        if is_over and not _ends_with(field.close_re, fed):
+            raise CallError(_say_unclosed(field)) from error
+        raise CallError(f"the tool call is not valid JSON: {error.__cause__ or error}") from error
+    except KeyError as error:  # a name that the opening did not have
+        raise CallError("the tool call has no name, or not where this model's calls have it") from error
+    if any(_is_call(event) for event in last_events) and not _ends_with(field.close_re, fed):
+        raise CallError(_say_unclosed(field))
+    return _check_calls([*events, *last_events], field)
+
+
+def _is_call(event: Mapping[str, Any]) -> bool:  # Any: as transformers has them
+    return bool(event["type"] == "region_close" and event["field"] == "tool_calls")
+
+
+def _ends_with(pattern: Any, text: str) -> bool:  # Any: a pattern of the package regex
+    return pattern is not None and any(found.end() == len(text) for found in pattern.finditer(text))
+
+
+def _say_unclosed(field: Any) -> str:  # Any: a field of transformers' response templates
+    if field.open_literals and field.close_literals:
+        return f"a {field.open_literals[0]} has no {field.close_literals[0]}"
+    return "the tool call has no end"
+
+
+def _check_calls(events: Sequence[Mapping[str, Any]], field: Any) -> list[dict[str, Any]]:  # Any: transformers', JSON
+    """The calls of a parse as names and arguments."""
+    calls: list[dict[str, Any]] = []
+    body = ""
+    for event in events:
+        if event["field"] != "tool_calls":
+            continue
+        body = "" if event["type"] == "region_open" else body + event.get("text", "")
+        if not _is_call(event):
+            continue
+        if field.content == "xml-inline":
+            rest = regex.sub(field.content_args["tag_pattern"], "", body, flags=regex.DOTALL).strip()
+            if rest:
+                raise CallError(f"the tool call has {rest[:80]!r} beside its arguments")
+        values = event["value"] if isinstance(event["value"], list) else [event["value"]]
+        for value in values:
+            calls += _as_calls(value.get("function", value) if isinstance(value, dict) else value)
+    return calls
+
+
+def _as_calls(function: Any) -> list[dict[str, Any]]:  # Any: JSON that the policy wrote
+    if isinstance(function, dict) and set(function) == {"python"}:
+        return _read_python(function["python"])
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise CallError('a tool call is an object with "name" and "arguments"')
+    arguments = function.get("arguments", function.get("parameters", {}))
+    if not isinstance(arguments, dict):
+        raise CallError('the "arguments" of a tool call are an object')
+    try:  # NaN is no JSON, and half of an escaped emoji is no text to tokenize
+        json.dumps(function, ensure_ascii=False, allow_nan=False).encode()
+    except (ValueError, RecursionError) as error:
+        raise CallError(f"the tool call is not valid JSON: {error}") from error
+    return [{"name": function["name"], "arguments": arguments}]
+
+
+def _read_python(text: str) -> list[dict[str, Any]]:  # Any: JSON
+    """The calls of a list as Python writes it: [add(a=1, said='x'), now()]."""
+    try:
+        listed = ast.parse(text.strip(), mode="eval").body
+        calls = listed.elts if isinstance(listed, ast.List) else [listed]
+        return [call for each in calls for call in _as_calls(_python_call(each))]
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise CallError(f"the tool calls are no list like [add(a=1)]: {error}") from error
+
+
+def _python_call(node: ast.expr) -> dict[str, Any]:  # Any: JSON
+    if not isinstance(node, ast.Call) or node.args or not all(each.arg for each in node.keywords):
+        raise ValueError("a call has a name, and each of its arguments has one")
+    return {
+        "name": ast.unparse(node.func),
+        "arguments": {str(each.arg): ast.literal_eval(_JSONWords().visit(each.value)) for each in node.keywords},
+    }
+
+
+class _JSONWords(ast.NodeTransformer):
+    """Puts Python's words in the place of those of JSON."""
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        words = {"true": True, "false": False, "null": None}
+        return ast.Constant(words[node.id]) if node.id in words else node
