@@ -255,7 +255,8 @@ def find_serving(store: Path) -> Serving | None:
         return None
     if not _is_locked(home):
         return None
-    return Serving(**{**state, "process": ProcessIdentity(**state["process"])})
+    unknown = {"pid": state["pid"], "started": "", "boot_id": "", "namespace": "", "host": "an unknown machine"}
+    return Serving(**{**state, "process": ProcessIdentity(**state.get("process", unknown))})
 
 
 def is_starting(store: Path) -> bool:
