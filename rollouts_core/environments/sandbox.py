@@ -32,6 +32,7 @@ from rollouts_core.environments.memory_groups import find_group_parent
 from rollouts_core.environments.protocol import Outcome
 from rollouts_core.environments.system_calls import build_filter
 from rollouts_core.errors import EnvironmentUnavailableError, RewardError
+from rollouts_core.system.private_files import find_seen
 
 CHILD = Path(__file__).with_name("sandbox_child.py")
 SYSTEM_FOLDERS = (
@@ -87,7 +88,7 @@ async def run_in_sandbox(code: str, *, stdin: str = "", limits: SandboxLimits | 
 
     Raises:
         EnvironmentUnavailableError: the machine could not shut a program in, or ended it.
-        RewardError: it allows nobody to shut a program in.
+        RewardError: the machine allows no program to be shut in, or the program would see private files.
     """
     allowed = limits or SandboxLimits()
     if (problem := _find_too_large(code, stdin, allowed)) is not None:
@@ -158,7 +159,13 @@ async def _start(limits: SandboxLimits) -> tuple[Process, int]:
         )
     read_status, write_status = os.pipe()
     os.set_blocking(read_status, False)
-    settings = {**asdict(limits), "folders": visible_folders(), "executable": sys.executable, **_describe_machine()}
+    folders = visible_folders()
+    if (seen := find_seen(folders)) is not None:
+        raise RewardError(
+            f"{seen[0]} lies in {seen[1]}, where programs in the sandbox can read it: move it out of the folders of "
+            "programs and libraries"
+        )
+    settings = {**asdict(limits), "folders": folders, "executable": sys.executable, **_describe_machine()}
     try:
         process = await anyio.open_process(
             [sys.executable, "-I", "-S", str(CHILD), json.dumps(settings), str(write_status), str(os.getpid())],
@@ -215,7 +222,8 @@ def _check_machine(status: bytes, *, is_late: bool, stderr: bytes) -> None:
     raise EnvironmentUnavailableError(f"what shuts a program in ended before it had begun: {said or 'it said nothing'}")
 
 
-def visible_folders() -> list[str]:
+@cache
+def visible_folders() -> tuple[str, ...]:
     """The parts of the machine's file system that a program sees, read-only: what Python needs to run."""
     prefixes = sorted({sys.prefix, sys.base_prefix, sys.exec_prefix})
     own = [f"{prefix}/{part}" for prefix in prefixes for part in PREFIX_PARTS]
@@ -223,7 +231,7 @@ def visible_folders() -> list[str]:
     for path in map(Path, (*SYSTEM_FOLDERS, *own, *site.getsitepackages(), *_follow_links(Path(sys.executable)))):
         if path.exists() and not any(path.is_relative_to(other) for other in chosen):
             chosen.append(str(path))
-    return chosen
+    return tuple(chosen)
 
 
 def _follow_links(path: Path) -> Iterator[str]:

@@ -41,13 +41,14 @@ ATTACKS = {
         "libc.prlimit64(0, 0, ctypes.c_void_p(start), None)" + FOREVER
     ),
     "no address space": "resource.setrlimit(resource.RLIMIT_AS, (1, 1))\nos.execv(sys.executable, ['x', '/nowhere'])",
-    "a signal to itself": "os.kill(os.getpid(), signal.SIGKILL)\nos.kill(0, signal.SIGKILL)\nos.kill(-1, 9)\nsys.exit(1)",
+    "a signal to itself": "os.kill(os.getpid(), 9)\nos.kill(0, signal.SIGKILL)\nos.kill(-1, 9)\nsys.exit(1)",
     "a signal from a child": "if os.fork() == 0: os.kill(1, 9)\nelse: os.wait()\nsys.exit(1)",
     "the exit code of such a signal": "os._exit(128 + signal.SIGKILL)",
     "a filter of its own": (
         "libc.prctl(38, 1, 0, 0, 0)\n"
         "code = ctypes.create_string_buffer(b'\\x06' + bytes(3) + b'\\x00\\x00\\x00\\x80')\n"
-        "described = ctypes.create_string_buffer(bytes([1]) + bytes(7) + ctypes.addressof(code).to_bytes(8, 'little'))\n"
+        "place = ctypes.addressof(code).to_bytes(8, 'little')\n"
+        "described = ctypes.create_string_buffer(bytes([1]) + bytes(7) + place)\n"
         "libc.prctl(22, 2, described, 0, 0)\nos.getppid()\nsys.exit(1)"
     ),
     "no end with its watcher": "libc.prctl(1, 0, 0, 0, 0)" + FOREVER,
