@@ -32,6 +32,7 @@ from jinja2 import TemplateError
 
 from rollouts_core.config.messages import first_line
 from rollouts_core.errors import DataError
+from rollouts_core.system.time_limits import OutOfTimeError, interrupt_after_computing
 from rollouts_core.types import Message
 
 if TYPE_CHECKING:
@@ -40,6 +41,10 @@ if TYPE_CHECKING:
 TrainOn = Literal["last_assistant", "all_assistant", "everything"]
 RenderedT = TypeVar("RenderedT")
 CHUNK_TEXTS = 512
+MAX_RENDER_S = 10.0
+"""How long a chat template may compute for a conversation."""
+MAX_TEMPLATE_CHARS, MAX_GROWTH = 1 << 20, 8
+"""Characters that a chat template may write by itself, and for each character of a conversation."""
 NO_TEMPLATE = "the tokenizer has no chat template: add one to the model's folder"
 TURN_MARK = "an assistant said this"
 """Stands for what somebody says where only what a template makes of it is wanted."""
@@ -408,7 +413,18 @@ def render_text(
         )
         return text
 
-    return _rendered(render, messages)
+    try:
+        with interrupt_after_computing(MAX_RENDER_S):
+            text = _rendered(render, messages)
+    except OutOfTimeError as error:
+        raise DataError(f"the chat template does not end within {MAX_RENDER_S:g} s: take another one") from error
+    if len(text) > MAX_TEMPLATE_CHARS:
+        given = len(str(list(messages))) + len(str(tools_or_none))
+        if len(text) > MAX_TEMPLATE_CHARS + MAX_GROWTH * given:
+            raise DataError(
+                f"the chat template makes {len(text):,} characters of a conversation of {given:,}: take another one"
+            )
+    return text
 
 
 def _rendered(render: Callable[[Sequence[Message]], RenderedT], messages: Sequence[Message]) -> RenderedT:

@@ -9,21 +9,16 @@ because a text that a policy sampled may be tokenized into other tokens than tho
 
 from __future__ import annotations
 
-import itertools
-import re
 from collections.abc import Sequence
-from functools import lru_cache
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
-from rollouts_core.data.chat import TURN_MARK, encode_texts, leaves_out_role, render_text
+from rollouts_core.data.chat import TURN_MARK, leaves_out_role, render_text
+from rollouts_core.data.plain_text import encode_split, split_special
 from rollouts_core.errors import DataError
 from rollouts_core.types import Message
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-SPLIT = "\ue000"
-"""Of Unicode's private use: where a text is cut before it is tokenized, so that what it holds is no special token."""
 
 
 def tokenize_reply(tokenizer: PreTrainedTokenizerBase, replies: Sequence[Message], sampled: Sequence[int]) -> list[int]:
@@ -46,11 +41,11 @@ def tokenize_reply(tokenizer: PreTrainedTokenizerBase, replies: Sequence[Message
                 "is answered: use another template, or answer in a role that it writes"
             )
     before: list[Message] = [{"role": "user", "content": ""}, {"role": "assistant", "content": TURN_MARK}]
-    text = render_text(tokenizer, [*before, *_split_special(tokenizer, replies)], None, add_generation_prompt=True)
+    text = render_text(tokenizer, [*before, *split_special(tokenizer, replies)], None, add_generation_prompt=True)
     _, mark, rest = text.partition(TURN_MARK)
     if not mark:
         raise DataError("the chat template does not write what an assistant said: use another template")
-    tokens = list(itertools.chain(*encode_texts(tokenizer, rest.split(SPLIT))))
+    tokens = encode_split(tokenizer, rest)
     return tokens[_count_sampled(tokenizer, tokens, sampled) :]
 
 
@@ -63,23 +58,3 @@ def _count_sampled(tokenizer: PreTrainedTokenizerBase, rest: list[int], sampled:
         return 0
     num_before = rest.index(sampled[-1])
     return 0 if tokenizer.decode(rest[:num_before]).strip() else num_before + 1
-
-
-def _split_special(tokenizer: PreTrainedTokenizerBase, replies: Sequence[Message]) -> list[Message]:
-    """The replies with SPLIT within every special token that their texts hold, and nowhere else."""
-    is_special = _special_tokens(tokenizer, len(tokenizer))
-
-    def split(text: str) -> str:
-        return is_special.sub(lambda found: found[0][0] + SPLIT + found[0][1:], text.replace(SPLIT, ""))
-
-    return [cast("Message", {k: split(v) if isinstance(v, str) else v for k, v in reply.items()}) for reply in replies]
-
-
-@lru_cache(maxsize=16)
-def _special_tokens(tokenizer: PreTrainedTokenizerBase, num_tokens: int) -> re.Pattern[str]:
-    """What finds its special tokens, of which one that is added later makes another number of tokens.
-
-    Listing them takes twice as long as tokenizing a reply: some tokenizers reserve hundreds.
-    """
-    special = sorted((each.content for each in tokenizer.added_tokens_decoder.values() if each.special), key=len)
-    return re.compile("|".join(re.escape(each) for each in reversed(special) if len(each) > 1) or r"(?!)")

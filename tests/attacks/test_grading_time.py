@@ -23,7 +23,6 @@ from rollouts_core.rewards import WeightedRewards, grade_sample, take_reward_met
 from rollouts_core.types import Sample, Status
 
 TRAP = "a" * 60 + "!"
-OPTIONAL_TRAP = {"type": "string", "pattern": "^(a?){60}a{60}$"}
 TWO_WAYS: dict[str, Any] = {
     "anyOf": [
         {"properties": {"next": {"$ref": "#"}}, "required": ["next", "left"]},
@@ -41,7 +40,7 @@ ATTACKS: dict[str, tuple[Any, Any]] = {
     "alternatives": ({"type": "string", "pattern": "^(a|aa)+$"}, TRAP),
     "a name of a property": ({"patternProperties": {"^(a+)+$": {"type": "string"}}}, {TRAP: 1}),
     "names of properties": ({"propertyNames": {"pattern": "^(a+)+$"}}, {TRAP: 1}),
-    "many optional letters": (OPTIONAL_TRAP, "a" * 59),
+    "words": ({"type": "string", "pattern": "^(\\w+\\s?)*$"}, "word" * 15 + "!"),
     "a pattern in a list": ({"items": {"pattern": "(x+x+)+y"}}, ["x" * 60] * 10),
     "references in two ways": (TWO_WAYS, nested(60)),
 }
