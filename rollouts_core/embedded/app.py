@@ -47,7 +47,7 @@ from rollouts_core.embedded.protocol import (
 from rollouts_core.embedded.receiving import OrderError, WeightReceiver
 from rollouts_core.embedded.running import Completion, GenerationRequest, Partial
 from rollouts_core.embedded.sampling import SamplingParams
-from rollouts_core.embedded.scheduler import PauseMode, RequestError, Scheduler
+from rollouts_core.embedded.scheduler import MAX_WAITING_REQUESTS, PauseMode, RequestError, Scheduler
 from rollouts_core.embedded.segments import memory_scope
 from rollouts_core.embedded.weights import tensor_sha256
 from rollouts_core.errors import EngineError, EngineUnavailableError, InputError, RolloutsError
@@ -61,6 +61,8 @@ NAMES_BODY_BYTES = 16 * 2**20
 """Of a request that names tensors."""
 SMALL_BODY_BYTES = 64 * 2**10
 """Of every other request."""
+MAX_BRACKETS = 8 * MAX_WAITING_REQUESTS
+"""Of any request, also those in texts: millions of lists take the event loop seconds."""
 BODY_BYTES = {
     "/generate": MAX_BODY_BYTES,
     "/update_weights_from_segments": NAMES_BODY_BYTES,
@@ -510,6 +512,8 @@ async def _read_bytes(request: Request) -> bytearray:
 
 
 def _parse(content: bytearray) -> Json:
+    if content.count(b"[") + content.count(b"{") > MAX_BRACKETS:
+        raise RequestError(f"The request has more than {MAX_BRACKETS} lists and objects: send less at once.")
     try:
         return orjson.loads(content)
     except ValueError as error:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import resource
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -49,11 +50,23 @@ def held_mb() -> float:
         (b'{"text": [' + b'"a",' * 4_000_000 + b'"a"]}', f"at most {MAX_WAITING_REQUESTS} completions"),
         (b'{"input_ids": [' + b"1," * 40_000_000 + b"1]}", "bytes that are taken"),
         (b'{"input_ids": [' + b"1," * 10_000_000 + b"1]}", "longer than the model's context length"),
-        (b'{"input_ids": [' + b"[1]," * 3_000_000 + b"[1]]}", f"at most {MAX_WAITING_REQUESTS} completions"),
+        (b'{"input_ids": [' + b"[1]," * 3_000_000 + b"[1]]}", "lists and objects: send less at once"),
+        (b'{"input_ids": [' + b"[1]," * 100_000 + b"[1]]}", f"at most {MAX_WAITING_REQUESTS} completions"),
         (b'{"input_ids": [[' + b"1," * 10_000_000 + b"1],[1]]}", "longer than the model's context length"),
         (b'{"input_ids": {"a": [' + b"1," * 10_000_000 + b"1]}}", "expected a list of token ids"),
     ],
-    ids=["60 MB", "20 MB", "several", "short texts", "40 million ids", "10 million ids", "prompts", "lists", "no list"],
+    ids=[
+        "60 MB",
+        "20 MB",
+        "several",
+        "short texts",
+        "40 million ids",
+        "10 million ids",
+        "lists",
+        "prompts",
+        "list",
+        "no list",
+    ],
 )
 def test_a_request_of_more_than_the_engine_takes_is_refused_at_once(
     scheduler: Scheduler, content: bytes, words: str
@@ -88,13 +101,13 @@ def test_requests_that_say_little_are_taken_little_of(scheduler: Scheduler, path
 
 def test_a_text_is_turned_into_token_ids_beside_the_event_loop(scheduler: Scheduler) -> None:
     """Others are answered meanwhile, however long it takes."""
-    tokenizer, is_encoding, may_end = scheduler.tokenizer, asyncio.Event(), []
+    tokenizer, is_encoding, may_end = scheduler.tokenizer, asyncio.Event(), threading.Event()
+    loops: list[asyncio.AbstractEventLoop] = []
 
     class SlowTokenizer:
         def encode_batch_fast(self, texts: list[str]) -> Any:
-            loop.call_soon_threadsafe(is_encoding.set)
-            while not may_end:
-                time.sleep(0.01)
+            loops[0].call_soon_threadsafe(is_encoding.set)
+            may_end.wait(20)
             return tokenizer.encode_batch_fast(texts)  # type: ignore[union-attr]
 
         def decode(self, *arguments: Any, **named: Any) -> str:
@@ -103,15 +116,13 @@ def test_a_text_is_turned_into_token_ids_beside_the_event_loop(scheduler: Schedu
     scheduler.tokenizer = SlowTokenizer()  # type: ignore[assignment]
 
     async def conversation(client: httpx.AsyncClient) -> None:
-        nonlocal loop
-        loop = asyncio.get_running_loop()
+        loops.append(asyncio.get_running_loop())
         asked = asyncio.create_task(client.post("/generate", json={"text": "a", "sampling_params": SHORT}))
         await asyncio.wait_for(is_encoding.wait(), 10)
         assert (await client.get("/health")).status_code == 200
-        may_end.append(True)
+        may_end.set()
         assert (await asked).status_code == 200
 
-    loop: asyncio.AbstractEventLoop
     talk(scheduler, conversation)
 
 
