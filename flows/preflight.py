@@ -54,6 +54,7 @@ from rollouts_core.errors import ConfigError
 from rollouts_core.findings import Caution
 from rollouts_core.keys import key_header, read_key
 from rollouts_core.model.model_size import ModelSize, find_model_size
+from rollouts_core.system.private_files import keep_private
 from tasks.closest_stage import find_older_version
 from tasks.inputs import bring_inputs
 from tasks.installed_engines import check_installed, check_router, leads_engines
@@ -84,6 +85,7 @@ def check_pipeline(pipeline: Pipeline, store: Path) -> list[str]:
     check_engine_nodes(pipeline.config, pipeline.node)
     check_weight_transfer(pipeline.config, pipeline.node)
     check_writable(store)
+    keep_private(store)
     check_files(pipeline.config.data)
     check_trackers(pipeline.run.report_to)
     check_copied_packages(pipeline.config, pipeline.node)
@@ -125,6 +127,7 @@ def check_evaluation(pipeline: Pipeline, store: Path) -> list[str]:
     if run.publish or run.register_as:
         raise ConfigError("an evaluation makes no checkpoint: leave run.publish and run.register_as empty")
     check_writable(store)
+    keep_private(store)
     check_copied_packages(pipeline.config, pipeline.node, trains=False)
     findings: list[str] = []
     config = with_heldout(pipeline.config, evaluate.data, store, findings.append)

@@ -41,6 +41,7 @@ from rollouts_core.run_directory import RunDirectory, attempt_number
 from rollouts_core.stopping import TrainingStop
 from rollouts_core.system.open_files import raise_file_limit
 from rollouts_core.system.parent_death import die_with_parent
+from rollouts_core.system.private_files import keep_private
 from rollouts_core.system.utf8 import ensure_utf8
 from rollouts_core.user_code.failures import is_raised_by_user_code
 
@@ -111,6 +112,7 @@ def main(argv: list[str] | None = None) -> int:
     logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     logging.getLogger("httpx").setLevel(logging.WARNING)  # one line per engine request otherwise
     directory = RunDirectory(arguments.job.resolve().parent)
+    keep_private(directory.root)
     try:
         job = load_job(arguments.job)
         if job.kind != arguments.kind:

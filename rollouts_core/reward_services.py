@@ -26,8 +26,8 @@ import anyio
 
 from rollouts_core.config import ModelConfig, RewardConfig
 from rollouts_core.config.reward import is_asked_in_tokens
-from rollouts_core.data.chat import stop_token_ids, tokenize_prompt
-from rollouts_core.data.rendering import render_text
+from rollouts_core.data.chat import stop_token_ids
+from rollouts_core.data.plain_text import hide_known_marks, tokenize_plainly
 from rollouts_core.errors import CheckpointError, ConfigError, RewardError
 from rollouts_core.model.loading import load_tokenizer
 from rollouts_core.reward_models import RewardModelServer, find_label, pick_score
@@ -183,7 +183,8 @@ def _create_chat_judge(config: RewardConfig) -> AskJudge:
         return read_score(answer["choices"][0]["message"]["content"])
 
     async def ask_judge(question: Message) -> float:
-        body = {"model": config.model, "messages": [question]}
+        plain = Message(role="user", content=hide_known_marks(question["content"]))
+        body = {"model": config.model, "messages": [plain]}
         try:
             score: float = await service.ask(body | sampling, read)
         except RefusedError as error:
@@ -209,7 +210,8 @@ def _create_native_judge(config: RewardConfig) -> AskJudge:
     }
 
     async def ask_judge(question: Message) -> float:
-        body = {"input_ids": tokenize_prompt(tokenizer, [question]), "sampling_params": sampling}
+        tokens = tokenize_plainly(tokenizer, [question], add_generation_prompt=True)
+        body = {"input_ids": tokens, "sampling_params": sampling}
         score: float = await service.ask(
             body, lambda answer: read_score(tokenizer.decode(answer["output_ids"], skip_special_tokens=True))
         )
@@ -255,16 +257,8 @@ def create_classifier_reward(config: RewardConfig) -> BatchedReward:
 
     @torch.inference_mode()
     def score_now(samples: Sequence[Sample]) -> list[float | None]:
-        texts = [render_for_classifier(tokenizer, sample) for sample in samples]
-        is_rendered = tokenizer.chat_template is not None
-        rows = tokenizer(
-            texts,
-            padding=True,
-            truncation=is_limited,
-            max_length=max_tokens if is_limited else None,
-            add_special_tokens=not is_rendered,
-            return_tensors="pt",
-        )
+        encoded = [encode_for_classifier(tokenizer, each, max_tokens if is_limited else None) for each in samples]
+        rows = tokenizer.pad({"input_ids": encoded}, padding=True, return_tensors="pt")
         rewards: list[float | None] = model(**rows.to(model.device)).logits[:, 0].float().tolist()
         return rewards
 
@@ -306,9 +300,7 @@ def create_reward_model_reward(config: RewardConfig) -> BatchedReward:
     one_at_a_time = anyio.CapacityLimiter(1)  # a tokenizer is for one thread
 
     def tokenize(samples: Sequence[Sample]) -> list[list[int]]:
-        texts = [render_for_classifier(tokenizer, sample) for sample in samples]
-        rows: list[list[int]] = tokenizer(texts, add_special_tokens=tokenizer.chat_template is None)["input_ids"]
-        return rows
+        return [encode_for_classifier(tokenizer, sample) for sample in samples]
 
     async def score(samples: Sequence[Sample]) -> list[float | None]:
         rows = await anyio.to_thread.run_sync(tokenize, samples, limiter=one_at_a_time)
@@ -333,12 +325,24 @@ def count_positions(model: Any) -> int | None:  # Any: transformers' models
     return int(num_positions) - max(skipped, default=0)
 
 
-def render_for_classifier(tokenizer: Any, sample: Sample) -> str:  # Any: transformers' tokenizers
-    """Prompt and response by the tokenizer's chat template, or as plain text where it has none."""
+def encode_for_classifier(
+    tokenizer: Any, sample: Sample, max_tokens: int | None = None
+) -> list[int]:  # Any: transformers' tokenizers
+    """Token ids of prompt and response by the tokenizer's chat template, or as plain text if it has none.
+
+    Args:
+        max_tokens: only so many from the end, which the policy wrote; None: all.
+    """
     messages = [*sample.messages, Message(role="assistant", content=sample.response)]
-    if tokenizer.chat_template is None:
-        return "\n".join(message["content"] for message in messages)
-    return render_text(tokenizer, messages, None, add_generation_prompt=False)
+    if tokenizer.chat_template is not None:
+        tokens = tokenize_plainly(tokenizer, messages, add_generation_prompt=False)
+        return tokens if max_tokens is None else tokens[-max_tokens:]
+    text = "\n".join(message["content"] for message in messages)
+    is_limited = max_tokens is not None
+    encoded: list[int] = tokenizer(
+        text, truncation=is_limited, max_length=max_tokens, add_special_tokens=True, split_special_tokens=True
+    )["input_ids"]
+    return encoded
 
 
 def _read_rewards(answer: Any) -> list[float | None]:  # Any: JSON

@@ -21,6 +21,7 @@ from typing import Any
 from rollouts_core.config import name_of_function
 from rollouts_core.config.messages import first_line
 from rollouts_core.environments import Environment
+from rollouts_core.environments.grading_limit import GradingLimit
 from rollouts_core.errors import EnvironmentUnavailableError, RewardError, RolloutsError
 from rollouts_core.system.concurrency import gather
 from rollouts_core.system.time_limits import OutOfTimeError, call_within
@@ -198,6 +199,16 @@ class WeightedRewards:
         self._sums.clear()
         self._num_scored = self._num_unscored = self._num_failed = 0
         return metrics
+
+
+def take_reward_metrics(reward_fn: RewardFn) -> dict[str, float]:
+    """What a reward function has counted since the last call, and the environments whose grades it takes."""
+    own, graders = dict[str, float](), [reward_fn]
+    if isinstance(reward_fn, WeightedRewards):
+        own, graders = reward_fn.take_metrics(), [term for _, _, term in reward_fn.terms]
+    limits = [getattr(getattr(grader, "__self__", None), "grading_limit", None) for grader in graders]
+    counts = [limit.take_count() for limit in limits if isinstance(limit, GradingLimit)]
+    return {**own, "num_over_grading_limit": float(sum(counts))} if counts else own
 
 
 def _last_number(text: str) -> Decimal | None:

@@ -26,11 +26,16 @@ from jinja2 import TemplateError
 
 from rollouts_core.config.messages import first_line
 from rollouts_core.errors import DataError
+from rollouts_core.system.time_limits import OutOfTimeError, interrupt_after_computing
 from rollouts_core.types import Message
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+MAX_RENDER_S = 10.0
+"""How long a chat template may compute for a conversation."""
+MAX_TEMPLATE_CHARS, MAX_GROWTH = 1 << 20, 8
+"""Characters that a chat template may write by itself, and for each character of a conversation."""
 NO_TEMPLATE = "the tokenizer has no chat template: add one to the model's folder"
 TURN_MARK = "an assistant said this"
 """Placeholder for a message's text in a probe of the template."""
@@ -160,14 +165,24 @@ def _render(
     from transformers.utils.chat_template_utils import render_jinja_template  # heavy
 
     tools_or_none = list(tools) if tools else None
-    texts, spans = render_jinja_template(
-        conversations=[list(messages)],
-        tools=tools_or_none,
-        chat_template=undated_template(tokenizer, tools_or_none),
-        add_generation_prompt=add_generation_prompt,
-        return_assistant_tokens_mask=has_spans,
-        **tokenizer.special_tokens_map,
-    )
+    try:
+        with interrupt_after_computing(MAX_RENDER_S):
+            texts, spans = render_jinja_template(
+                conversations=[list(messages)],
+                tools=tools_or_none,
+                chat_template=undated_template(tokenizer, tools_or_none),
+                add_generation_prompt=add_generation_prompt,
+                return_assistant_tokens_mask=has_spans,
+                **tokenizer.special_tokens_map,
+            )
+    except OutOfTimeError as error:
+        raise DataError(f"the chat template does not end within {MAX_RENDER_S:g} s: take another one") from error
+    if len(texts[0]) > MAX_TEMPLATE_CHARS:
+        given = len(str(list(messages))) + len(str(tools_or_none))
+        if len(texts[0]) > MAX_TEMPLATE_CHARS + MAX_GROWTH * given:
+            raise DataError(
+                f"the chat template makes {len(texts[0]):,} characters of a conversation of {given:,}: take another one"
+            )
     return texts[0], spans[0] if has_spans else []
 
 

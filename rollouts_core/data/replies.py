@@ -9,15 +9,13 @@ because a text that a policy sampled may be tokenized into other tokens than tho
 
 from __future__ import annotations
 
-import itertools
 import json
-import re
 from collections.abc import Sequence
-from functools import lru_cache
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
-from rollouts_core.data.chat import encode_texts, stop_token_ids
+from rollouts_core.data.chat import stop_token_ids
 from rollouts_core.data.dialects import ToolCall, count_shared, find_call_end
+from rollouts_core.data.plain_text import SPLIT, encode_split, split_special
 from rollouts_core.data.rendering import TURN_MARK, render_text
 from rollouts_core.data.turns import find_turn_form, is_end
 from rollouts_core.errors import DataError
@@ -26,10 +24,8 @@ from rollouts_core.types import Message
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-SPLIT = "\ue000"
-"""Of Unicode's private use: where a text is cut before it is tokenized, so that what it holds is no special token."""
 SPLIT_IN_JSON = json.dumps(SPLIT)[1:-1]
-"""The same where a template writes JSON in ASCII."""
+"""How a template that writes JSON in ASCII spells SPLIT."""
 
 
 class UnseenReplyError(DataError):
@@ -96,22 +92,22 @@ def _render_behind(
 ) -> tuple[str, list[int]]:
     """The text that a template writes behind a turn with these calls, and its tokens that the policy did not sample."""
     asks: Message = {"role": "user", "content": ""}
-    split = _split_special(tokenizer, replies)
+    split = split_special(tokenizer, replies)
     if not calls:
         before: list[Message] = [asks, {"role": "assistant", "content": TURN_MARK}]
         text = render_text(tokenizer, [*before, *split], None, add_generation_prompt=True)
         _, mark, rest = text.partition(TURN_MARK)
         if not mark:
             raise DataError("the chat template does not write what an assistant said: use another template")
-        tokens = _encode_split(tokenizer, rest)
+        tokens = encode_split(tokenizer, rest)
         return rest, tokens[_count_sampled(tokenizer, tokens, sampled) :]
     before = [asks, {"role": "assistant", "content": "", "tool_calls": list(calls)}]
     told = [_answer_to(calls, number, reply) for number, reply in enumerate(split)]
     turn = render_text(tokenizer, before, None, add_generation_prompt=False)
     text = render_text(tokenizer, [*before, *told], None, add_generation_prompt=True)
     end = _find_turn(turn, text, calls[-1]["function"]["name"])
-    tokens = _encode_split(tokenizer, text)
-    shared = count_shared(_encode_split(tokenizer, text[:end]), tokens)
+    tokens = encode_split(tokenizer, text)
+    shared = count_shared(encode_split(tokenizer, text[:end]), tokens)
     return text[end:], tokens[_end_of_turn(tokenizer, tokens, shared, sampled) :]
 
 
@@ -137,10 +133,6 @@ def _answer_to(calls: Sequence[dict[str, Any]], number: int, reply: Message) -> 
         return reply
     call = calls[min(number, len(calls) - 1)]
     return {"name": call["function"]["name"], "tool_call_id": call["id"], **reply}
-
-
-def _encode_split(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    return list(itertools.chain(*encode_texts(tokenizer, text.split(SPLIT))))
 
 
 def _end_of_turn(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int], shared: int, sampled: Sequence[int]) -> int:
@@ -200,23 +192,3 @@ def _count_sampled(tokenizer: PreTrainedTokenizerBase, rest: list[int], sampled:
     if end not in rest or tokenizer.decode(rest[: rest.index(end)]).strip():
         return 0
     return rest.index(end) + 1
-
-
-def _split_special(tokenizer: PreTrainedTokenizerBase, replies: Sequence[Message]) -> list[Message]:
-    """The replies with SPLIT within every special token that their texts hold, and nowhere else."""
-    is_special = _special_tokens(tokenizer, len(tokenizer))
-
-    def split(text: str) -> str:
-        return is_special.sub(lambda found: found[0][0] + SPLIT + found[0][1:], text.replace(SPLIT, ""))
-
-    return [cast("Message", {k: split(v) if isinstance(v, str) else v for k, v in reply.items()}) for reply in replies]
-
-
-@lru_cache(maxsize=16)
-def _special_tokens(tokenizer: PreTrainedTokenizerBase, num_tokens: int) -> re.Pattern[str]:
-    """What finds its special tokens, of which one that is added later makes another number of tokens.
-
-    Listing them takes twice as long as tokenizing a reply: some tokenizers reserve hundreds.
-    """
-    special = sorted((each.content for each in tokenizer.added_tokens_decoder.values() if each.special), key=len)
-    return re.compile("|".join(re.escape(each) for each in reversed(special) if len(each) > 1) or r"(?!)")

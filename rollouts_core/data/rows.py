@@ -31,6 +31,7 @@ from rollouts_core.config.messages import first_line
 from rollouts_core.data.conversations import Row
 from rollouts_core.errors import DataError
 from rollouts_core.system.concurrency import read_each
+from rollouts_core.system.private_files import keep_private
 
 TABLE_READ_ROWS = 1024
 PARQUET_MAGIC = b"PAR1"
@@ -196,6 +197,7 @@ def load_rows(path: str | Path) -> Iterator[tuple[int, Row]]:
     Raises:
         DataError: no such file, a line that is no JSON object, or no row at all.
     """
+    keep_private(path)
     if Path(path).suffix not in JSONL_SUFFIXES:
         table = open_rows(path)
         for start in range(0, len(table), TABLE_READ_ROWS):

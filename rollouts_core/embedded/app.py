@@ -14,12 +14,13 @@ import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import get_args
 
+import anyio
 import orjson
 import torch
 from starlette.applications import Starlette
@@ -46,7 +47,7 @@ from rollouts_core.embedded.protocol import (
 from rollouts_core.embedded.receiving import OrderError, WeightReceiver
 from rollouts_core.embedded.running import Completion, GenerationRequest, Partial
 from rollouts_core.embedded.sampling import SamplingParams
-from rollouts_core.embedded.scheduler import PauseMode, RequestError, Scheduler
+from rollouts_core.embedded.scheduler import MAX_WAITING_REQUESTS, PauseMode, RequestError, Scheduler
 from rollouts_core.embedded.segments import memory_scope
 from rollouts_core.embedded.weights import tensor_sha256
 from rollouts_core.errors import EngineError, EngineUnavailableError, InputError, RolloutsError
@@ -54,7 +55,20 @@ from rollouts_core.errors import EngineError, EngineUnavailableError, InputError
 logger = logging.getLogger(__name__)
 
 ENGINE_VERSION = "embedded, API of SGLang 0.5.23"
-MAX_BODY_BYTES = 256 * 2**20
+MAX_BODY_BYTES = 32 * 2**20
+"""Of any request: the token ids of 40 prompts of 100,000 tokens."""
+NAMES_BODY_BYTES = 16 * 2**20
+"""Of a request that names tensors."""
+SMALL_BODY_BYTES = 64 * 2**10
+"""Of every other request."""
+MAX_BRACKETS = 8 * MAX_WAITING_REQUESTS
+"""Of any request, also those in texts: millions of lists take the event loop seconds."""
+BODY_BYTES = {
+    "/generate": MAX_BODY_BYTES,
+    "/update_weights_from_segments": NAMES_BODY_BYTES,
+    "/begin_weight_update": NAMES_BODY_BYTES,
+    "/update_weights_from_distributed": NAMES_BODY_BYTES,
+}
 HEALTH_TIMEOUT_S = 20.0
 INCOMPLETE = "\ufffd"
 """What stands in a text for bytes that are no character, as at the end of one whose next token brings the rest."""
@@ -70,12 +84,15 @@ class ServedModel:
     """Takes weights that are sent."""
     tokenizer: Tokenizer | None
     """Turns text into token ids and back; None where the model directory has no tokenizer.json."""
+    encoding: anyio.CapacityLimiter = field(default_factory=lambda: anyio.CapacityLimiter(1))
+    """Requests whose text is turned into token ids at a time, which takes hundreds of bytes for each of the text."""
 
     def encode(self) -> Callable[[str], list[int]] | None:
         """The function from text to token ids, None without a tokenizer."""
         if (tokenizer := self.tokenizer) is None:
             return None
-        return lambda text: list(tokenizer.encode(text).ids)
+        # The form for several texts computes beside the event loop, and without the places of tokens in the text.
+        return lambda text: list(tokenizer.encode_batch_fast([text])[0].ids)
 
     def text_of(self, token_ids: tuple[int, ...], params: SamplingParams) -> str:
         """The text of a completion, empty without a tokenizer."""
@@ -133,7 +150,10 @@ def build_app(scheduler: Scheduler, receiver: WeightReceiver | None = None) -> S
 
 
 async def _generate(model: ServedModel, request: Request) -> Response:
-    call = parse_generate(await _read_body(request), model.encode())
+    body = await _read_body(request)
+    parse = partial(parse_generate, body, model.encode(), context_length=model.scheduler.decoder.context_length)
+    has_text = isinstance(body, dict) and body.get("text") is not None
+    call = await anyio.to_thread.run_sync(parse, limiter=model.encoding) if has_text else parse()
     if call.is_stream:
         return StreamingResponse(_stream(model, call), media_type="text/event-stream")
     futures = _submit_all(model.scheduler, call.requests)
@@ -483,17 +503,17 @@ def _as_object(body: Json) -> dict[str, Json]:
 
 
 async def _read_bytes(request: Request) -> bytearray:
-    content = bytearray()
+    content, most = bytearray(), min(BODY_BYTES.get(request.url.path, SMALL_BODY_BYTES), MAX_BODY_BYTES)
     async for part in request.stream():
         content += part
-        if len(content) > MAX_BODY_BYTES:  # who sends in chunks does not say how much it will be
-            raise RequestError(
-                f"The request has more than the {MAX_BODY_BYTES} bytes that are taken: send less at once."
-            )
+        if len(content) > most:  # who sends in chunks does not say how much it will be
+            raise RequestError(f"The request has more than the {most} bytes that are taken: send less at once.")
     return content
 
 
 def _parse(content: bytearray) -> Json:
+    if content.count(b"[") + content.count(b"{") > MAX_BRACKETS:
+        raise RequestError(f"The request has more than {MAX_BRACKETS} lists and objects: send less at once.")
     try:
         return orjson.loads(content)
     except ValueError as error:

@@ -15,6 +15,7 @@ import time
 import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 import torch
@@ -29,6 +30,11 @@ from rollouts_core.embedded.segments import SegmentAddress
 Json = Any
 
 MAX_COMPLETIONS_PER_PROMPT = 1024
+MAX_CHARS_PER_TOKEN = 32
+"""A text with more for each token of the context is refused unread; most have four. To turn it into token ids would
+take minutes and gigabytes."""
+MAX_SHOWN_VALUES, MAX_SHOWN_CHARS, MAX_SHOWN_DEPTH = 20, 40, 3
+"""What an error shows of a value."""
 
 SAMPLING_FIELDS = (
     *("max_new_tokens", "stop", "stop_token_ids", "stop_regex", "temperature", "top_p", "top_k", "min_p"),
@@ -82,12 +88,16 @@ class GenerateCall:
     """The answer is a stream of server-sent events."""
 
 
-def parse_generate(body: Json, encode: Callable[[str], list[int]] | None) -> GenerateCall:
+def parse_generate(
+    body: Json, encode: Callable[[str], list[int]] | None, *, context_length: int | None = None
+) -> GenerateCall:
     """Check a request body and return what it asks for.
 
     Args:
         body: parsed JSON.
         encode: turns text into token ids; None where the model directory has no tokenizer.
+        context_length: tokens of a prompt and its completion together; longer prompts are refused before anything is
+            made of them. None: the caller checks that.
 
     Raises:
         ContractError: wrong types or unknown sampling parameters.
@@ -98,7 +108,7 @@ def parse_generate(body: Json, encode: Callable[[str], list[int]] | None) -> Gen
     for name in UNSUPPORTED_FIELDS:
         if body.get(name):
             raise _unsupported(name)
-    prompts, is_batch = _prompts(body, encode)
+    prompts, is_batch = _prompts(body, encode, context_length)
     params_of_prompts = _spread(body, "sampling_params", len(prompts))
     params = [sampling_params_from_json(value) for value in params_of_prompts]
     count = _completions_per_prompt(params_of_prompts)
@@ -387,7 +397,9 @@ def finish_reason_to_json(reason: FinishReason, num_tokens: int) -> dict[str, Js
             raise AssertionError(f"it is answered as an error, not as a completion: {reason.message}")
 
 
-def _prompts(body: Mapping[str, Json], encode: Callable[[str], list[int]] | None) -> tuple[list[tuple[int, ...]], bool]:
+def _prompts(
+    body: Mapping[str, Json], encode: Callable[[str], list[int]] | None, context_length: int | None
+) -> tuple[list[tuple[int, ...]], bool]:
     """Token ids of every prompt, and whether there was a list of prompts."""
     text, input_ids = body.get("text"), body.get("input_ids")
     if (text is None) == (input_ids is None):
@@ -400,16 +412,48 @@ def _prompts(body: Mapping[str, Json], encode: Callable[[str], list[int]] | None
             raise ContractError(f"invalid type: {_show(text)}, expected a string or a list of strings")
         if not texts:
             raise RequestError("text cannot be empty.")
-        return [tuple(encode(entry)) for entry in texts], isinstance(text, list)
+        _check_num_prompts(texts)
+        return [_encode_within(entry, encode, context_length) for entry in texts], isinstance(text, list)
     if not isinstance(input_ids, list):
         raise ContractError(f"invalid type: {_show(input_ids)}, expected a list of token ids, or a list of lists")
     if not input_ids:
         raise RequestError("input_ids cannot be empty.")
     is_batch = isinstance(input_ids[0], list)
     prompts = input_ids if is_batch else [input_ids]
+    _check_num_prompts(prompts)
+    if context_length is not None:
+        for prompt in prompts:
+            _check_length(prompt, context_length)
     if not all(isinstance(prompt, list) and set(map(type, prompt)) <= {int} for prompt in prompts):
         raise ContractError("invalid type in input_ids, expected integers only, in a list or in a list of lists")
     return [tuple(prompt) for prompt in prompts], is_batch
+
+
+def _check_num_prompts(prompts: Sequence[Json]) -> None:
+    if len(prompts) > MAX_WAITING_REQUESTS:
+        raise RequestError(
+            f"A request may ask for at most {MAX_WAITING_REQUESTS} completions, found {len(prompts)} prompts."
+        )
+
+
+def _encode_within(text: str, encode: Callable[[str], list[int]], context_length: int | None) -> tuple[int, ...]:
+    """The token ids of a text that may fit into the context."""
+    if context_length is not None and len(text) > (most := context_length * MAX_CHARS_PER_TOKEN):
+        raise RequestError(
+            f"The input ({len(text)} characters) is longer than the model's context length ({context_length} tokens): "
+            f"at most {most} characters are taken."
+        )
+    token_ids = encode(text)
+    if context_length is not None:
+        _check_length(token_ids, context_length)
+    return tuple(token_ids)
+
+
+def _check_length(prompt: Json, context_length: int) -> None:
+    if isinstance(prompt, list) and len(prompt) >= context_length:
+        raise RequestError(
+            f"The input ({len(prompt)} tokens) is longer than the model's context length ({context_length} tokens)."
+        )
 
 
 def _spread(body: Mapping[str, Json], name: str, count: int) -> list[Json]:
@@ -518,4 +562,16 @@ def _unsupported(name: str) -> RequestError:
 
 
 def _show(value: Json) -> str:
-    return f"{type(value).__name__} `{str(value)[:40]}`"
+    return f"{type(value).__name__} `{str(_shortened(value))[:MAX_SHOWN_CHARS]}`"
+
+
+def _shortened(value: Json, depth: int = MAX_SHOWN_DEPTH) -> Json:
+    """The beginning of a value, which may have millions of parts."""
+    if isinstance(value, str):
+        return value[:MAX_SHOWN_CHARS]
+    if isinstance(value, list):
+        return [_shortened(each, depth - 1) for each in value[:MAX_SHOWN_VALUES]] if depth else []
+    if isinstance(value, dict):
+        shown = islice(value.items(), MAX_SHOWN_VALUES)
+        return {name[:MAX_SHOWN_CHARS]: _shortened(each, depth - 1) for name, each in shown} if depth else {}
+    return value

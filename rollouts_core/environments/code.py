@@ -16,11 +16,12 @@ from typing import Any
 
 import anyio
 
+from rollouts_core.environments.grading_limit import GradingLimit
 from rollouts_core.environments.protocol import Outcome
 from rollouts_core.environments.sandbox import SandboxLimits, run_in_sandbox
 from rollouts_core.errors import RewardError
 from rollouts_core.system.processors import count_processors
-from rollouts_core.system.time_limits import take_turn
+from rollouts_core.system.time_limits import take_turn, uncounted
 from rollouts_core.types import Sample
 
 # Nothing is given back (`+`): a policy may write thousands of marks, letters or spaces in one line.
@@ -28,6 +29,8 @@ FENCE = re.compile(r"\s*+(?P<marks>`{3,}+|~{3,}+)\s*+(?P<language>[^\s`]*+)[^`]*
 """A line that opens a block, or closes one."""
 LATE_FENCE = re.compile(r"[^`]*+(?P<marks>`{3,}+)(?P<language>\w*+)\s*+")
 """A line that opens a block behind words, as in "Here it is: ```python"."""
+MAX_GRADING_S = 600.0
+"""How long a program may run for all tests of its row; each of hundreds could use up its own time."""
 MAX_PROGRAM_BYTES = 1 << 20
 """For which there is room beside the input of a test; policies write less."""
 PYTHON = {"python", "python3", "py"}
@@ -41,6 +44,7 @@ class CodeEnvironment:
 
     def __init__(self, limits: SandboxLimits | None = None) -> None:
         self.limits = limits
+        self.grading_limit = GradingLimit(MAX_GRADING_S)
 
     @cached_property
     def _slots(self) -> anyio.CapacityLimiter:
@@ -52,7 +56,7 @@ class CodeEnvironment:
         check_tests(row["tests"], self.limits or SandboxLimits())
 
     async def grade(self, sample: Sample) -> float:
-        """1 where every test passes, else 0.
+        """1 where every test passes, else 0; also if that takes too long, which `grading_limit` counts.
 
         Raises:
             RewardError: the row has no tests that can be run.
@@ -63,9 +67,10 @@ class CodeEnvironment:
             check_tests(tests, self.limits or SandboxLimits())
         except ValueError as error:
             raise RewardError(str(error)) from error
-        if isinstance(tests, str):
-            return float(await self._passes_code(program, tests))
-        return float(await self._passes_all(program, tests))
+        with uncounted():  # what a policy writes does not end a run, and every program has a limit of its own
+            if isinstance(tests, str):
+                return float(await self._passes_code(program, tests))
+            return await self._grade_tests(sample, program, tests)
 
     async def _passes_code(self, program: str, tests: str) -> bool:
         # The mark says that the tests were reached and passed: a program could end before them with exit code 0.
@@ -74,14 +79,24 @@ class CodeEnvironment:
             result = await run_in_sandbox(f"{program}\n\n{tests}\n\nprint({mark!r})\n", limits=self.limits)
         return result.outcome is Outcome.OK and result.stdout.rstrip().endswith(mark)
 
-    async def _passes_all(self, program: str, tests: Sequence[dict[str, Any]]) -> bool:  # Any: JSON
+    async def _grade_tests(
+        self,
+        sample: Sample,
+        program: str,
+        tests: Sequence[dict[str, Any]],  # Any: JSON
+    ) -> float:
+        left_s = self.grading_limit.seconds
         # One after another: most programs of a policy that learns fail early, and the rest need not run.
         for test in tests:
             async with take_turn(self._slots):
+                began = anyio.current_time()
                 result = await run_in_sandbox(program, stdin=str(test["stdin"]), limits=self.limits)
+                left_s -= anyio.current_time() - began
             if result.outcome is not Outcome.OK or _lines(result.stdout) != _lines(str(test["stdout"])):
-                return False
-        return True
+                return 0.0
+            if left_s < 0:
+                return self.grading_limit.note(sample)
+        return 1.0
 
 
 def check_tests(tests: Any, limits: SandboxLimits) -> None:  # Any: JSON

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import textwrap
 from collections.abc import Iterator, Mapping
 from fractions import Fraction
 from typing import Any
@@ -17,8 +18,13 @@ from referencing.exceptions import Unresolvable
 from referencing.jsonschema import DRAFT202012
 
 from rollouts_core.environments.code import find_last_block
+from rollouts_core.environments.grading_limit import GradingLimit
+from rollouts_core.system.time_limits import OutOfTimeError, interrupt_after_computing
 from rollouts_core.types import Sample
 
+MAX_CHECK_S = 2.0
+"""How long a completion may take to check. Patterns, and schemas that refer to themselves, take years for some."""
+MAX_SHOWN_CHARS = 200
 REFERENCES = {"$ref", "$dynamicRef"}
 BOOLEANS = {"True": True, "False": False}
 """What is left of a row's `"answer": true` and `false`, since the answer of a prompt is text."""
@@ -33,13 +39,35 @@ def _check_multiple(_: Any, divisor: float, number: Any, __: Any) -> Iterator[Va
         yield ValidationError(f"{number!r} is not a multiple of {divisor}")
 
 
-SchemaValidator = extend(Draft202012Validator, {"multipleOf": _check_multiple})
+def _check_unique(_: Any, is_unique: bool, items: Any, __: Any) -> Iterator[ValidationError]:  # Any: JSON
+    """The keyword `uniqueItems`, in one pass: comparing each with each takes minutes for thousands of objects."""
+    if is_unique and isinstance(items, list):
+        keys = [json.dumps(_with_equal_numbers(item), sort_keys=True) for item in items]
+        if len(set(keys)) < len(keys):
+            yield ValidationError(f"{textwrap.shorten(repr(items), MAX_SHOWN_CHARS)} has non-unique elements")
+
+
+def _with_equal_numbers(value: Any) -> Any:  # Any: JSON
+    """The value with numbers that are equal, as 1 and 1.0, written alike."""
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, list):
+        return [_with_equal_numbers(each) for each in value]
+    if isinstance(value, dict):
+        return {name: _with_equal_numbers(each) for name, each in value.items()}
+    return value
+
+
+SchemaValidator = extend(Draft202012Validator, {"multipleOf": _check_multiple, "uniqueItems": _check_unique})
 
 
 class JSONSchemaEnvironment:
     """Rewards a completion that is valid JSON of the row's schema."""
 
     row_fields = ("schema",)
+
+    def __init__(self) -> None:
+        self.grading_limit = GradingLimit(MAX_CHECK_S)
 
     def check_row(self, row: Mapping[str, Any]) -> None:  # Any: JSON
         """Raise ValueError for a schema that is none, or an answer that is no JSON of it."""
@@ -52,18 +80,28 @@ class JSONSchemaEnvironment:
             return
         validator = SchemaValidator(row["schema"], registry=Registry())
         try:
-            problem = next(validator.iter_errors(_as_json(answer)), None)
+            with interrupt_after_computing(MAX_CHECK_S):
+                problem = next(validator.iter_errors(_as_json(answer)), None)
         except RecursionError as error:
             raise ValueError("the answer cannot be checked: `schema` refers to itself without end") from error
+        except OutOfTimeError as error:
+            raise ValueError(
+                f"the answer cannot be checked within {MAX_CHECK_S:g} s: give `schema` simpler patterns and references"
+            ) from error
         if problem is not None:
             raise ValueError(f"the answer does not keep to the row's own schema: {problem.message}")
 
     def grade(self, sample: Sample) -> float:
         """1 for JSON that keeps to the schema, and equals the answer where the row has one, else 0.
 
+        A completion that takes too long to check gets 0, and `grading_limit` counts it.
+
         Raises:
             SchemaError: the row's schema is none.
         """
+        return self.grading_limit.call(sample, self._grade, sample)
+
+    def _grade(self, sample: Sample) -> float:
         schema, answer = sample.metadata["schema"], sample.metadata.get("answer")
         # The empty registry keeps a `$ref` to some URL from being fetched.
         Draft202012Validator.check_schema(schema)

@@ -17,26 +17,40 @@ import errno
 import json
 import os
 import signal
+import site
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import anyio
 from anyio.abc import Process
 
+from rollouts_core.environments.memory_groups import find_group_parent
 from rollouts_core.environments.protocol import Outcome
+from rollouts_core.environments.system_calls import build_filter
 from rollouts_core.errors import EnvironmentUnavailableError, RewardError
+from rollouts_core.system.private_files import find_seen
 
 CHILD = Path(__file__).with_name("sandbox_child.py")
-SYSTEM_FOLDERS = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache")
+SYSTEM_FOLDERS = (
+    *("/usr/bin", "/usr/sbin", "/usr/lib", "/usr/lib32", "/usr/lib64", "/usr/libx32", "/usr/libexec"),
+    *("/usr/local/lib", "/usr/local/lib64", "/usr/share/zoneinfo"),
+    *("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/etc/ld.so.cache"),
+)
+"""Programs, libraries and time zones; not all of /usr, where projects may lie, as in /usr/src."""
+PREFIX_PARTS = ("bin", "lib", "lib64", "pyvenv.cfg")
+"""Parts of an interpreter's folder that programs need."""
 FORBIDDEN = (errno.EPERM, errno.EACCES, errno.ENOSYS, errno.EINVAL)
 """What a system answers that allows no namespaces, or knows none of a kind."""
 BEGUN = b"+"
 """What the process that shuts a program in writes before anything else could go wrong than the program."""
 BEGIN_TIMEOUT_S = 120.0
 """How long the machine may take to shut a program in, which is a part of a second where it has a processor for it."""
+DEFAULT_SOCKET_KB = 208
+"""What the kernel keeps for a socket, if it does not say."""
 END_TIMEOUT_S = 5.0
 """How long the end of all processes of a program may take before the process that watches them is killed as well."""
 
@@ -74,9 +88,11 @@ async def run_in_sandbox(code: str, *, stdin: str = "", limits: SandboxLimits | 
 
     Raises:
         EnvironmentUnavailableError: the machine could not shut a program in, or ended it.
-        RewardError: it allows nobody to shut a program in.
+        RewardError: the machine allows no program to be shut in, or the program would see private files.
     """
     allowed = limits or SandboxLimits()
+    if (problem := _find_too_large(code, stdin, allowed)) is not None:
+        return problem
     process, read_status = await _start(allowed)
     program = json.dumps({"code": code, "stdin": stdin}).encode()
     streams = {"stdout": b"", "stderr": b""}
@@ -143,7 +159,13 @@ async def _start(limits: SandboxLimits) -> tuple[Process, int]:
         )
     read_status, write_status = os.pipe()
     os.set_blocking(read_status, False)
-    settings = {**asdict(limits), "folders": visible_folders(), "executable": sys.executable}
+    folders = visible_folders()
+    if (seen := find_seen(folders)) is not None:
+        raise RewardError(
+            f"{seen[0]} lies in {seen[1]}, where programs in the sandbox can read it: move it out of the folders of "
+            "programs and libraries"
+        )
+    settings = {**asdict(limits), "folders": folders, "executable": sys.executable, **_describe_machine()}
     try:
         process = await anyio.open_process(
             [sys.executable, "-I", "-S", str(CHILD), json.dumps(settings), str(write_status), str(os.getpid())],
@@ -200,10 +222,44 @@ def _check_machine(status: bytes, *, is_late: bool, stderr: bytes) -> None:
     raise EnvironmentUnavailableError(f"what shuts a program in ended before it had begun: {said or 'it said nothing'}")
 
 
-def visible_folders() -> list[str]:
-    """What of the machine's file system a program sees, read-only: what Python needs to run."""
-    own = {sys.prefix, sys.base_prefix, str(Path(sys.executable).resolve().parent)}
-    return [path for path in (*SYSTEM_FOLDERS, *sorted(own)) if Path(path).exists()]
+@cache
+def visible_folders() -> tuple[str, ...]:
+    """The parts of the machine's file system that a program sees, read-only: what Python needs to run."""
+    prefixes = sorted({sys.prefix, sys.base_prefix, sys.exec_prefix})
+    own = [f"{prefix}/{part}" for prefix in prefixes for part in PREFIX_PARTS]
+    chosen: list[str] = []
+    for path in map(Path, (*SYSTEM_FOLDERS, *own, *site.getsitepackages(), *_follow_links(Path(sys.executable)))):
+        if path.exists() and not any(path.is_relative_to(other) for other in chosen):
+            chosen.append(str(path))
+    return tuple(chosen)
+
+
+def _follow_links(path: Path) -> Iterator[str]:
+    """A file and each file that its links lead to."""
+    while path.is_symlink():
+        yield str(path)
+        path = path.parent / path.readlink()
+    yield str(path)
+
+
+@cache
+def _describe_machine() -> dict[str, object]:
+    """What each program is shut in by, as far as this machine decides it."""
+    try:
+        socket_kb = int(Path("/proc/sys/net/core/wmem_default").read_text(encoding="utf-8")) >> 10
+    except (OSError, ValueError):
+        socket_kb = DEFAULT_SOCKET_KB
+    machine = os.uname().machine
+    return {"filter": build_filter(machine).hex(), "group_parent": find_group_parent(), "socket_kb": socket_kb}
+
+
+def _find_too_large(code: str, stdin: str, limits: SandboxLimits) -> SandboxResult | None:
+    """The end of a program that does not fit into its temporary folder with its input; None if it fits."""
+    num_bytes = len(code.encode(errors="replace")) + len(stdin.encode(errors="replace"))
+    if num_bytes <= limits.file_mb << 20:
+        return None
+    said = f"MemoryError: the program and its input have {num_bytes:,} bytes, more than {limits.file_mb} MB\n"
+    return SandboxResult(outcome=Outcome.TOOL_ERROR, exit_code=1, stdout="", stderr=said)
 
 
 def _end(process: Process) -> None:

@@ -1,15 +1,20 @@
 """Shut this process in, then become the program: run by sandbox.py as a script, needs nothing but Python.
 
-Not here: what is run, and what its end means (sandbox.py).
+Not here: what is run, and what its end means (sandbox.py), which system calls a program may make (system_calls.py).
 
 argv: settings as JSON, file descriptor for problems, who starts it      stdin: {"code": ..., "stdin": ...} as JSON
 
 namespaces --> fork --> [1] new root, read-only folders, no privileges, limits --> exec python /tmp/main.py
                 |
                 +----- waits, ends with its exit code; on SIGTERM, when sandbox.py's process dies, or when all processes
-                       in there hold too much memory together, it kills [1], and with the first process of its
-                       namespace the kernel kills everything in there; where the machine kills [1], or it cannot watch
-                       any longer, it ends by a signal itself
+                       in there hold too much memory together, or one has used up its processor time, it kills [1],
+                       and with the first process of its namespace the kernel kills everything in there; where the
+                       machine kills [1], or it cannot watch any longer, it ends by a signal itself
+
+A program cannot end [1] by SIGKILL: no process of a namespace can kill its first one, [1] has no limit at which the
+kernel would do it, and a program cannot change its limits. SIGKILL therefore comes from the machine.
+
+Every import costs each program milliseconds. Files are therefore read by `os` and not by pathlib.
 """
 
 from __future__ import annotations
@@ -18,15 +23,16 @@ import contextlib
 import ctypes
 import errno
 import json
-import math
 import os
 import re
 import resource
 import signal
 import struct
 import sys
-from pathlib import Path
-from typing import Any, NoReturn
+
+TYPE_CHECKING = False  # `typing` takes 3 ms
+if TYPE_CHECKING:
+    from typing import Any, NoReturn
 
 CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWIPC, CLONE_NEWUSER = 0x20000, 0x4000000, 0x8000000, 0x10000000
 CLONE_NEWPID, CLONE_NEWNET = 0x20000000, 0x40000000
@@ -47,33 +53,32 @@ MS_RELATIME = 1 << 21
 SYS_MOUNT_SETATTR, AT_FDCWD, AT_RECURSIVE = 442, -100, 0x8000
 MOUNT_ATTR_RDONLY, MOUNT_ATTR_NOSUID, MOUNT_ATTR_NODEV = 1, 2, 4
 PR_SET_PDEATHSIG, PR_SET_NO_NEW_PRIVS, PR_CAPBSET_DROP, PR_SET_SECCOMP = 1, 38, 24, 22
-SECCOMP_MODE_FILTER = 2
+SECCOMP_MODE_FILTER, BPF_INSTRUCTION_BYTES = 2, 8
 SYS_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
-AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
-FORBIDDEN_CALLS = {
-    # memory that no limit of a process counts: shmget, msgget, memfd_create, memfd_secret;
-    # parts of the kernel that no program of a policy needs, and that attacks on it begin with:
-    # add_key, request_key, keyctl, perf_event_open, bpf, userfaultfd, io_uring_setup,
-    # ptrace, process_vm_readv, process_vm_writev
-    "x86_64": (29, 68, 319, 447, 248, 249, 250, 298, 321, 323, 425, 101, 310, 311),
-    "aarch64": (194, 186, 279, 447, 217, 218, 219, 241, 280, 282, 425, 117, 270, 271),
-}
-SOCKET_CALL = {"x86_64": 41, "aarch64": 198}
-SOCKET_FAMILIES = (1, 2, 10)
-"""AF_UNIX, AF_INET, AF_INET6, which end at the walls of the program's network. Of others some do not: AF_VSOCK leads
-from a virtual machine to its host."""
-X32_CALLS = 0x40000000
-"""On x86_64 the same calls have second numbers from here on."""
 NOBODY = 65534
 NUM_CAPABILITIES = 64
 ROOTS = ("/mnt", "/media", "/srv", "/opt", "/tmp")
 """Where the new root may be put together: covered in this mount namespace alone."""
-DEVICES = ("null", "zero", "urandom", "random", "full")
-CHECK_MEMORY_S = 0.05
+DEVICES = ("null", "urandom", "random", "full")
+"""Not `zero`: a shared mapping of it is memory that stays when a process unmaps it, and that counts for no process."""
+CHECK_S = 0.05
+"""How often the memory and the processor time of a program are looked at."""
+CPU_GRACE_S = 1.0
+"""How much longer than its limit a process may run that the kernel ends at the limit, as it does all but the first."""
 CPU_LIMIT_SHARE = 0.5
-"""A program that was killed before it had used this share of its processor time was not killed for that: the kernel's
-two ways to count the time differ, by less than half."""
+"""A program that was killed before it had used this share of the machine's own limit of processor time was not killed
+for that: the kernel's two ways to count the time differ, by less than half."""
+CLOCK_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+PIPE_KB, MAPPING_KB = 64, 0.5
+"""Memory of the kernel that a pipe and a mapping may take."""
+MAX_LOCKS, MAX_LOCKS_BYTES = 2000, 256 << 10
+"""Locks of files that all processes together may have, and how much of the list of all locks is read: the kernel needs
+longer for each part of it."""
+NUM_SIGNALS = 128
+"""Signals and timers that may wait for all processes of a program."""
 
+MEMORY = re.compile(rb"^(?:Rss(?:Anon|Shmem)|VmSwap|VmPTE|HugetlbPages):\s*(\d+) kB", re.MULTILINE)
+"""In /proc/PID/status: memory of a process, also where it is swapped out, and the kernel's tables of it."""
 BEGUN = b"+"
 """What stands before problems, which are none, when the program begins: nothing stands for no beginning."""
 
@@ -101,7 +106,7 @@ def enter_namespaces() -> None:
         return
     check(libc.unshare(spaces | CLONE_NEWUSER), "unshare")
     for name, content in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
-        Path(f"/proc/self/{name}").write_text(content, encoding="utf-8")
+        write_file(f"/proc/self/{name}", content.encode())
 
 
 def build_root(folders: list[str], file_mb: int) -> None:
@@ -111,22 +116,22 @@ def build_root(folders: list[str], file_mb: int) -> None:
     mount("none", "/", "", MS_REC | MS_PRIVATE)
     mount("tmpfs", root, "tmpfs", MS_NOSUID | MS_NODEV, "size=1m,mode=755")
     for name in ("dev", "proc", "tmp"):
-        Path(root, name).mkdir()
+        os.mkdir(f"{root}/{name}")
     mount("tmpfs", root + "/tmp", "tmpfs", MS_NOSUID | MS_NODEV, f"size={file_mb}m,mode=1777,nr_inodes=4096")
-    for path in map(Path, folders):
-        inside = Path(root + str(path))
-        inside.parent.mkdir(parents=True, exist_ok=True)
-        if path.is_symlink():
-            inside.symlink_to(path.readlink())
+    for path in folders:
+        inside = root + path
+        os.makedirs(os.path.dirname(inside), exist_ok=True)
+        if os.path.islink(path):
+            os.symlink(os.readlink(path), inside)
             continue
-        if path.is_dir():
-            inside.mkdir(exist_ok=True)
+        if os.path.isdir(path):
+            os.makedirs(inside, exist_ok=True)
         else:
-            inside.touch()
-        mount(str(path), str(inside), "", MS_BIND | MS_REC)
-        make_read_only(str(inside))
+            write_file(inside, b"")
+        mount(path, inside, "", MS_BIND | MS_REC)
+        make_read_only(inside)
     for name in DEVICES:
-        Path(root, "dev", name).touch()
+        write_file(f"{root}/dev/{name}", b"")
         mount(f"/dev/{name}", f"{root}/dev/{name}", "", MS_BIND)
     mount("proc", root + "/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC)
     os.chdir(root)
@@ -155,7 +160,7 @@ def make_read_only(folder: str) -> None:
 def list_mounts(folder: str) -> list[tuple[str, list[str]]]:
     """The mount at `folder` and those below it, with their options."""
     found = []
-    for line in Path("/proc/self/mountinfo").read_text(encoding="utf-8").splitlines():
+    for line in os.fsdecode(read_file("/proc/self/mountinfo")).splitlines():
         _, _, _, _, place, options, *_ = line.split(" ")
         place = re.sub(r"\\(\d{3})", lambda code: chr(int(code[1], 8)), place)  # a space is \040
         if place == folder or place.startswith(folder.rstrip("/") + "/"):
@@ -166,7 +171,7 @@ def list_mounts(folder: str) -> list[tuple[str, list[str]]]:
 def find_root(folders: list[str]) -> str:
     """A folder that exists and covers none of `folders`."""
     for root in ROOTS:
-        if Path(root).is_dir() and not any(Path(folder).is_relative_to(root) for folder in folders):
+        if os.path.isdir(root) and not any(f"{folder}/".startswith(f"{root}/") for folder in folders):
             return root
     raise OSError(f"each of {', '.join(ROOTS)} is missing or holds a folder that the program needs")
 
@@ -185,46 +190,42 @@ def drop_privileges(settings: dict[str, Any]) -> None:
     for number in range(NUM_CAPABILITIES):
         libc.prctl(PR_CAPBSET_DROP, number, 0, 0, 0)
     check(libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no_new_privs")
-    forbid_calls()
+    end_with_parent(signal.SIGKILL)  # a change of user clears it, and the filter keeps the program from doing so
+    put_filter_on(bytes.fromhex(settings["filter"]))
 
 
-def forbid_calls() -> None:
-    """Have the kernel refuse FORBIDDEN_CALLS, other sockets, and every call in the numbering of another processor."""
-    machine = os.uname().machine
-    load, jump_equal, jump_at_least, end = 0x20, 0x15, 0x35, 0x06  # BPF operations
-    refuse, allow = 0x00050000 | errno.EPERM, 0x7FFF0000
-    forbidden, families = FORBIDDEN_CALLS[machine], SOCKET_FAMILIES
-    refusal = 6 + len(forbidden) + len(families)  # its place; a jump counts from the next step
-    program = [
-        (load, 0, 0, 4),  # the processor whose numbering the call is in
-        (jump_equal, 0, refusal - 2, AUDIT_ARCH[machine]),
-        (load, 0, 0, 0),  # the call's number
-        (jump_at_least, refusal - 4, 0, X32_CALLS),
-        *((jump_equal, refusal - 5 - i, 0, number) for i, number in enumerate(forbidden)),
-        (jump_equal, 0, len(families) + 2, SOCKET_CALL[machine]),
-        (load, 0, 0, 16),  # its first argument
-        *((jump_equal, len(families) - i, 0, family) for i, family in enumerate(families)),
-        (end, 0, 0, refuse),
-        (end, 0, 0, allow),
-    ]
-    code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *step) for step in program))
-    described = struct.pack("HP", len(program), ctypes.addressof(code))
+def put_filter_on(program: bytes) -> None:
+    """Have the kernel refuse the calls that a filter of system_calls.py refuses, in this process and all its own."""
+    code = ctypes.create_string_buffer(program, len(program))
+    described = struct.pack("HP", len(program) // BPF_INSTRUCTION_BYTES, ctypes.addressof(code))
     check(libc.prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, described, 0, 0), "seccomp")
 
 
 def set_limits(settings: dict[str, Any]) -> None:
-    """What one process may use."""
+    """What one process may use.
+
+    At its limit of processor time the kernel sends SIGXCPU, which does not end the first process of a namespace.
+    """
+    lower_limit(resource.RLIMIT_CPU, settings["cpu_s"], is_hard=False)
     for kind, limit in (
         (resource.RLIMIT_AS, settings["memory_mb"] << 20),
-        (resource.RLIMIT_CPU, settings["cpu_s"]),
         (resource.RLIMIT_FSIZE, settings["file_mb"] << 20),
         (resource.RLIMIT_NPROC, settings["num_processes"]),
         (resource.RLIMIT_NOFILE, 64),
+        (resource.RLIMIT_SIGPENDING, NUM_SIGNALS),
+        (resource.RLIMIT_MSGQUEUE, 0),
+        (resource.RLIMIT_RTPRIO, 0),
+        (resource.RLIMIT_NICE, 0),
         (resource.RLIMIT_CORE, 0),
     ):
-        _, hard = resource.getrlimit(kind)
-        lower = limit if hard == resource.RLIM_INFINITY else min(limit, hard)  # nobody may raise it
-        resource.setrlimit(kind, (lower, lower))
+        lower_limit(kind, limit, is_hard=True)
+
+
+def lower_limit(kind: int, limit: int, *, is_hard: bool) -> None:
+    """Set a limit of this process, also for good; one that is lower already stays."""
+    _, hard = resource.getrlimit(kind)
+    lower = limit if hard == resource.RLIM_INFINITY else min(limit, hard)  # nobody may raise it
+    resource.setrlimit(kind, (lower, lower if is_hard else hard))
 
 
 def become_program(settings: dict[str, Any], program: dict[str, str], status: int) -> None:
@@ -233,13 +234,12 @@ def become_program(settings: dict[str, Any], program: dict[str, str], status: in
     os.setsid()
     build_root(settings["folders"], settings["file_mb"])
     for name, content in (("main.py", program["code"]), ("stdin", program["stdin"])):
-        Path("/tmp", name).write_text(content, encoding="utf-8")
+        # Halves of characters are the program's mistake, and no failure of this machine.
+        write_file(f"/tmp/{name}", content.encode("utf-8", "surrogatepass"))
     given = os.open("/tmp/stdin", os.O_RDONLY)
     os.dup2(given, 0)
     os.close(given)
     drop_privileges(settings)
-    # Last, because a change of user clears it. A second guard only: the program may clear it too.
-    end_with_parent(signal.SIGKILL)
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
     os.write(status, BEGUN)
     os.execv(settings["executable"], [settings["executable"], "-IXutf8", "/tmp/main.py"])
@@ -250,7 +250,7 @@ def end_with_parent(number: int) -> None:
     check(libc.prctl(PR_SET_PDEATHSIG, number, 0, 0, 0), "pdeathsig")
 
 
-def kill_on_sigterm(child: int) -> None:
+def kill_on_sigterm(child: int, group: MemoryGroup | None) -> None:
     """From here on SIGTERM ends the program, with everything that it started, and then this process.
 
     Nothing in the namespace can prevent it: from outside even its first process can be killed.
@@ -260,46 +260,101 @@ def kill_on_sigterm(child: int) -> None:
         with contextlib.suppress(ProcessLookupError, ChildProcessError):  # it just ended by itself
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)  # returns when the whole namespace is gone
+        if group is not None:
+            group.remove()
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
 
     signal.signal(signal.SIGTERM, end)
 
 
-def wait_for_end(child: int, *, memory_mb: int, cpu_s: float) -> int:
-    """The exit code of the program, which is killed where its processes hold more memory together than one may.
+class MemoryGroup:
+    """A cgroup whose memory, with that of the kernel, is limited; it is removed at the end of the program.
+
+    Args:
+        parent: the cgroup in which it is made.
+
+    Raises:
+        OSError: it cannot be made there.
+    """
+
+    def __init__(self, parent: str, max_bytes: int) -> None:
+        self.name = f"rollouts-{os.getpid()}"
+        self._parent = os.open(parent, os.O_DIRECTORY)
+        os.mkdir(self.name, dir_fd=self._parent)
+        self._folder = os.open(self.name, os.O_DIRECTORY, dir_fd=self._parent)
+        self._write("memory.max", str(max_bytes))
+        for name, value in (("memory.swap.max", "0"), ("memory.oom.group", "1")):
+            with contextlib.suppress(OSError):  # without swap there is no such file, nor before Linux 4.19
+                self._write(name, value)
+        self.members = os.open("cgroup.procs", os.O_WRONLY, dir_fd=self._folder)
+        """A process joins by writing 0 here."""
+
+    def _write(self, name: str, value: str) -> None:
+        file = os.open(name, os.O_WRONLY, dir_fd=self._folder)
+        try:
+            os.write(file, value.encode())
+        finally:
+            os.close(file)
+
+    def has_killed(self) -> bool:
+        """Whether the kernel ended processes for the group's limit."""
+        file = os.open("memory.events", os.O_RDONLY, dir_fd=self._folder)
+        try:
+            found = re.search(rb"^oom_kill (\d+)", os.read(file, 4096), re.MULTILINE)
+        finally:
+            os.close(file)
+        return found is not None and int(found[1]) > 0
+
+    def remove(self) -> None:
+        """Remove the group, which has no members any more."""
+        with contextlib.suppress(OSError):
+            os.rmdir(self.name, dir_fd=self._parent)
+
+
+def wait_for_end(child: int, settings: dict[str, Any], group: MemoryGroup | None) -> int:
+    """The exit code of the program, which is killed where its processes use more than it may.
 
     Needs SIGCHLD to be blocked. Does not return where neither the limits nor the program were its end.
     """
+    hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
+    hard_s = hard if hard != resource.RLIM_INFINITY else float("inf")
+    memory_mb, cpu_s = settings["memory_mb"], min(settings["cpu_s"], hard_s)
     while True:
-        signal.sigtimedwait([signal.SIGCHLD], CHECK_MEMORY_S)
+        signal.sigtimedwait([signal.SIGCHLD], CHECK_S)
         ended, waited, used = os.wait4(child, os.WNOHANG)
         if ended:
             code = os.waitstatus_to_exitcode(waited)
-            if code == -signal.SIGKILL and used.ru_utime + used.ru_stime < CPU_LIMIT_SHARE * cpu_s:
+            if code == -signal.SIGKILL and group is not None and group.has_killed():
+                return say_too_much(f"{memory_mb} MB")
+            if code == -signal.SIGKILL and used.ru_utime + used.ru_stime < CPU_LIMIT_SHARE * hard_s:
                 end_by_signal()
             return code if code >= 0 else 128 - code
-        cpu_s = min(cpu_s, read_cpu_limit())
         try:
-            is_too_much = count_memory_kb() > memory_mb << 10
-        except (OSError, MemoryError):
-            os.kill(child, signal.SIGKILL)
-            os.waitpid(child, 0)
+            is_set_up = has_own_processes()
+            num_locks = count_locks() if is_set_up else 0
+            held_kb, is_late = measure_processes(cpu_s, settings["socket_kb"]) if is_set_up else (0.0, False)
+        except BaseException:  # noqa: BLE001 - without a watcher the program would have no limits
+            kill_program(child)
             end_by_signal()
-        if is_too_much:
-            os.kill(child, signal.SIGKILL)
-            os.waitpid(child, 0)
-            os.write(2, f"MemoryError: all processes together held more than {memory_mb} MB\n".encode())
-            return 1
+        if held_kb > memory_mb << 10 or num_locks > MAX_LOCKS:
+            kill_program(child)
+            return say_too_much(f"{memory_mb} MB" if num_locks <= MAX_LOCKS else f"{MAX_LOCKS:,} locks of files")
+        if is_late:
+            kill_program(child)
+            return 128 + signal.SIGKILL
 
 
-def read_cpu_limit() -> float:
-    """The seconds of processor time that the program, which may lower its limit, has; else infinite."""
-    with contextlib.suppress(OSError):
-        limits = Path("/proc/1/limits").read_text(encoding="utf-8")
-        if found := re.search(r"^Max cpu time +\d+ +(\d+)", limits, re.MULTILINE):
-            return float(found[1])
-    return math.inf
+def kill_program(child: int) -> None:
+    """End the program with all its processes."""
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)  # returns when the whole namespace is gone
+
+
+def say_too_much(limit: str) -> int:
+    """Tell the program's author that it took too much memory; returns its exit code."""
+    os.write(2, f"MemoryError: all processes together held more than {limit}\n".encode())
+    return 1
 
 
 def end_by_signal() -> NoReturn:
@@ -308,20 +363,93 @@ def end_by_signal() -> NoReturn:
     raise AssertionError("no process survives SIGKILL")
 
 
-def count_memory_kb() -> int:
-    """What the processes of the sandbox hold together, where it is set up; pages that they share count for each."""
+def has_own_processes() -> bool:
+    """Whether /proc is that of the sandbox, which takes the place of this process's own."""
     try:
-        Path("/proc/self").readlink()
-    except FileNotFoundError:  # this process is none of those in the sandbox's /proc, which took the place of its own
-        pass
-    else:
-        return 0
-    total = 0
-    for path in Path("/proc").glob("[0-9]*/status"):
-        with contextlib.suppress(OSError):  # it ended meanwhile
-            status = path.read_bytes()  # begins with a name that the program may choose, of any bytes
-            total += sum(map(int, re.findall(rb"^Rss(?:Anon|Shmem):\s*(\d+) kB", status, re.MULTILINE)))
-    return total
+        os.readlink("/proc/self")
+    except FileNotFoundError:  # this process is none of those in there
+        return True
+    return False
+
+
+def count_locks() -> int:
+    """The locks of files that processes of the sandbox have, but not many more than they may have."""
+    file, listed = os.open("/proc/locks", os.O_RDONLY), b""
+    try:
+        while len(listed) < MAX_LOCKS_BYTES and (part := os.read(file, 1 << 16)):
+            listed += part
+    finally:
+        os.close(file)
+    return listed.count(b"\n") - listed.count(b": OFDLCK ")  # those are of all the machine, and refused in here
+
+
+def measure_processes(cpu_s: float, socket_kb: int) -> tuple[float, bool]:
+    """The memory in kB that the processes of the sandbox hold together, and whether one has used up its time.
+
+    Memory of the kernel counts by the most that it can be. Pages that processes share count for each.
+    """
+    held_kb, is_late = 0.0, False
+    opened: set[str] = set()
+    for pid in filter(str.isdecimal, os.listdir("/proc")):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError, PermissionError):  # it ended meanwhile
+            used_s = read_cpu_s(pid)
+            is_late = is_late or used_s >= (cpu_s if pid == "1" else cpu_s + CPU_GRACE_S)
+            status = read_file(f"/proc/{pid}/status")  # begins with a name that the program may choose, of any bytes
+            held_kb += sum(map(int, MEMORY.findall(status)))
+            held_kb += MAPPING_KB * count_lines(f"/proc/{pid}/maps")
+            opened.update(read_links(f"/proc/{pid}/fd"))
+    num_sockets = sum(name.startswith("socket:") for name in opened)
+    num_pipes = sum(name.startswith("pipe:") for name in opened)
+    return held_kb + socket_kb * num_sockets + PIPE_KB * num_pipes, is_late
+
+
+def read_cpu_s(pid: str) -> float:
+    """The processor time that a process has used, without that of its children."""
+    fields = read_file(f"/proc/{pid}/stat").rpartition(b")")[2].split()  # before it is a name of any bytes
+    return (int(fields[11]) + int(fields[12])) / CLOCK_TICKS_PER_S
+
+
+def read_links(folder: str) -> list[str]:
+    """Where the links of a folder lead."""
+    targets = []
+    for name in os.listdir(folder):
+        with contextlib.suppress(FileNotFoundError):  # it was closed meanwhile
+            targets.append(os.readlink(f"{folder}/{name}"))
+    return targets
+
+
+def count_lines(path: str) -> int:
+    """The lines of a file of any length."""
+    file, count = os.open(path, os.O_RDONLY), 0
+    try:
+        while part := os.read(file, 1 << 16):
+            count += part.count(b"\n")
+    finally:
+        os.close(file)
+    return count
+
+
+def read_file(path: str) -> bytes:
+    """The content of a file."""
+    with open(path, "rb") as file:
+        return file.read()
+
+
+def write_file(path: str, content: bytes) -> None:
+    """Write a file that may exist."""
+    with open(path, "wb") as file:
+        file.write(content)
+
+
+def create_group(settings: dict[str, Any]) -> MemoryGroup | None:
+    """A cgroup for the program, None where none can be made: then its memory is measured alone."""
+    if not settings["group_parent"]:
+        return None
+    try:
+        # What lies in the temporary folder counts here, too.
+        return MemoryGroup(settings["group_parent"], settings["memory_mb"] + settings["file_mb"] << 20)
+    except OSError:
+        return None
 
 
 def main() -> int:
@@ -332,25 +460,34 @@ def main() -> int:
     for number in (signal.SIGTERM, signal.SIGCHLD):
         signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
+    group = None
     try:
         program = json.load(sys.stdin)
+        group = create_group(settings)
         enter_namespaces()
         end_with_parent(signal.SIGTERM)
         if os.getppid() != starter:  # it died before
-            os._exit(1)
+            raise ProcessLookupError("the process that wanted it has ended")
         # Blocked until it is known what to kill; the end of the program is asked for.
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM, signal.SIGCHLD])
         child = os.fork()
         if child == 0:
+            if group is not None:
+                with contextlib.suppress(OSError):  # not allowed: its memory is measured alone
+                    os.write(group.members, b"0")
             become_program(settings, program, status)
     except BaseException as error:  # noqa: BLE001 - what this does not report is lost
         os.write(status, f"{type(error).__name__}: {error}".encode())
+        if group is not None:
+            group.remove()
         os._exit(1)
-    kill_on_sigterm(child)
+    kill_on_sigterm(child, group)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
     os.close(status)
-    code = wait_for_end(child, memory_mb=settings["memory_mb"], cpu_s=settings["cpu_s"])
+    code = wait_for_end(child, settings, group)
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # its number may be another's from here on
+    if group is not None:
+        group.remove()
     return code
 
 

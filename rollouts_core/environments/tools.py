@@ -23,9 +23,9 @@ from jsonschema.exceptions import SchemaError
 
 from rollouts_core.config.messages import closest_name
 from rollouts_core.data.dialects import DEFAULT_DIALECT, CallError, Dialect, ToolCall
-from rollouts_core.environments.json_schema import SchemaValidator
+from rollouts_core.environments.json_schema import MAX_CHECK_S, SchemaValidator
 from rollouts_core.environments.protocol import Outcome, Reply, Tool, ToolError
-from rollouts_core.system.time_limits import OutOfTimeError, call_within
+from rollouts_core.system.time_limits import OutOfTimeError, call_within, interrupt_after_computing
 
 logger = logging.getLogger(__name__)
 
@@ -157,9 +157,12 @@ def _find_problem(arguments: dict[str, Any], tool: Tool) -> str:  # Any: JSON th
     does not ask for (`required`), and many do neither.
     """
     try:
-        problem = next(SchemaValidator(tool.parameters).iter_errors(arguments), None)
+        with interrupt_after_computing(MAX_CHECK_S):
+            problem = next(SchemaValidator(tool.parameters).iter_errors(arguments), None)
     except RecursionError as error:  # nested deeper than can be checked
         return f": they cannot be checked: {error}"
+    except OutOfTimeError:  # a text that a pattern of the schema takes years for
+        return f": they cannot be checked within {MAX_CHECK_S:g} s"
     if problem is not None:
         return "".join(f".{part}" for part in problem.absolute_path) + f": {problem.message}"
     try:

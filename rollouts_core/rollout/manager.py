@@ -42,7 +42,7 @@ from rollouts_core.config import RolloutConfig, name_of_function
 from rollouts_core.data.data_buffer import DataBuffer
 from rollouts_core.errors import DataError, RewardError, RolloutsError
 from rollouts_core.filters import scored_rewards
-from rollouts_core.rewards import RewardFn, WeightedRewards
+from rollouts_core.rewards import RewardFn, take_reward_metrics
 from rollouts_core.rollout.finish_group import GroupFinisher, dropped_for_outage
 from rollouts_core.rollout.generate import Group, build_pending_group
 from rollouts_core.rollout.group_order import FinishedGroup, LoggedOrder, Schedule
@@ -329,7 +329,7 @@ class AsyncRolloutManager:
             **(schedule if is_scheduled else {}),
             **({"reward_unfiltered": fmean(tally.rewards)} if self.filter_fn and tally.rewards else {}),
             **({"paused_s": tally.paused_s} if tally.paused_s else {}),
-            **({"reward_metrics": self._grade.take_metrics()} if isinstance(self._grade, WeightedRewards) else {}),
+            **({"reward_metrics": counted} if (counted := take_reward_metrics(self._grade)) else {}),
             **({"staleness": self.published.describe(samples)} if self.published.versions else {}),
         }
         if self._order.was_left:

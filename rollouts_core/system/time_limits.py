@@ -22,7 +22,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Itera
 from contextlib import asynccontextmanager, contextmanager
 from contextvars import ContextVar
 from pathlib import Path
-from time import monotonic
+from time import monotonic, thread_time
 from types import FrameType
 from typing import Any, TypeVar
 
@@ -159,13 +159,16 @@ def can_interrupt() -> bool:
 
 
 @contextmanager
-def interrupt_after(timeout_s: float, *, left_s: float | None = None) -> Iterator[None]:
+def interrupt_after(
+    timeout_s: float, *, left_s: float | None = None, is_over: Callable[[], bool] = lambda: True
+) -> Iterator[None]:
     """Raise BlockedError in the block when it takes longer, whatever it computes.
 
     By a signal, so in the main thread only; elsewhere, and on systems without that signal, there is no limit.
 
     Args:
         left_s: what is left of `timeout_s`, where something else took a part of it.
+        is_over: asked at the end of the time, and every second from then on; the block goes on until it is true.
     """
     if not can_interrupt():
         yield
@@ -174,7 +177,7 @@ def interrupt_after(timeout_s: float, *, left_s: float | None = None) -> Iterato
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         nonlocal place
-        if is_inside:
+        if is_inside and is_over():
             place = place or _describe(frame)
             raise _Interrupt
 
@@ -193,6 +196,17 @@ def interrupt_after(timeout_s: float, *, left_s: float | None = None) -> Iterato
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, previous)
         signal.setitimer(signal.ITIMER_REAL, remaining_s, others_interval_s)
+
+
+@contextmanager
+def interrupt_after_computing(limit_s: float) -> Iterator[None]:
+    """Raise BlockedError in the block when its thread has computed for longer, whatever others did meanwhile.
+
+    What ends does not depend on how busy the machine is. Otherwise as `interrupt_after`.
+    """
+    began = thread_time()
+    with interrupt_after(limit_s, is_over=lambda: thread_time() - began >= limit_s):
+        yield
 
 
 def _say_late(timeout_s: float) -> str:

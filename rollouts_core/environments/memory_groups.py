@@ -1,0 +1,69 @@
+"""Find the cgroup in which the memory of programs can be limited by the kernel.
+
+Not here: the cgroup of each program (sandbox_child.py).
+
+Linux lets a process make a cgroup with a limit of memory in two cases. The process is root outside of containers, or a
+service manager has delegated a cgroup to its user, as systemd does in graphical sessions and with `Delegate=yes`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+
+NAME = "rollouts-*"
+MAX_AGE_S = 3600.0
+"""No program lives for this long; an older cgroup was left behind by a process that was killed."""
+
+
+@cache
+def find_group_parent() -> str:
+    """The folder of the nearest cgroup in which this process can make others with `memory.max`; empty without one."""
+    try:
+        mount = re.search(r"^(?:\S+ ){4}(\S+) .* - cgroup2 ", _read("/proc/self/mountinfo"), re.MULTILINE)
+        own = re.search(r"^0::(/.*)$", _read("/proc/self/cgroup"), re.MULTILINE)
+    except OSError:
+        return ""
+    if mount is None or own is None or ".." in own[1]:  # outside of what is mounted
+        return ""
+    top = Path(mount[1])
+    path = top / own[1].lstrip("/")
+    for folder in (path, *path.parents):
+        if not folder.is_relative_to(top):
+            break
+        if _is_parent(folder):
+            _remove_old_groups(folder)
+            return str(folder)
+    return ""
+
+
+def _is_parent(folder: Path) -> bool:
+    """Whether a cgroup can be made in it that has a limit of memory, and a process of this user moved there."""
+    try:
+        if "memory" not in _read(folder / "cgroup.subtree_control").split():
+            return False
+        if not os.access(folder / "cgroup.procs", os.W_OK):
+            return False
+        probe = folder / f"rollouts-probe-{os.getpid()}"
+        probe.mkdir()
+    except OSError:
+        return False
+    has_limit = os.access(probe / "memory.max", os.W_OK)
+    with suppress(OSError):
+        probe.rmdir()
+    return has_limit
+
+
+def _remove_old_groups(parent: Path) -> None:
+    for folder in parent.glob(NAME):
+        with suppress(OSError):  # it has members
+            if time.time() - folder.stat().st_mtime > MAX_AGE_S:
+                folder.rmdir()
+
+
+def _read(path: str | Path) -> str:
+    return Path(path).read_text(encoding="utf-8", errors="replace")

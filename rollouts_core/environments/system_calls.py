@@ -1,0 +1,163 @@
+"""Which system calls a program in the sandbox may make: a filter for Linux's seccomp, as bytes.
+
+Not here: how the filter is put on (sandbox_child.py), limits that the kernel keeps by itself (sandbox_child.py).
+
+    REFUSED, CHANGES_NOTHING, RULES --build_filter--> BPF instructions --sandbox_child.py--> the kernel
+
+A call is refused for one of three reasons. It gives a program memory that no limit counts, it changes a limit, or it
+leads to a rarely used part of the kernel, with which attacks begin. Every call that Linux got after this list was
+written is refused, too.
+"""
+
+from __future__ import annotations
+
+import errno
+import struct
+from dataclasses import dataclass
+from functools import cache
+
+AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
+REFUSED: dict[str, dict[str, int]] = {
+    "x86_64": {
+        # System V and POSIX queues, semaphores and memory
+        **{"shmget": 29, "semget": 64, "msgget": 68, "mq_open": 240},
+        # memory in files without a name, pages that pipes hold on to, rings of asynchronous reads
+        **{"memfd_create": 319, "memfd_secret": 447, "vmsplice": 278, "splice": 275, "tee": 276, "io_setup": 206},
+        # a socket that waits for others, or that carries open files, holds what no descriptor counts
+        **{"sendmsg": 46, "sendmmsg": 307, "setsockopt": 54, "bind": 49, "listen": 50},
+        # watches and rules that the kernel keeps in any number
+        **{"inotify_init": 253, "inotify_init1": 294, "fanotify_init": 300, "landlock_create_ruleset": 444},
+        # rarely used parts of the kernel
+        **{"add_key": 248, "request_key": 249, "keyctl": 250, "perf_event_open": 298, "bpf": 321},
+        **{"userfaultfd": 323, "io_uring_setup": 425},
+        **{"ptrace": 101, "process_vm_readv": 310, "process_vm_writev": 311},
+        **{"unshare": 272, "setns": 308, "mount": 165, "modify_ldt": 154, "syslog": 103},
+    },
+    "aarch64": {
+        **{"shmget": 194, "semget": 190, "msgget": 186, "mq_open": 180},
+        **{"memfd_create": 279, "memfd_secret": 447, "vmsplice": 75, "splice": 76, "tee": 77, "io_setup": 0},
+        **{"sendmsg": 211, "sendmmsg": 269, "setsockopt": 208, "bind": 200, "listen": 201},
+        **{"inotify_init1": 26, "fanotify_init": 262, "landlock_create_ruleset": 444},
+        **{"add_key": 217, "request_key": 218, "keyctl": 219, "perf_event_open": 241, "bpf": 280},
+        **{"userfaultfd": 282, "io_uring_setup": 425},
+        **{"ptrace": 117, "process_vm_readv": 270, "process_vm_writev": 271},
+        **{"unshare": 97, "setns": 268, "mount": 40, "syslog": 116},
+    },
+}
+"""Calls that are refused whatever their arguments are, and their numbers."""
+CHECKED: dict[str, dict[str, int]] = {
+    "x86_64": {
+        "mmap": 9,
+        "socket": 41,
+        "socketpair": 53,
+        "fcntl": 72,
+        "prctl": 157,
+        "setrlimit": 160,
+        "prlimit64": 302,
+    },
+    "aarch64": {
+        "mmap": 222,
+        "socket": 198,
+        "socketpair": 199,
+        "fcntl": 25,
+        "prctl": 167,
+        "setrlimit": 164,
+        "prlimit64": 261,
+    },
+}
+"""Calls that are refused with some arguments, and their numbers."""
+FIRST_UNKNOWN = 463
+"""From here on are calls that Linux got after 6.10, and on x86_64 the second numbers (x32) of all calls."""
+RLIMIT_STACK = 3
+"""The one limit that a program may change: programs that recurse deeply do, and the address space bounds it."""
+AF_UNIX, AF_INET, AF_INET6 = 1, 2, 10
+MAP_SHARED, MAP_ANONYMOUS, MAP_HUGETLB = 0x01, 0x20, 0x40000
+F_SETPIPE_SZ, F_OFD_SETLK, F_OFD_SETLKW = 1031, 37, 38
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE = 1, 4
+ALL_BITS = 0xFFFFFFFF
+
+LOAD, JUMP_IF_EQUAL, JUMP_IF_AT_LEAST, AND, RETURN = 0x20, 0x15, 0x35, 0x54, 0x06
+CALL_NUMBER, ARCHITECTURE, FIRST_ARGUMENT = 0, 4, 16
+"""Places in what the kernel tells a filter of a call; each argument has 8 bytes, the lower half first."""
+ALLOW, FAIL_WITH = 0x7FFF0000, 0x00050000
+
+Instruction = tuple[int, int, int, int]
+"""Operation, instructions to skip if a test holds and if it does not, value."""
+
+
+@dataclass(frozen=True, slots=True)
+class Condition:
+    """A test of a half of one argument of a call."""
+
+    argument: int
+    value: int
+    mask: int = ALL_BITS
+    is_equal: bool = True
+    """Whether the masked argument must equal the value, or differ from it."""
+    is_upper_half: bool = False
+
+
+RULES: tuple[tuple[str, tuple[Condition, ...], int], ...] = (
+    # Memory that is shared has no owner: what a process unmaps of it stays, and counts for no process.
+    ("mmap", (Condition(3, MAP_SHARED | MAP_ANONYMOUS, MAP_SHARED | MAP_ANONYMOUS),), errno.EPERM),
+    ("mmap", (Condition(3, MAP_HUGETLB, MAP_HUGETLB),), errno.EPERM),
+    # These families end at the walls of the program's network. Of others some do not: AF_VSOCK leads from a virtual
+    # machine to its host.
+    ("socket", tuple(Condition(0, family, is_equal=False) for family in (AF_UNIX, AF_INET, AF_INET6)), errno.EPERM),
+    ("socketpair", (Condition(0, AF_UNIX, is_equal=False),), errno.EPERM),
+    ("fcntl", (Condition(1, F_SETPIPE_SZ),), errno.EPERM),
+    # Locks without a process, of which the kernel lists all that the machine has.
+    ("fcntl", (Condition(1, F_OFD_SETLK),), errno.EPERM),
+    ("fcntl", (Condition(1, F_OFD_SETLKW),), errno.EPERM),
+    # These succeed and change nothing. A limit that a program lowers would end it in the machine's name, and programs
+    # that mean no harm ask for limits of their own.
+    ("prctl", (Condition(0, PR_SET_PDEATHSIG),), 0),
+    ("prctl", (Condition(0, PR_SET_DUMPABLE),), 0),  # without it the descriptors of a process could not be counted
+    ("setrlimit", (Condition(0, RLIMIT_STACK, is_equal=False),), 0),
+    ("prlimit64", (Condition(1, RLIMIT_STACK, is_equal=False), Condition(2, 0, is_equal=False)), 0),
+    (
+        "prlimit64",
+        (Condition(1, RLIMIT_STACK, is_equal=False), Condition(2, 0, is_equal=False, is_upper_half=True)),
+        0,
+    ),
+)
+"""A call, what its arguments must be for the rule to hold, and the error that the program gets; 0 for none."""
+
+
+@cache
+def build_filter(machine: str) -> bytes:
+    """The filter for a processor, as an array of the kernel's `struct sock_filter`.
+
+    Raises:
+        KeyError: a processor whose calls are not known.
+    """
+    program: list[Instruction] = [
+        (LOAD, 0, 0, ARCHITECTURE),
+        (JUMP_IF_EQUAL, 1, 0, AUDIT_ARCH[machine]),
+        (RETURN, 0, 0, FAIL_WITH | errno.EPERM),  # the numbers of another processor, as 32-bit programs have them
+        (LOAD, 0, 0, CALL_NUMBER),
+        *_return_if((JUMP_IF_AT_LEAST, 0, 1, FIRST_UNKNOWN), errno.ENOSYS),
+    ]
+    for number in REFUSED[machine].values():
+        program += _return_if((JUMP_IF_EQUAL, 0, 1, number), errno.EPERM)
+    for call, conditions, error in RULES:
+        program += _render_rule(CHECKED[machine][call], conditions, error)
+    program.append((RETURN, 0, 0, ALLOW))
+    return b"".join(struct.pack("HBBI", *step) for step in program)
+
+
+def _return_if(test: Instruction, error: int) -> list[Instruction]:
+    """A test of the call's number, and the end of the filter if it holds."""
+    return [test, (RETURN, 0, 0, FAIL_WITH | error)]
+
+
+def _render_rule(number: int, conditions: tuple[Condition, ...], error: int) -> list[Instruction]:
+    """The instructions of a rule, from its last to its first; a condition that does not hold skips the rest."""
+    steps = [(RETURN, 0, 0, FAIL_WITH | error)]
+    for condition in reversed(conditions):
+        rest = len(steps)
+        skips = (0, rest) if condition.is_equal else (rest, 0)
+        place = FIRST_ARGUMENT + 8 * condition.argument + 4 * condition.is_upper_half
+        masked = [(AND, 0, 0, condition.mask)] if condition.mask != ALL_BITS else []
+        steps = [(LOAD, 0, 0, place), *masked, (JUMP_IF_EQUAL, *skips, condition.value), *steps]
+    return [(LOAD, 0, 0, CALL_NUMBER), (JUMP_IF_EQUAL, 0, len(steps), number), *steps]
