@@ -177,7 +177,7 @@ def test_before_the_money_is_used_up_the_last_checkpoint_is_fetched_and_the_mach
     assert fake.alive() == [] and rows(rollouts) == [RentalState.GONE]
     assert_last_checkpoint_is_here(rollouts, tmp_path / "machine", said=rollouts.said())
     last_line = rollouts.said().strip().splitlines()[-1]
-    assert last_line.startswith(f"rollouts: the work on {rental.name} was ended, because its hours (node.max_hours) or")
+    assert last_line.startswith(f"rollouts: the work on {rental.name} was ended, because its hours (node.max_hours)")
 
 
 @pytest.mark.matrix

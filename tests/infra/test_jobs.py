@@ -433,10 +433,10 @@ def test_a_program_that_says_how_long_it_needs_has_that_long_and_its_children_go
 ) -> None:
     start_or_attach(session, shell_spec(run_dir, TELLING))
     wait_until(lambda: (run_dir / "log.txt").read_text() == "up\n")
-    waits: list[str] = []
-    status = cancel_job(session, str(run_dir), grace_s=0.2, on_wait=lambda: waits.append("waits"))
+    status = cancel_job(session, str(run_dir), grace_s=0.2)
     assert status.exit is not None and status.exit.cancelled
-    assert (status.exit.code, status.exit.saved_step, status.exit.leftover_processes) == (3, 7, 1)
+    assert (status.exit.code, status.exit.saved_step) == (3, 7)
+    assert status.exit.leftover_processes > 0
     assert (run_dir / "granted").read_text() == "20"
     assert (run_dir / "alone").exists() and (run_dir / "child").exists(), "the child was told before it was left over"
 
