@@ -40,7 +40,8 @@ HARMLESS = {
     *("mode", "path", "revision", "split", "subset", "sft", "sft_eval", "prompts", "rollouts", "selection", "heldout"),
     *("metric", "engine", "kind", "dtype", "weight_transfer", "router_url", "url", "label", "judge_prompt"),
     *("algorithm", "baseline", "train_on", "on_overlong", "attention", "backend", "precision", "allow_changed"),
-    *("resume_from", "target_modules", "stop", "stop_regex", "settings"),
+    *("resume_from", "target_modules", "stop", "stop_regex", "settings", "columns"),
+    *("chat_template_kwargs", "response_template"),
 }
 """Fields with texts that start nothing, install nothing, and send no secret. A field of such a name was looked at."""
 
