@@ -27,9 +27,9 @@ from rollouts_core.data.conversations import (
     read_demonstration,
     says_nothing,
 )
-from rollouts_core.data.dataset import CHUNK_ROWS, count_used_rows, iterate_samples, sample_rules
+from rollouts_core.data.dataset import CHUNK_ROWS, count_used_rows, iterate_samples, open_datasets, sample_rules
 from rollouts_core.data.held_out import HeldOutRows, watch_rows
-from rollouts_core.data.rows import open_rows, resolve_revision
+from rollouts_core.data.rows import resolve_revision
 from rollouts_core.errors import DataError
 from rollouts_core.findings import Caution
 from rollouts_core.types import Status
@@ -178,7 +178,7 @@ def _check_demonstrations(
     held_out: Sequence[HeldOutRows] = (),
 ) -> _Counts:
     commit = resolve_revision(dataset.path, dataset.revision)  # a name that is wrong is told at once
-    table = open_rows(dataset.path, split=dataset.split, subset=dataset.subset, revision=commit)
+    [table] = open_datasets([dataset.model_copy(update={"revision": commit})])
     num_rows = count_used_rows(table, dataset)
     num_checked = min(num_rows, NUM_STREAMED_ROWS_CHECKED) if config.data.streaming else num_rows
     chunks = (range(i, min(i + CHUNK_ROWS, num_checked)) for i in range(0, num_checked, CHUNK_ROWS))
