@@ -38,6 +38,7 @@ from rollouts_core.checks.no_effect import find_settings_without_effect, warn_of
 from rollouts_core.checks.resumed import check_resumed
 from rollouts_core.checks.templates import UnreadFields, UnwrittenRoles, warn_of_endless_turns, warn_of_unseen_tools
 from rollouts_core.config import Config, ModelConfig, name_of_function
+from rollouts_core.config.data import RowFile
 from rollouts_core.data.dataset import check_disjoint, load_prompts_from_jsonl
 from rollouts_core.data.held_out import HeldOutRows, read_held_out
 from rollouts_core.environments.protocol import describe_tools
@@ -85,7 +86,7 @@ def validate_config(config: Config) -> list[str]:
     if config.evaluation.metric == "loss":
         for path in (config.data.selection, config.data.heldout):
             findings += check_compared_demonstrations(path, config, tokenizer)
-        check_other_rows(config.data.selection, config.data.heldout)
+        check_other_rows(config.data)
         return findings + check_held_out(held_out) + warn_of_repeated_rows(config)
     prompts = {"selection": config.data.selection, "heldout": config.data.heldout}
     if config.mode != "sft" and config.data.rollouts:
@@ -195,14 +196,18 @@ def check_prompt_epochs(config: Config, num_prompts: int) -> list[str]:
 
 def _read_held_out(config: Config) -> list[HeldOutRows]:
     """The rows that checkpoints are chosen by, or kept, and those that grade the chosen ones."""
-    paths = {"data.selection": config.data.selection, "data.heldout": config.data.heldout}
+    paths: dict[RowFile, str] = {"selection": config.data.selection, "heldout": config.data.heldout}
     num_used = config.evaluation.max_prompts
     with _with_remedy(config):
         held_out = [
-            read_held_out(name, path, config.evaluation.metric, max_rows=num_used) for name, path in paths.items()
+            read_held_out(
+                f"data.{name}", path, config.evaluation.metric, max_rows=num_used, columns=config.data.columns_of(name)
+            )
+            for name, path in paths.items()
         ]
     if config.mode != "rl" and config.data.sft_eval:  # keep_best goes by it
-        held_out.append(read_held_out("data.sft_eval", config.data.sft_eval, "loss"))
+        columns = config.data.columns_of("sft_eval")
+        held_out.append(read_held_out("data.sft_eval", config.data.sft_eval, "loss", columns=columns))
     return held_out
 
 

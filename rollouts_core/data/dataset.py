@@ -33,6 +33,7 @@ from rollouts_core.data.chat import (
 )
 from rollouts_core.data.conversations import Row, describe_keys, read_demonstration, read_messages
 from rollouts_core.data.mixture import epoch_order
+from rollouts_core.data.overlap import key_of_turns, said_by_user
 from rollouts_core.data.rows import RowTable, load_rows, open_rows
 from rollouts_core.data.source_text import TEXT_FIELDS, JsonText, as_text
 from rollouts_core.errors import DataError, DemonstrationError
@@ -254,7 +255,7 @@ def load_prompts_from_jsonl(
 
 
 def check_disjoint(first: Sequence[Prompt], second: Sequence[Prompt], *, names: tuple[str, str]) -> None:
-    """Raise DataError when a prompt's conversation is in both lists, or of those of `find_openings` the whole row."""
+    """Raise DataError for a prompt of both lists: the same turns of the user, or after an opening the same row."""
     openings = find_openings(first) | find_openings(second)
 
     def key_of(prompt: Prompt) -> str:
@@ -292,7 +293,7 @@ def describe_task(prompt: Prompt) -> str:
 
 
 def _conversation(prompt: Prompt) -> str:
-    return json.dumps([(message["role"], message["content"], message.get("tool_calls")) for message in prompt.messages])
+    return key_of_turns(said_by_user(prompt.messages))
 
 
 def _chunks(numbers: Sequence[int], start: int = 0) -> Iterator[Sequence[int]]:
