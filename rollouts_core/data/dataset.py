@@ -244,7 +244,7 @@ def load_prompts_from_jsonl(
     row_of_id: dict[str, int] = {}
     for number, row in itertools.islice(load_rows(path, columns=columns), max_rows):
         try:
-            prompt = _build_prompt(row, number, default_id=f"{Path(path).stem}-{number}")
+            prompt = build_prompt(row, number, default_id=f"{Path(path).stem}-{number}")
         except DataError as error:
             raise type(error)(f"{path}, row {number}: {error}") from error
         if prompt.id in row_of_id:
@@ -384,7 +384,12 @@ def _build_sample(
     )
 
 
-def _build_prompt(row: Row, number: int, *, default_id: str) -> Prompt:
+def build_prompt(row: Row, number: int, *, default_id: str) -> Prompt:
+    """The prompt of a row.
+
+    Raises:
+        DataError: the row is none.
+    """
     for name in ROLLOUT_FIELDS:
         if name in row:
             raise DataError(f"the field `{name}` of a sample is what a rollout writes there: rename it in the data")
