@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from rollouts_core.checks.answers import COMPARE_BY_LOSS, check_answers
 from rollouts_core.checks.compared_rows import check_held_out, check_num_rows, check_other_rows, warn_of_repeated_rows
+from rollouts_core.checks.cpu_formats import warn_of_slow_bfloat16
 from rollouts_core.checks.demonstrations import check_compared_demonstrations, check_demonstrations
 from rollouts_core.checks.epochs import MANY_EPOCHS_OF_RL, MANY_EPOCHS_OF_SFT, describe_epochs
 from rollouts_core.checks.function_checks import check_functions, find_functions, one_of_each_shape, shape_of
@@ -119,7 +120,11 @@ def _check_settings(config: Config, mistakes: Mistakes) -> list[str]:
     with mistakes.at("training.sft.packing"):
         check_packing(config)
     with mistakes.at("training"):
-        findings += [*find_settings_without_effect(config), *check_learning_rates(config)]
+        findings += [
+            *find_settings_without_effect(config),
+            *check_learning_rates(config),
+            *warn_of_slow_bfloat16(config),
+        ]
     with mistakes.at("rollout"):
         findings += warn_of_long_completions(config)
     return findings

@@ -24,7 +24,7 @@ NUM_TOKENS = 10
 """Tokens of a sum."""
 
 
-def compared(config: Config, path: Path) -> Config:
+def compared(config: Config, path: str | Path) -> Config:
     """The settings with this file as the demonstrations whose loss is taken."""
     return config.model_copy(update={"data": config.data.model_copy(update={"sft_eval": str(path)})})
 
