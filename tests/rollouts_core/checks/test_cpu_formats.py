@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from rollouts_core.checks import cpu_formats
 from rollouts_core.checks.cpu_formats import read_flags, warn_of_slow_bfloat16
@@ -27,7 +28,7 @@ def config_with(precision: str) -> Config:
     ("flags", "words"), [({"avx2"}, "neither AVX512-BF16 nor AMX"), ({"amx_bf16"}, "as far as torch")]
 )
 def test_slow_bfloat16_is_told_with_its_factor(flags: set[str], words: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_formats.torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(cpu_formats, "measure_factor", lambda: 32.0)
     [said] = warn_of_slow_bfloat16(config_with("bfloat16"), flags)
     assert "training.sft.policy.precision" in said and "about 32 times slower" in said and words in said
