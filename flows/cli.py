@@ -19,7 +19,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ParamSpec, TypeVar
@@ -39,7 +39,7 @@ from flows.models_cli import add_model_commands
 from flows.notify import notify
 from flows.password import own_password
 from flows.prefect_yaml import prefect_yaml
-from flows.preflight import check_evaluation, check_pipeline, check_writable
+from flows.preflight import check_evaluation, check_files, check_pipeline, check_writable
 from flows.preset import preset
 from flows.prune_cli import prune
 from flows.quickstart_files import CONFIG_NAME, quickstart_folder, write_quickstart
@@ -53,11 +53,12 @@ from flows.up import down, status, up
 from flows.upkeep import look_after
 from infra.errors import JobFailedError, MachineGoneError, PermanentInfraError, TransientInfraError
 from infra.foreign_text import shown_lines
-from rollouts_core.config import parse_config
+from rollouts_core.config import Config, parse_config
 from rollouts_core.config.record import MAX_INTEGER
 from rollouts_core.errors import InputError, RolloutsError
 from rollouts_core.system.open_files import raise_file_limit
 from rollouts_core.system.utf8 import ensure_utf8
+from tasks.inputs import bring_inputs
 
 if TYPE_CHECKING:
     from prefect import Flow
@@ -244,15 +245,39 @@ def quickstart(
     run_pipeline(Pipeline(config=pipeline.config, node=pipeline.node, run=options), port=port)
 
 
-def validate(config: ConfigFile, store: ConfiguredStore = None) -> None:
+def validate(
+    config: ConfigFile,
+    store: ConfiguredStore = None,
+    show: Annotated[
+        int, typer.Option(min=0, max=1000, help="Print so many rows of each data file as they will be trained on.")
+    ] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="With --show: a JSON object per row, and no checks.")] = False,
+) -> None:
     """Check everything about CONFIG that can be checked without training.
 
-    Says what it found, warnings last: a run would start in spite of them.
+    Says what it found, warnings last: a run would start in spite of them. With --show N, first prints rows: text
+    between [[ and ]] enters the loss.
     """
+    if as_json and not show:
+        raise InputError("--json goes with --show N: say how many rows of each file")
     pipeline = load_pipeline(config)
     place = store or Path(pipeline.run.store)
+    if show:
+        print_rows(pipeline.config, place, show, as_json=as_json)
+        if as_json:
+            return
     with with_credentials(pipeline.run.credentials, place):
         show_checks(lambda: check_pipeline(pipeline, place), fact="ok    ", caution="warn  ")
+
+
+def print_rows(config: Config, store: Path, num_rows: int, *, as_json: bool) -> None:
+    """Print the first rows of each data file as they are trained on."""
+    from rollouts_core.checks.shown import show_rows  # torch and transformers load here
+    from rollouts_core.data.shown_rows import describe_row
+
+    check_files(config.data)
+    for shown in show_rows(bring_inputs(config, store, lambda line: typer.echo(line, err=True)), num_rows):
+        typer.echo(json.dumps(asdict(shown)) if as_json else f"{shown_lines(describe_row(shown))}\n")
 
 
 def ui(store: Store = DEFAULT_STORE, port: Port = 0) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -20,6 +21,7 @@ from pydantic import BaseModel
 
 from flows.form import Pipeline, RunOptions, load_pipeline, name_of, parse_pipeline
 from flows.server import named_url
+from flows.store import STORE_VARIABLE
 from flows.tools import TOOLS
 from infra.ledger import LEDGER_FILE, Ledger
 from rollouts_core.algorithms.presets import ALGORITHMS
@@ -50,6 +52,8 @@ class Deployment:
     offered_at: float = 0.0
     """When `rollouts up` was given it, seconds since 1970: given again it is made again, also when it was deleted in
     Prefect."""
+    code_folders: tuple[str, ...] = ()
+    """Folders that modules named in the configuration are imported from: its own, and the caller's."""
 
     @property
     def digest(self) -> str:
@@ -93,7 +97,8 @@ def deployments_of(path: Path) -> list[Deployment]:
         raise ConfigError(f"{path}: {name_of(path)} is the name of a deployment that there is already: rename the file")
     pipeline = load_pipeline(path)
     description = _leading_comment(path) or f"From {path.resolve()}."
-    once = _deployment(name_of(path), pipeline, description, is_preset=False)
+    folders = tuple(str(folder.resolve()) for folder in (path.parent, Path.cwd()))
+    once = replace(_deployment(name_of(path), pipeline, description, is_preset=False), code_folders=folders)
     evaluation = _evaluation(once, pipeline)
     if pipeline.retrain is None:
         return [once, evaluation]
@@ -182,6 +187,17 @@ def load_deployments(home: Path) -> dict[str, Deployment]:
         except (ValueError, TypeError) as error:
             raise ConfigError(f"{path} is not a deployment ({error}): delete it") from error
     return found
+
+
+def folders_of_deployment(offered: str | None) -> tuple[str, ...]:
+    """The folders that a run of a deployment imports from, as `rollouts up` was given it; () for other runs.
+
+    The store is that of the process that serves the run: parameters of a run may name another one.
+    """
+    if offered is None or not (store := os.environ.get(STORE_VARIABLE)):
+        return ()
+    known = load_deployments(Path(store) / "prefect").get(offered.partition("@")[0])
+    return tuple(known.code_folders) if known else ()
 
 
 def parameters_for(store: Path, parameters: Mapping[str, Any]) -> dict[str, Any]:  # Any: JSON

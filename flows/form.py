@@ -51,6 +51,7 @@ from rollouts_core.config import (
 )
 from rollouts_core.config.messages import explain_validation_error, list_mistakes, reason_of, suggest_key
 from rollouts_core.errors import ConfigError
+from rollouts_core.user_code.code_folders import add_code_folders
 from rollouts_core.user_code.failures import describe_raised
 from rollouts_core.user_code.functions import resolve_function
 from tasks.trackers import TrackerName
@@ -192,6 +193,7 @@ def load_pipeline(path: Path) -> Pipeline:
     Raises:
         ConfigError: one sentence with the file, the key and what to do.
     """
+    add_code_folders([path.parent, Path.cwd()])
     if path.suffix != ".py":
         return parse_pipeline(read_settings(path), path)
     settings = _run_python_file(path)
@@ -360,5 +362,5 @@ def _check_importable(config: Config, path: Path) -> None:
         except ConfigError as error:
             raise ConfigError(
                 f"{path}: rollout.{name}: the jobs, processes of their own, cannot import {called}: put it into a "
-                'module on PYTHONPATH and name it "module:function"'
+                'module beside the configuration and name it "module:function"'
             ) from error

@@ -38,7 +38,7 @@ from flows.cancellation import (
 )
 from flows.check import check_settings
 from flows.credentials import take_credentials
-from flows.deployments import FLOW
+from flows.deployments import FLOW, folders_of_deployment
 from flows.form import FormConfig, FormNode, FormRun, RunOptions
 from flows.live import find_live_pages
 from flows.retrain_settings import RetrainConfig
@@ -52,6 +52,7 @@ from infra.providers.rented import ended_when_expired
 from rollouts_core.config import Config
 from rollouts_core.errors import RolloutsError
 from rollouts_core.job import InputModel
+from rollouts_core.user_code.code_folders import add_code_folders
 from tasks.artifacts import is_finished
 from tasks.bootstrap import bootstrap
 from tasks.budget import stopped_in_time
@@ -196,7 +197,8 @@ def run_with_engines(machine: Node, scope: RunScope, rl: Stage) -> StageRecord:
 
 
 def open_scope(run: RunOptions) -> RunScope:
-    """The run's identity and place in the store."""
+    """The run's identity and place in the store; its modules can be imported from then on."""
+    add_code_folders(folders_of_deployment(deployment.name))
     store = Path(run.store).resolve()
     return RunScope(
         run_id=str(flow_run.id or uuid4()),

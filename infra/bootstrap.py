@@ -146,8 +146,8 @@ def check_imports(
         setting = next(setting for setting, module in modules.items() if module == refused)
         raise PermanentInfraError(
             f"{setting}: {node.python} on the node cannot import {refused} ({answer['problem']}): install what it "
-            "needs there, or list it in node.requirements; modules of yours come along where they are on PYTHONPATH "
-            "here and an import names them, and data only in the folder of a package"
+            "needs there, or list it in node.requirements; modules beside the configuration or on PYTHONPATH come "
+            "along if an import names them, and data only in the folder of a package"
         )
 
 

@@ -22,6 +22,7 @@ from rollouts_core.checkpoint import MANIFEST, find_checkpoint, load_manifest
 from rollouts_core.config import PLACEMENT, SELECTION, FunctionName, ModelConfig, Record, name_of_function
 from rollouts_core.data.rows import digest_files, digest_path
 from rollouts_core.errors import ConfigError
+from rollouts_core.user_code.functions import IS_MISSING
 from rollouts_core.user_code.own_files import OwnCode, find_code, own_code
 
 SEMANTICS_VERSION = 10
@@ -154,7 +155,7 @@ def digest_plugins(*names: FunctionName) -> str:
         package = module.partition(".")[0]
         code = find_code(package)
         if code is None:
-            raise ConfigError(f"{name}: the package {package!r} cannot be found; is its folder on PYTHONPATH?")
+            raise ConfigError(f"{name}: the package {package!r} cannot be found{IS_MISSING}")
         packages.append(package)
         digests.append(_digest_code(code))
     digests += [_digest_code(code) for code in own_code(packages) if code.name not in packages]

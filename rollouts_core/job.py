@@ -28,6 +28,7 @@ from rollouts_core.config import (
     parse_config,
     read_settings,
 )
+from rollouts_core.config.data import ColumnType
 from rollouts_core.errors import ConfigError
 from rollouts_core.fingerprint import digest_datasets
 from rollouts_core.seeds import replicate_seed
@@ -40,6 +41,8 @@ class InputFile(Record):
     """Where it lies."""
     digest: str
     """sha256 of its content, checked before it is used."""
+    columns: dict[str, ColumnType] = Field(default_factory=dict)
+    """Types of the columns of a CSV file that are not text."""
 
 
 class InputDataset(DatasetConfig):
@@ -155,7 +158,8 @@ class RLJob(Record):
         """Digests of what is trained on and from, by the names that checkpoints have for it."""
         data = self.prompts or self.rollouts
         assert data is not None, "a job has one of them"
-        return {"model": self.model.digest, "data": data.digest, "plugins": self.plugin_digest}
+        rows = digest_datasets([data]) if data.columns else data.digest
+        return {"model": self.model.digest, "data": rows, "plugins": self.plugin_digest}
 
     @property
     def replicated_rollout(self) -> RolloutConfig:

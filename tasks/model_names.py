@@ -81,7 +81,8 @@ def with_heldout(config: Config, data: str, store: Path, say: Callable[[str], No
     path = str(bring_input(heldout, store, say)) if is_url(heldout) else heldout
     if Path(path).is_absolute() and not Path(path).exists():
         raise ConfigError(f"{'evaluate.data' if data else 'data.heldout'}: {path} does not exist")
-    rows = DataConfig(heldout=path)
+    columns = {} if data else config.data.columns_of("heldout")
+    rows = DataConfig(heldout=path, columns={"heldout": columns} if columns else {})
     return config.model_copy(update={"data": rows})
 
 

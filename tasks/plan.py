@@ -19,6 +19,7 @@ from rollouts_core.config import (
     SamplingConfig,
     SFTTrainingConfig,
 )
+from rollouts_core.config.data import ColumnType
 from rollouts_core.config.reward import GRADING_MODELS
 from rollouts_core.data.rows import WEIGHTS, digest_path, resolve_revision
 from rollouts_core.errors import ConfigError
@@ -47,10 +48,11 @@ def plan_sft(config: Config, scope: RunScope, node: Node) -> Stage:
 
 def sft_job(config: Config) -> SFTJob:
     """The job of SFT."""
+    eval_data = config.data.sft_eval
     return SFTJob(
         model=base_model(config),
         data=tuple(input_dataset(dataset) for dataset in config.demonstrations),
-        eval_data=input_file(config.data.sft_eval) if config.data.sft_eval else None,
+        eval_data=input_file(eval_data, config.data.columns_of("sft_eval")) if eval_data else None,
         streaming=config.data.streaming,
         training=config.training.sft,
         resume_digest=digest_checkpoint(config.training.sft.resume_from),
@@ -61,7 +63,8 @@ def sft_job(config: Config) -> SFTJob:
 def plan_selection(training: StageRecord, config: Config, scope: RunScope, node: Node) -> Stage:
     """Score every checkpoint that a training stage left, on the selection rows."""
     checkpoints = checkpoints_of(training, config)
-    job = evaluation_job(checkpoints, config.data.selection, config, node).model_copy(update={"is_selection": True})
+    rows = input_file(config.data.selection, config.data.columns_of("selection"))
+    job = evaluation_job(checkpoints, rows, config, node).model_copy(update={"is_selection": True})
     return build_stage(f"select-{training.stage}", job, scope, node, num_steps=len(checkpoints))
 
 
@@ -79,7 +82,7 @@ def rl_job(start: InputModel, config: Config) -> RLJob:
     """The job of RL, with trainer and engines on one machine."""
     return RLJob(
         model=start,
-        prompts=input_file(config.data.prompts) if config.data.prompts else None,
+        prompts=input_file(config.data.prompts, config.data.columns_of("prompts")) if config.data.prompts else None,
         rollouts=input_file(config.data.rollouts) if config.data.rollouts else None,
         training=config.training.rl,
         resume_digest=digest_checkpoint(config.training.rl.resume_from),
@@ -164,7 +167,8 @@ def plan_follower(stage: Stage, node: Node, node_rank: int) -> Stage:
 def plan_evaluation(models: Mapping[str, InputModel], config: Config, scope: RunScope, node: Node) -> Stage:
     """Score the models on the held-out rows, under the names base, sft and rl."""
     renamed = [model.model_copy(update={"name": name}) for name, model in models.items()]
-    job = evaluation_job(renamed, config.data.heldout, config, node)
+    rows = input_file(config.data.heldout, config.data.columns_of("heldout"))
+    job = evaluation_job(renamed, rows, config, node)
     return build_stage("evaluate", job, scope, node, num_steps=len(renamed))
 
 
@@ -192,7 +196,7 @@ def checkpoints_of(training: StageRecord, config: Config) -> list[InputModel]:
     ]
 
 
-def evaluation_job(checkpoints: Sequence[InputModel], data: str, config: Config, node: Node) -> EvalJob:
+def evaluation_job(checkpoints: Sequence[InputModel], rows: InputFile, config: Config, node: Node) -> EvalJob:
     """Score checkpoints on the rows of a file, as `config.evaluation` says.
 
     Only settings that can change a score go in: a run with another RL batch size evaluates the same SFT only once.
@@ -215,7 +219,7 @@ def evaluation_job(checkpoints: Sequence[InputModel], data: str, config: Config,
     )
     return EvalJob(
         checkpoints=tuple(checkpoints),
-        data=input_file(data),
+        data=rows,
         evaluation=config.evaluation.model_copy(update={"engine": "rollout"}),  # which is the one below
         rollout=sampled,
         training=SFTTrainingConfig(max_length=sft.max_length, train_on=sft.train_on, on_overlong=sft.on_overlong),
@@ -229,9 +233,9 @@ def with_engines_of_trainer(config: Config) -> Config:
     return config.model_copy(update={"deployment": config.deployment.with_engines_of_trainer()})
 
 
-def input_file(path: str) -> InputFile:
-    """A data file with the digest of its content."""
-    return InputFile(path=path, digest=digest_path(path))
+def input_file(path: str, columns: Mapping[str, ColumnType] | None = None) -> InputFile:
+    """A data file with the digest of its content, and the types of its columns if it is CSV."""
+    return InputFile(path=path, digest=digest_path(path), columns=dict(columns or {}))
 
 
 def input_dataset(dataset: DatasetConfig) -> InputDataset:

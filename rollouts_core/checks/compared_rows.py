@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from rollouts_core.comparison import LEAST_P_VALUE, least_p_value, least_wins
-from rollouts_core.config import Config, RolloutConfig
+from rollouts_core.config import Config, DataConfig, RolloutConfig
 from rollouts_core.data.conversations import Row
 from rollouts_core.data.held_out import MAX_NAMED, HeldOutRows, key_of_demonstration, key_of_prompt, key_of_task
+from rollouts_core.data.overlap import said_by_user
 from rollouts_core.data.rows import load_rows
 from rollouts_core.environments import ENVIRONMENTS
 from rollouts_core.errors import ConfigError, DataError
@@ -45,7 +46,12 @@ def check_promotion(config: Config, *, margin: float, max_p_value: float) -> lis
     """
     if max_p_value >= 1:  # everything counts
         return []
-    num_rows = sum(1 for _ in itertools.islice(load_rows(config.data.heldout), config.evaluation.max_prompts))
+    num_rows = sum(
+        1
+        for _ in itertools.islice(
+            load_rows(config.data.heldout, columns=config.data.columns_of("heldout")), config.evaluation.max_prompts
+        )
+    )
     check_num_rows(num_rows, max_p_value, source="data.heldout", setting="retrain.max_p_value")
     if config.evaluation.metric == "loss" or not grades_between_0_and_1(config.rollout):
         return []
@@ -72,10 +78,12 @@ def grades_between_0_and_1(rollout: RolloutConfig) -> bool:
     return rollout.environment in ENVIRONMENTS.keys() - {"verifiers"}  # whose tasksets reward as they like
 
 
-def check_other_rows(first: str, second: str) -> None:
-    """Raise DataError when a demonstration is in both files."""
-    number_of = {key_of_demonstration(row): number for number, row in load_rows(first)}
-    for number, row in load_rows(second):
+def check_other_rows(data: DataConfig) -> None:
+    """Raise DataError when a demonstration is in data.selection and in data.heldout."""
+    first, second = data.selection, data.heldout
+    rows = load_rows(first, columns=data.columns_of("selection"))
+    number_of = {key_of_demonstration(row): number for number, row in rows}
+    for number, row in load_rows(second, columns=data.columns_of("heldout")):
         if (other := number_of.get(key_of_demonstration(row))) is not None:
             raise DataError(
                 f"{second}, row {number} is also row {other} of {first}: "
@@ -93,7 +101,7 @@ def check_held_out(
     """
     asked = [each for each in held_out if each.metric == "accuracy"]
     for each, prompt in itertools.product(asked, prompts):
-        each.look_for([key_of_prompt(prompt), key_of_task(prompt)], source, prompt.row)
+        each.look_for([key_of_prompt(prompt), key_of_task(prompt)], source, prompt.row, said_by_user(prompt.messages))
     return [sentence for each in held_out for sentence in each.check()]
 
 
@@ -105,7 +113,9 @@ def warn_of_repeated_rows(config: Config) -> list[Caution]:
     number_of: dict[bytes, int] = {}
     repeated: list[str] = []
     key_of = key_of_demonstration if config.evaluation.metric == "loss" else _all_but_id
-    for number, row in itertools.islice(load_rows(config.data.heldout), config.evaluation.max_prompts):
+    for number, row in itertools.islice(
+        load_rows(config.data.heldout, columns=config.data.columns_of("heldout")), config.evaluation.max_prompts
+    ):
         first = number_of.setdefault(key_of(row), number)
         if first != number:
             repeated.append(f"row {number} is row {first}")
@@ -118,6 +128,12 @@ def warn_of_repeated_rows(config: Config) -> list[Caution]:
             f"({places}): each counts as a row of its own, so that a difference looks surer than it is; remove them"
         )
     ]
+
+
+def _held_out_rows(config: Config) -> Iterator[tuple[int, Row]]:
+    """The rows of data.heldout that models are compared on."""
+    rows = load_rows(config.data.heldout, columns=config.data.columns_of("heldout"))
+    return itertools.islice(rows, config.evaluation.max_prompts)
 
 
 def _all_but_id(row: Row) -> bytes:

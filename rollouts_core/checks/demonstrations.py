@@ -14,9 +14,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from rollouts_core.checks.epochs import MANY_EPOCHS_OF_SFT, describe_epochs
+from rollouts_core.checks.mistakes import Mistakes
 from rollouts_core.checks.model_checks import check_longest
 from rollouts_core.checks.templates import UnreadFields, UnwrittenRoles, find_unwritten
 from rollouts_core.config import Config, DatasetConfig
+from rollouts_core.config.data import RowFile
 from rollouts_core.data.chat import Conversation, TrainOn, trained_turns
 from rollouts_core.data.conversations import (
     UNTRAINED_MARKS,
@@ -26,9 +28,9 @@ from rollouts_core.data.conversations import (
     read_demonstration,
     says_nothing,
 )
-from rollouts_core.data.dataset import CHUNK_ROWS, count_used_rows, iterate_samples, sample_rules
+from rollouts_core.data.dataset import CHUNK_ROWS, count_used_rows, iterate_samples, open_datasets, sample_rules
 from rollouts_core.data.held_out import HeldOutRows, watch_rows
-from rollouts_core.data.rows import open_rows, resolve_revision
+from rollouts_core.data.rows import resolve_revision
 from rollouts_core.data.turns import THOUGHTS
 from rollouts_core.errors import DataError
 from rollouts_core.findings import Caution
@@ -45,12 +47,16 @@ logger = logging.getLogger(__name__)
 
 
 def check_demonstrations(
-    config: Config, tokenizer: PreTrainedTokenizerBase, held_out: Sequence[HeldOutRows] = ()
+    config: Config,
+    tokenizer: PreTrainedTokenizerBase,
+    held_out: Sequence[HeldOutRows] = (),
+    mistakes: Mistakes | None = None,
 ) -> list[str]:
     """Read every row that SFT would, or the first of each dataset where they are streamed; a sentence per dataset.
 
     Args:
         held_out: told of every row that is read.
+        mistakes: takes the error of each dataset; without it the first one is raised.
 
     Raises:
         DataError: a row or a dataset that cannot be trained on.
@@ -58,8 +64,16 @@ def check_demonstrations(
     findings: list[str] = []
     num_epoch_rows = 0.0
     sft = config.training.sft
-    for dataset in config.demonstrations:
-        counts = _check_demonstrations(dataset, config, tokenizer, held_out)
+    noted = Mistakes() if mistakes is None else mistakes
+    read: list[tuple[DatasetConfig, _Counts]] = []
+    for index, dataset in enumerate(config.demonstrations):
+        with noted.at(f"data.sft.{index}" if isinstance(config.data.sft, tuple) else "data.sft"):
+            read.append((dataset, _check_demonstrations(dataset, config, tokenizer, held_out)))
+    if noted:
+        if mistakes is None:
+            noted.check()
+        return []
+    for dataset, counts in read:
         findings += [counts.sentence(dataset.path), *counts.taught_turns.warn(dataset.path, counts.num_checked)]
         findings += counts.warn_of_unseen(dataset.path)
         findings += check_longest(dataset.path, counts.num_longest, config.model)
@@ -180,7 +194,7 @@ def _check_demonstrations(
     held_out: Sequence[HeldOutRows] = (),
 ) -> _Counts:
     commit = resolve_revision(dataset.path, dataset.revision)  # a name that is wrong is told at once
-    table = open_rows(dataset.path, split=dataset.split, subset=dataset.subset, revision=commit)
+    [table] = open_datasets([dataset.model_copy(update={"revision": commit})])
     num_rows = count_used_rows(table, dataset)
     num_checked = min(num_rows, NUM_STREAMED_ROWS_CHECKED) if config.data.streaming else num_rows
     chunks = (range(i, min(i + CHUNK_ROWS, num_checked)) for i in range(0, num_checked, CHUNK_ROWS))
@@ -243,8 +257,9 @@ def _note_rows(
         yield number, row
 
 
-def check_compared_demonstrations(path: str, config: Config, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+def check_compared_demonstrations(name: RowFile, config: Config, tokenizer: PreTrainedTokenizerBase) -> list[str]:
     """What was found in demonstrations whose loss is taken, as sentences."""
-    counts = _check_demonstrations(DatasetConfig(path=path), config, tokenizer)
+    path = getattr(config.data, name)
+    counts = _check_demonstrations(DatasetConfig(path=path, columns=config.data.columns_of(name)), config, tokenizer)
     findings = [counts.sentence(path), *counts.warn_of_unseen(path)]
     return [*findings, *check_longest(path, counts.num_longest, config.model)]

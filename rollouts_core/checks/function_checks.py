@@ -47,8 +47,27 @@ def one_of_each_shape(prompts: Iterable[Prompt]) -> list[Prompt]:
     """The first prompt with each set of fields, `MAX_TRIED_PROMPTS` at most: a function may read what some lack."""
     shapes: dict[tuple[bool, frozenset[str]], Prompt] = {}
     for prompt in prompts:
-        shapes.setdefault((prompt.answer != "", frozenset(prompt.metadata)), prompt)
+        shapes.setdefault(shape_of(prompt), prompt)
     return list(shapes.values())[:MAX_TRIED_PROMPTS]
+
+
+def find_functions(rollout: RolloutConfig) -> None:
+    """Import every function that the settings name.
+
+    Raises:
+        ConfigError: a name that stands for nothing.
+    """
+    resolve_reward_fn(rollout)
+    resolve_environment(rollout)
+    resolve_filter_fn(rollout)
+    resolve_buffer_filter_fn(rollout)
+    if rollout.generate_fn != "":
+        resolve_generate_fn(rollout)
+
+
+def shape_of(prompt: Prompt) -> tuple[bool, frozenset[str]]:
+    """What a function may find in a prompt: whether it has an answer, and its fields."""
+    return prompt.answer != "", frozenset(prompt.metadata)
 
 
 def check_functions(config: Config, prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase) -> list[str]:
@@ -62,10 +81,8 @@ def check_functions(config: Config, prompts: Sequence[Prompt], tokenizer: PreTra
         ConfigError: a name that stands for nothing.
         RewardError: a function raised, or returned something unusable.
     """
+    find_functions(config.rollout)
     filter_fn = resolve_filter_fn(config.rollout)
-    resolve_buffer_filter_fn(config.rollout)
-    if config.rollout.generate_fn != "":
-        resolve_generate_fn(config.rollout)
     graded = asyncio.run(_grade_each(prompts, config, tokenizer))
     if filter_fn is not None:
         group = [graded[0][0]] * config.rollout.n_samples_per_prompt

@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rollouts_core.checks.answers import COMPARE_BY_LOSS, check_answers
 from rollouts_core.checks.compared_rows import check_held_out, check_num_rows, check_other_rows, warn_of_repeated_rows
+from rollouts_core.checks.cpu_formats import warn_of_slow_bfloat16
 from rollouts_core.checks.demonstrations import check_compared_demonstrations, check_demonstrations
 from rollouts_core.checks.epochs import MANY_EPOCHS_OF_RL, MANY_EPOCHS_OF_SFT, describe_epochs
-from rollouts_core.checks.function_checks import check_functions, one_of_each_shape
+from rollouts_core.checks.function_checks import check_functions, find_functions, one_of_each_shape, shape_of
 from rollouts_core.checks.learning_rates import check_learning_rates
+from rollouts_core.checks.mistakes import Mistakes
 from rollouts_core.checks.model_checks import (
     check_generable,
     check_jax_model,
@@ -44,11 +46,12 @@ from rollouts_core.checks.templates import (
     warn_of_unseen_tools,
 )
 from rollouts_core.config import Config, ModelConfig, name_of_function
+from rollouts_core.config.data import RowFile
 from rollouts_core.data.chat import is_prefill
 from rollouts_core.data.dataset import check_disjoint, load_prompts_from_jsonl
 from rollouts_core.data.held_out import HeldOutRows, read_held_out
 from rollouts_core.environments.protocol import describe_tools
-from rollouts_core.errors import DemonstrationError
+from rollouts_core.errors import DataError, DemonstrationError
 from rollouts_core.findings import Caution
 from rollouts_core.model.adapter_targets import check_adapters
 from rollouts_core.model.loading import check_not_quantized, find_positions, load_tokenizer
@@ -60,74 +63,183 @@ from rollouts_core.types import Prompt
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+NUM_FIRST_ROWS = 64
+"""Rows of each file on which functions are tried before the files are read."""
+
 
 def validate_config(config: Config) -> list[str]:
     """Check everything that can be checked without training; returns facts and warnings, a sentence each.
 
+    Functions of the user are imported and tried on the first rows before whole files are read.
+
     Raises:
-        InputError: one sentence with what was expected, what was found and what to do.
+        InputError: a line for each mistake, with what was expected, what was found and what to do.
     """
-    if config.evaluation.metric == "accuracy":
-        check_graded(config.rollout)
-    check_resumed(config)
-    check_model_files(config)
-    check_not_quantized(config.model)  # before what an engine has against such a model: another one would not help
-    check_generable(config)
-    check_updatable(config)
-    check_shared_heads(config)
-    check_jax_model(config)
-    cautions = check_language_model(config)
-    check_packing(config)
-    tokenizer = load_tokenizer(config.model)
-    check_model_vocabulary(config.model, tokenizer)
-    findings = [f"model {config.model.path}: tokenizer with {len(tokenizer)} tokens", *cautions]
-    findings += [*find_settings_without_effect(config), *check_learning_rates(config), *warn_of_dropout(config)]
-    findings += warn_of_long_completions(config)
-    findings += check_adapters(config)
-    held_out = _read_held_out(config)
+    mistakes = Mistakes()
+    findings = _check_settings(config, mistakes)
+    tokenizer: PreTrainedTokenizerBase | None = None
+    with mistakes.at("model"):
+        check_model_files(config)
+        tokenizer = load_tokenizer(config.model)
+        check_model_vocabulary(config.model, tokenizer)
+        findings.insert(0, f"model {config.model.path}: tokenizer with {len(tokenizer)} tokens")
+    if tokenizer is None:
+        with mistakes.at("rollout"):
+            find_functions(config.rollout)
+        mistakes.check()
+    assert tokenizer is not None, "its error was noted"
+    by_loss = config.evaluation.metric == "loss"
+    tried = set() if by_loss and config.mode == "sft" else _try_functions(config, tokenizer, mistakes, findings)
+    held_out = _read_held_out(config, mistakes)
     if config.mode != "rl":
-        findings += check_demonstrations(config, tokenizer, held_out)
+        findings += check_demonstrations(config, tokenizer, held_out, mistakes)
         if config.data.sft_eval:
-            findings += check_compared_demonstrations(config.data.sft_eval, config, tokenizer)
+            with mistakes.at("data.sft_eval"):
+                findings += check_compared_demonstrations("sft_eval", config, tokenizer)
+    if by_loss:
+        findings += _check_compared_by_loss(config, tokenizer, held_out, mistakes)
+    else:
+        findings += _check_prompts(config, tokenizer, held_out, mistakes, tried)
+    mistakes.check()
+    if config.mode != "sft":
+        findings += [*warn_of_own_generation(config), *warn_of_uncorrected_age(config)]
+    return findings
+
+
+def _check_settings(config: Config, mistakes: Mistakes) -> list[str]:
+    """What the settings and the model's files say, without a row being read."""
+    findings: list[str] = []
+    if config.evaluation.metric == "accuracy":
+        with mistakes.at("rollout"):
+            check_graded(config.rollout)
+    with mistakes.at("training"):
+        check_resumed(config)
+    with mistakes.at("model"):  # a model that cannot be read has one mistake, not one of every check
+        check_model_files(config)
+        check_not_quantized(config.model)  # before an engine refuses such a model: another engine would not help
+        check_generable(config)
+        check_updatable(config)
+        check_shared_heads(config)
+        check_jax_model(config)
+        findings += check_language_model(config)
+        findings += warn_of_dropout(config)
+        findings += check_adapters(config)
+    with mistakes.at("training.sft.packing"):
+        check_packing(config)
+    with mistakes.at("training"):
+        findings += [
+            *find_settings_without_effect(config),
+            *check_learning_rates(config),
+            *warn_of_slow_bfloat16(config),
+        ]
+    with mistakes.at("rollout"):
+        findings += warn_of_long_completions(config)
+    return findings
+
+
+def _prompt_files(config: Config) -> dict[RowFile, str]:
+    """The files of prompts that are sampled for, by their settings."""
     if config.evaluation.metric == "loss":
-        for path in (config.data.selection, config.data.heldout):
-            findings += check_compared_demonstrations(path, config, tokenizer)
-        check_other_rows(config.data.selection, config.data.heldout)
-        return findings + check_held_out(held_out) + warn_of_repeated_rows(config)
-    prompts = {"selection": config.data.selection, "heldout": config.data.heldout}
+        return {}
+    files: dict[RowFile, str] = {"selection": config.data.selection, "heldout": config.data.heldout}
+    return {**files, "prompts": config.data.prompts} if config.mode != "sft" and config.data.prompts else files
+
+
+def _try_functions(
+    config: Config, tokenizer: PreTrainedTokenizerBase, mistakes: Mistakes, findings: list[str]
+) -> set[tuple[bool, frozenset[str]]] | None:
+    """Import and try the functions on the first rows; returns the shapes of these, None if a function failed."""
+    first: list[Prompt] = []
+    for name, path in _prompt_files(config).items():
+        with suppress(DataError):  # the whole file is read later, and its mistakes are noted then
+            prompts = load_prompts_from_jsonl(path, max_rows=NUM_FIRST_ROWS, columns=config.data.columns_of(name))
+            check_answers(prompts, config, source=path)
+            first += prompts
+    has_failed = True
+    with mistakes.at("rollout"):
+        find_functions(config.rollout)
+        chosen = one_of_each_shape(first)
+        with suppress(DataError):  # a chat template that refuses rows is told with the file that has them
+            findings += check_functions(config, chosen, tokenizer) if chosen else []
+        has_failed = False
+    return None if has_failed else {shape_of(prompt) for prompt in one_of_each_shape(first)}
+
+
+def _check_compared_by_loss(
+    config: Config, tokenizer: PreTrainedTokenizerBase, held_out: Sequence[HeldOutRows], mistakes: Mistakes
+) -> list[str]:
+    findings: list[str] = []
+    names: tuple[RowFile, RowFile] = ("selection", "heldout")
+    for name in names:
+        with mistakes.at(f"data.{name}"):
+            findings += check_compared_demonstrations(name, config, tokenizer)
+    with mistakes.at("data.heldout"):
+        check_other_rows(config.data)
+    with mistakes.at("data"):
+        findings += check_held_out(held_out)
+    with mistakes.at("data.heldout"):
+        findings += warn_of_repeated_rows(config)
+    return findings
+
+
+def _check_prompts(
+    config: Config,
+    tokenizer: PreTrainedTokenizerBase,
+    held_out: Sequence[HeldOutRows],
+    mistakes: Mistakes,
+    tried: set[tuple[bool, frozenset[str]]] | None,
+) -> list[str]:
+    """Read every prompt.
+
+    Args:
+        tried: shapes of rows that functions were tried on already; None if they failed.
+    """
+    findings: list[str] = []
     if config.mode != "sft" and config.data.rollouts:
-        folder, vocab_size = Path(config.data.rollouts), num_embedded_tokens(config.model) or len(tokenizer)
-        positions = find_positions(config.model)
-        max_tokens = positions.num + 1 if positions and positions.are_all else None
-        findings.append(check_rollouts(folder, vocab_size=vocab_size, max_tokens=max_tokens, config=config.rollout))
-        num_recorded, num_steps = len(OfflineRollouts(folder, config.rollout).files), config.training.rl.num_steps
-        of_what = f"the {num_recorded} recorded steps"
-        findings.append(
-            describe_epochs("training.rl", num_steps, num_recorded, of_what=of_what, many=MANY_EPOCHS_OF_SFT)
-        )
-    elif config.mode != "sft":
-        prompts["prompts"] = config.data.prompts
-    loaded = {name: _load_checked_prompts(path, config, tokenizer) for name, path in prompts.items()}
-    check_conversation(tokenizer, config.rollout)
-    check_disjoint(loaded["selection"], loaded["heldout"], names=("data.selection", "data.heldout"))
-    findings += check_held_out(held_out, loaded.get("prompts", ()), source=prompts.get("prompts", ""))
+        with mistakes.at("data.rollouts"):
+            findings += _check_recorded_rollouts(config, tokenizer)
+    files, loaded = _prompt_files(config), dict[RowFile, list[Prompt]]()
+    for name, path in files.items():
+        with mistakes.at(f"data.{name}"):
+            loaded[name] = _load_checked_prompts(name, path, config, tokenizer)
+        with mistakes.at(f"data.{name}"):
+            check_answers(loaded.get(name, []), config, source=path)
+    with mistakes.at("rollout"):
+        check_conversation(tokenizer, config.rollout)
+    if {"selection", "heldout"} <= loaded.keys():
+        with mistakes.at("data.heldout"):
+            check_disjoint(loaded["selection"], loaded["heldout"], names=("data.selection", "data.heldout"))
+    with mistakes.at("data"):
+        findings += check_held_out(held_out, loaded.get("prompts", ()), source=files.get("prompts", ""))
+    if not mistakes and tried is not None:
+        others = [each for each in one_of_each_shape(itertools.chain(*loaded.values())) if shape_of(each) not in tried]
+        with mistakes.at("rollout"):
+            findings += check_functions(config, others, tokenizer) if others else []
+    if mistakes:
+        return findings
     findings += warn_of_repeated_rows(config)
-    for name, rows in loaded.items():
-        check_answers(rows, config, source=prompts[name])
-    findings += check_functions(config, one_of_each_shape(itertools.chain(*loaded.values())), tokenizer)
     if config.mode != "sft":
         num_rows = min(len(loaded["heldout"]), config.evaluation.max_prompts)
         limit = config.evaluation.max_p_value
-        check_num_rows(num_rows, limit, source="data.heldout", setting="evaluation.max_p_value")
-    findings += [_count_prompts(rows, prompts[name]) for name, rows in loaded.items()]
+        with mistakes.at("evaluation.max_p_value"):
+            check_num_rows(num_rows, limit, source="data.heldout", setting="evaluation.max_p_value")
+    findings += [_count_prompts(rows, files[name]) for name, rows in loaded.items()]
     for name, rows in loaded.items():
-        findings += _warn_of_untold_tools(rows, prompts[name]) + _warn_of_unwritten(
-            rows, prompts[name], config.model, tokenizer
-        )
+        findings += _warn_of_untold_tools(rows, files[name])
+        findings += _warn_of_unwritten(rows, files[name], config.model, tokenizer)
     findings += check_prompt_epochs(config, len(loaded["prompts"])) if "prompts" in loaded else []
     findings += warn_of_endless_turns(tokenizer)
-    findings += warn_of_unseen_tools(tokenizer, describe_tools(resolve_environment(config.rollout)))
-    return findings + ([*warn_of_own_generation(config), *warn_of_uncorrected_age(config)] * (config.mode != "sft"))
+    return findings + warn_of_unseen_tools(tokenizer, describe_tools(resolve_environment(config.rollout)))
+
+
+def _check_recorded_rollouts(config: Config, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    folder, vocab_size = Path(config.data.rollouts), num_embedded_tokens(config.model) or len(tokenizer)
+    positions = find_positions(config.model)
+    max_tokens = positions.num + 1 if positions and positions.are_all else None
+    said = check_rollouts(folder, vocab_size=vocab_size, max_tokens=max_tokens, config=config.rollout)
+    num_recorded, num_steps = len(OfflineRollouts(folder, config.rollout).files), config.training.rl.num_steps
+    of_what = f"the {num_recorded} recorded steps"
+    return [said, describe_epochs("training.rl", num_steps, num_recorded, of_what=of_what, many=MANY_EPOCHS_OF_SFT)]
 
 
 def validate_evaluation(config: Config, models: Sequence[ModelConfig]) -> list[str]:
@@ -148,9 +260,9 @@ def validate_evaluation(config: Config, models: Sequence[ModelConfig]) -> list[s
         check_model_vocabulary(model, tokenizer)
         findings.append(f"model {model.path}: tokenizer with {len(tokenizer)} tokens")
         if config.evaluation.metric == "loss":
-            findings += check_compared_demonstrations(heldout, scored, tokenizer)
+            findings += check_compared_demonstrations("heldout", scored, tokenizer)
             continue
-        prompts = _load_checked_prompts(heldout, scored, tokenizer)
+        prompts = _load_checked_prompts("heldout", heldout, scored, tokenizer)
         check_conversation(tokenizer, scored.rollout)
         check_answers(prompts, scored, source=heldout)
         findings += check_functions(scored, one_of_each_shape(prompts), tokenizer)
@@ -204,16 +316,19 @@ def check_prompt_epochs(config: Config, num_prompts: int) -> list[str]:
     return [said, Caution(f"{found}: a step sees the same prompt several times")]
 
 
-def _read_held_out(config: Config) -> list[HeldOutRows]:
+def _read_held_out(config: Config, mistakes: Mistakes) -> list[HeldOutRows]:
     """The rows that checkpoints are chosen by, or kept, and those that grade the chosen ones."""
-    paths = {"data.selection": config.data.selection, "data.heldout": config.data.heldout}
-    num_used = config.evaluation.max_prompts
-    with _with_remedy(config):
-        held_out = [
-            read_held_out(name, path, config.evaluation.metric, max_rows=num_used) for name, path in paths.items()
-        ]
-    if config.mode != "rl" and config.data.sft_eval:  # keep_best goes by it
-        held_out.append(read_held_out("data.sft_eval", config.data.sft_eval, "loss"))
+    metric, num_used, held_out = config.evaluation.metric, config.evaluation.max_prompts, list[HeldOutRows]()
+    names: tuple[RowFile, RowFile] = ("selection", "heldout")
+    for name in names:
+        columns = config.data.columns_of(name)
+        with mistakes.at(f"data.{name}"), _with_remedy(config):
+            path = getattr(config.data, name)
+            held_out.append(read_held_out(f"data.{name}", path, metric, max_rows=num_used, columns=columns))
+    if config.mode != "rl" and (path := config.data.sft_eval):  # keep_best goes by it
+        with mistakes.at("data.sft_eval"):
+            columns = config.data.columns_of("sft_eval")
+            held_out.append(read_held_out("data.sft_eval", path, "loss", columns=columns))
     return held_out
 
 
@@ -262,9 +377,9 @@ def _warn_of_unwritten(
     return unwritten.warn(source, len(prompts)) + unread.warn(source, len(prompts))
 
 
-def _load_checked_prompts(path: str, config: Config, tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
+def _load_checked_prompts(name: RowFile, path: str, config: Config, tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
     with _with_remedy(config):
-        prompts = load_prompts_from_jsonl(path)
+        prompts = load_prompts_from_jsonl(path, columns=config.data.columns_of(name))
     tools = describe_tools(resolve_environment(config.rollout))
     max_tokens = config.rollout.max_prompt_tokens
     longest = check_prompt_lengths(prompts, tokenizer, max_tokens=max_tokens, source=path, tools=tools)

@@ -5,18 +5,23 @@ Not here: how they are read (rollouts_core/data), what is taken of them to compa
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from rollouts_core.config.record import PLACEMENT, Finite, Record
+
+ColumnType = Literal["text", "int", "float", "bool", "json"]
+"""What the cells of a CSV column are."""
+RowFile = Literal["sft_eval", "prompts", "selection", "heldout"]
+"""The settings that name one file of rows."""
 
 
 class DatasetConfig(Record):
     """One of several datasets of demonstrations that are trained on together."""
 
     path: str = Field(min_length=1, json_schema_extra=PLACEMENT)
-    """JSONL or Parquet file, folder of a Hugging Face dataset, or hub id."""
+    """JSONL, JSON, CSV or Parquet file, folder of such files or of a Hugging Face dataset, or hub id."""
     split: str = Field("train", min_length=1)
     """Which split, of a folder or hub dataset that has several."""
     subset: str = ""
@@ -27,6 +32,8 @@ class DatasetConfig(Record):
     """Only so many rows, from the start."""
     repeat: Annotated[Finite, Field(gt=0)] = 1.0
     """How often an epoch visits each row. Below 1 an epoch takes a share of them, and the next epoch others."""
+    columns: dict[str, ColumnType] = Field(default_factory=dict)
+    """Types of CSV columns, by their names: text, int, float, bool or json. Other columns are text."""
 
 
 class DataConfig(Record):
@@ -34,15 +41,15 @@ class DataConfig(Record):
     may also be URLs in an object store, s3://bucket/data/sft.jsonl."""
 
     sft: str | tuple[DatasetConfig, ...] = ""
-    """Demonstrations: rows with `messages`, with `prompt` and `completion`, or with `text`. One JSONL or Parquet file,
-    dataset folder or hub id; or a list of such datasets, each with its share."""
+    """Demonstrations: rows with `messages`, with `prompt` and `completion`, or with `text`. One JSONL, JSON, CSV
+    or Parquet file, dataset folder or hub id; or a list of such datasets, each with its share."""
     streaming: bool = Field(False, json_schema_extra=PLACEMENT)
     """Read and tokenize demonstrations while training instead of before: for data larger than memory."""
     sft_eval: str = ""
     """Demonstrations whose loss is taken while SFT trains on others; empty takes none."""
     prompts: str = ""
-    """Prompts for RL: rows with `prompt` or `messages`, and `answer` where the reward needs one. One JSONL or Parquet
-    file, or dataset folder."""
+    """Prompts for RL: rows with `prompt` or `messages`, and `answer` where the reward needs one. One JSONL, JSON, CSV
+    or Parquet file, or dataset folder."""
     rollouts: str = ""
     """Rollouts for RL in place of prompts and engines: the folder `samples` of an earlier RL stage, whose steps are
     trained on in their order. Each is a batch, whatever `rollout.batch_size` says."""
@@ -51,3 +58,29 @@ class DataConfig(Record):
     heldout: str = ""
     """Prompts, or with `evaluation.metric = "loss"` demonstrations, for the report. No row of them may be among the
     selection's."""
+    columns: dict[RowFile, dict[str, ColumnType]] = Field(default_factory=dict)
+    """Types of CSV columns of the files above, by the settings that name them. A file's own table sets them:
+    `prompts = {path = "prompts.csv", columns = {level = "int"}}`. Columns that are not named are text."""
+
+    def columns_of(self, name: RowFile) -> dict[str, ColumnType]:
+        """The types of CSV columns of the file that a setting names."""
+        return self.columns.get(name, {})
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_tables(cls, settings: Any) -> Any:  # Any: unchecked input
+        """Take a table in the place of a file's path: its path, and the types of its columns."""
+        if not isinstance(settings, dict):
+            return settings
+        flat = dict(settings)
+        if isinstance(given := flat.get("sft"), dict):
+            flat["sft"] = (given,)
+        tables = {name: flat[name] for name in get_args(RowFile) if isinstance(flat.get(name), dict)}
+        for name, table in tables.items():
+            if unknown := sorted(table.keys() - {"path", "columns"}) or "path" not in table:
+                found = f"found {', '.join(map(str, table)) or 'nothing'}" if unknown else ""
+                raise ValueError(f"{name}: expected a path, or a table with path and columns; {found}")
+            flat[name] = table["path"]
+            if "columns" in table:
+                flat["columns"] = {**flat.get("columns", {}), name: table["columns"]}
+        return flat

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,7 +23,7 @@ RecordT = TypeVar("RecordT", bound=BaseModel)
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 MAX_NAME_BYTES, MAX_PATH_CHARS = 255, 4000
 """What a file system takes, beside the folder that the path is relative to."""
-DATA_FILE_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
+DATA_FILE_SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet", ".csv", ".tsv", ".gz", ".bz2", ".xz")
 
 
 def read_settings(path: Path) -> dict[str, Any]:  # Any: unchecked file content
@@ -74,12 +75,15 @@ def resolve_paths(settings: dict[str, Any], base: Path) -> dict[str, Any]:  # An
         _check_length(value)
         return str((base / value).resolve())
 
+    def table(value: Any, resolve: Callable[[Any], Any]) -> Any:  # Any: unchecked file content
+        return {**value, "path": resolve(value["path"])} if isinstance(value, dict) and "path" in value else value
+
+    def data_file(value: Any) -> Any:  # Any: unchecked file content
+        return table(value, absolute) if isinstance(value, dict) else absolute(value)
+
     def dataset(value: Any) -> Any:  # Any: unchecked file content
-        if isinstance(value, list | tuple):
-            return [
-                {**each, "path": dataset(each["path"])} if isinstance(each, dict) and "path" in each else each
-                for each in value
-            ]
+        if isinstance(value, list | tuple | dict):
+            return table(value, dataset) if isinstance(value, dict) else [table(each, dataset) for each in value]
         return value if isinstance(value, str) and _may_be_hub_id(value, base) else absolute(value)
 
     def model_folder(value: Any) -> Any:  # Any: unchecked file content
@@ -90,7 +94,7 @@ def resolve_paths(settings: dict[str, Any], base: Path) -> dict[str, Any]:  # An
 
     resolved = dict(settings)
     if isinstance(data := settings.get("data"), dict):
-        resolved["data"] = {key: (dataset if key == "sft" else absolute)(value) for key, value in data.items()}
+        resolved["data"] = {key: (dataset if key == "sft" else data_file)(value) for key, value in data.items()}
     if isinstance(model := settings.get("model"), dict):
         resolved["model"] = {**model, "path": model_folder(model["path"])} if "path" in model else model
     if isinstance(training := settings.get("training"), dict):

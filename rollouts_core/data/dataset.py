@@ -15,7 +15,7 @@ import json
 import logging
 import math
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import date, time, timedelta
 from decimal import Decimal
@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from rollouts_core.config import DatasetConfig, SFTTrainingConfig
+from rollouts_core.config.data import ColumnType
 from rollouts_core.data.chat import (
     Conversation,
     TokenizedConversation,
@@ -35,7 +36,9 @@ from rollouts_core.data.chat import (
 )
 from rollouts_core.data.conversations import Row, describe_keys, read_demonstration, read_messages
 from rollouts_core.data.mixture import epoch_order
+from rollouts_core.data.overlap import key_of_turns, said_by_user
 from rollouts_core.data.rows import RowTable, load_rows, open_rows
+from rollouts_core.data.source_text import TEXT_FIELDS, JsonText, as_text
 from rollouts_core.data.turns import is_end
 from rollouts_core.errors import DataError, DemonstrationError
 from rollouts_core.types import Message, Prompt, Sample, Status
@@ -48,6 +51,8 @@ logger = logging.getLogger(__name__)
 OnOverlong = Literal["cut", "cut_or_drop", "drop"]
 CHUNK_ROWS = 512
 MAX_LOGGED_DROPS = 10
+PROMPT_FIELDS = ("messages", "prompt", *TEXT_FIELDS)
+"""Fields of a row that are no metadata of its prompt."""
 ROLLOUT_FIELDS = ("conversation", "outcomes")
 """What a rollout adds to the metadata of its samples (agent.py), beside the fields of the prompt's row."""
 
@@ -80,6 +85,7 @@ def load_sft_dataset(
     train_on: TrainOn = "all_assistant",
     on_overlong: OnOverlong = "cut",
     max_rows: int | None = None,
+    columns: Mapping[str, ColumnType] | None = None,
 ) -> list[Sample]:
     """Demonstrations as samples of at most `max_length` tokens, in the order of the file.
 
@@ -87,12 +93,13 @@ def load_sft_dataset(
         on_overlong: `cut` longer ones, where nothing to train on may not be all that is left; `cut_or_drop`, which
             leaves those out; or `drop` every longer one.
         max_rows: only so many from the start.
+        columns: types of columns of CSV that are not text.
 
     Raises:
         DataError: a row without the needed fields, or with nothing to train on, named by its number.
     """
     rules = SampleRules(max_length, train_on, on_overlong)
-    rows = iterate_samples(load_rows(path), str(path), tokenizer, rules, max_rows=max_rows)
+    rows = iterate_samples(load_rows(path, columns=columns), str(path), tokenizer, rules, max_rows=max_rows)
     return list(itertools.chain.from_iterable(rows))
 
 
@@ -119,7 +126,10 @@ def iterate_samples(
 
 def open_datasets(datasets: Sequence[DatasetConfig]) -> list[RowTable]:
     """The rows of each dataset; nothing of them is checked but that there is one."""
-    return [open_rows(each.path, split=each.split, subset=each.subset, revision=each.revision) for each in datasets]
+    return [
+        open_rows(each.path, split=each.split, subset=each.subset, revision=each.revision, columns=each.columns)
+        for each in datasets
+    ]
 
 
 def count_used_rows(table: RowTable, dataset: DatasetConfig) -> int:
@@ -233,7 +243,9 @@ class _CompactSamples:
         )
 
 
-def load_prompts_from_jsonl(path: str | Path, *, max_rows: int | None = None) -> list[Prompt]:
+def load_prompts_from_jsonl(
+    path: str | Path, *, max_rows: int | None = None, columns: Mapping[str, ColumnType] | None = None
+) -> list[Prompt]:
     """Prompts of a JSONL file (or another format that `load_rows` reads), at most `max_rows` from its start.
 
     Raises:
@@ -242,9 +254,9 @@ def load_prompts_from_jsonl(path: str | Path, *, max_rows: int | None = None) ->
     """
     prompts: list[Prompt] = []
     row_of_id: dict[str, int] = {}
-    for number, row in itertools.islice(load_rows(path), max_rows):
+    for number, row in itertools.islice(load_rows(path, columns=columns), max_rows):
         try:
-            prompt = _build_prompt(row, number, default_id=f"{Path(path).stem}-{number}")
+            prompt = build_prompt(row, number, default_id=f"{Path(path).stem}-{number}")
         except DataError as error:
             raise type(error)(f"{path}, row {number}: {error}") from error
         if prompt.id in row_of_id:
@@ -255,7 +267,7 @@ def load_prompts_from_jsonl(path: str | Path, *, max_rows: int | None = None) ->
 
 
 def check_disjoint(first: Sequence[Prompt], second: Sequence[Prompt], *, names: tuple[str, str]) -> None:
-    """Raise DataError when a prompt's conversation is in both lists, or of those of `find_openings` the whole row."""
+    """Raise DataError for a prompt of both lists: the same turns of the user, or after an opening the same row."""
     openings = find_openings(first) | find_openings(second)
 
     def key_of(prompt: Prompt) -> str:
@@ -293,7 +305,7 @@ def describe_task(prompt: Prompt) -> str:
 
 
 def _conversation(prompt: Prompt) -> str:
-    return json.dumps([(message["role"], message["content"], message.get("tool_calls")) for message in prompt.messages])
+    return key_of_turns(said_by_user(prompt.messages))
 
 
 def _chunks(numbers: Sequence[int], start: int = 0) -> Iterator[Sequence[int]]:
@@ -398,7 +410,12 @@ def _build_sample(
     )
 
 
-def _build_prompt(row: Row, number: int, *, default_id: str) -> Prompt:
+def build_prompt(row: Row, number: int, *, default_id: str) -> Prompt:
+    """The prompt of a row.
+
+    Raises:
+        DataError: the row is none.
+    """
     for name in ROLLOUT_FIELDS:
         if name in row:
             raise DataError(f"the field `{name}` of a sample is what a rollout writes there: rename it in the data")
@@ -420,20 +437,15 @@ def _build_prompt(row: Row, number: int, *, default_id: str) -> Prompt:
             "into `answer` where graders compare with it; if the policy is to go on with that turn, call the field "
             "`prompt`"
         )
+    answer, own_id = (as_text(row.get(name)) for name in TEXT_FIELDS)
     return Prompt(
-        id=default_id if row.get("id") is None else str(row["id"]),
+        id=default_id if own_id is None else str(own_id),
         messages=tuple(_as_json(messages, "messages")),
-        answer=_read_answer(row.get("answer")),
-        has_json_answer=isinstance(row.get("answer"), dict | list),
-        metadata={k: _as_json(v, k) for k, v in row.items() if k not in ("id", "messages", "prompt", "answer")},
+        answer=answer or "",
+        has_json_answer=isinstance(answer, JsonText),
+        metadata={k: _as_json(v, k) for k, v in row.items() if k not in PROMPT_FIELDS and v is not None},
         row=number,
     )
-
-
-def _read_answer(answer: object) -> str:
-    if answer is None:
-        return ""
-    return json.dumps(_as_json(answer, "answer")) if isinstance(answer, dict | list) else str(answer)
 
 
 def _as_json(value: Any, key: str) -> Any:  # Any: what a table's column holds; JSON

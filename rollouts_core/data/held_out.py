@@ -7,8 +7,10 @@ Not here: whether selection and evaluation have rows in common (dataset.py, vali
                          alike and have other answers, as games do, the same row among those of RL
     loss                 a demonstration that says the same as a whole
 
-Rows of data.sft_eval are compared by their loss, whatever the metric of the evaluation is. What is compared here is
-text, word for word. Of the training data nothing is kept.
+Rows of data.sft_eval are compared by their loss, whatever the metric of the evaluation is. Prompts are compared by the
+folded turns of the user: system messages, case, spaces and closing punctuation do not count, and a plain text has a
+prompt if one of its lines, or what stands between two tags, is that prompt. Rows that share a long run of words are
+only reported, because texts of the same kind share such runs, too. Nothing of the training data is kept.
 """
 
 from __future__ import annotations
@@ -16,21 +18,27 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Literal
 
+from rollouts_core.config.data import ColumnType
 from rollouts_core.data.chat import Conversation
 from rollouts_core.data.conversations import Row, read_demonstration
 from rollouts_core.data.dataset import describe_task, find_openings, is_opening, load_prompts_from_jsonl
+from rollouts_core.data.overlap import LongPhrases, fold, key_of_turns, said_by_user, turns_of_text
 from rollouts_core.data.rows import load_rows
 from rollouts_core.errors import DataError
 from rollouts_core.findings import Caution
-from rollouts_core.types import Message, Prompt
+from rollouts_core.types import Prompt
 
 Metric = Literal["accuracy", "loss"]
 MAX_LEAKED_SHARE = 0.01
 """Crawled data repeat themselves: so few of the rows change a mean score by no more than this."""
 MAX_NAMED = 3
+MAX_SHOWN_CHARS = 80
+TOLD_FIRST = ("system", "developer")
+"""Roles that say how to answer, not what is asked."""
 
 
 class HeldOutRows:
@@ -42,73 +50,118 @@ class HeldOutRows:
         number_of: the number of each row, by its key.
     """
 
-    def __init__(self, name: str, metric: Metric, number_of: dict[bytes, int]) -> None:
+    def __init__(
+        self, name: str, metric: Metric, number_of: dict[bytes, int], texts: Mapping[int, Sequence[str]]
+    ) -> None:
         self.name = name
         self.metric = metric
         self._number_of = number_of
+        self._num_rows = len(texts)
+        self._shown = {number: " ".join(said)[:MAX_SHOWN_CHARS] for number, said in texts.items()}
         self._found: dict[int, str] = {}
+        self._alike: dict[int, tuple[str, str]] = {}
+        """By their number, rows that share words with a row that is trained on: that row, and the words."""
+        self._phrases = LongPhrases()
+        for number, said in texts.items():
+            for text in said:
+                self._phrases.add(number, text)
 
-    def look_for(self, keys: Iterable[bytes], source: str, number: int) -> None:
-        """Note which of these rows the keys of a row that is trained on are."""
+    def look_for(self, keys: Iterable[bytes], source: str, number: int, texts: Iterable[str] = ()) -> None:
+        """Note which of these rows the keys of a row that is trained on are, and which share words with its texts."""
+        place = f"row {number} of {source}"
         for key in keys:
             if (held_out := self._number_of.get(key)) is not None:
-                self._found.setdefault(held_out, f"row {number} of {source}")
+                self._found.setdefault(held_out, place)
+        for text in texts:
+            for held_out, words in self._phrases.find(text).items():
+                self._alike.setdefault(held_out, (place, words))
 
     def check(self) -> list[Caution]:
-        """A sentence where a few of these rows are trained on.
+        """Sentences where a few of these rows are trained on, or some share long runs of words with such rows.
 
         Raises:
-            DataError: more than a few are.
+            DataError: more than a few are trained on.
         """
+        return [*self._check_found(), *self._warn_of_alike()]
+
+    def _warn_of_alike(self) -> list[Caution]:
+        alike = {number: each for number, each in self._alike.items() if number not in self._found}
+        if not alike:
+            return []
+        number, (place, words) = min(alike.items())
+        return [
+            Caution(
+                f"{len(alike)} of {self._num_rows} rows of {self.name} ({len(alike) / self._num_rows:.0%}) share a "
+                f"long run of words with a row that is trained on: row {number} and {place} have {words!r}; look "
+                "whether they ask the same (nothing is left out for this)"
+            )
+        ]
+
+    def _check_found(self) -> list[Caution]:
         if not self._found:
             return []
+        first = min(self._found)
         places = [f"row {number} is {place}" for number, place in sorted(self._found.items())]
         more = ", ..." if len(places) > MAX_NAMED else ""
         sentence = (
-            f"{len(self._found)} of {len(self._number_of)} rows of {self.name} are also trained on "
-            f"({', '.join(places[:MAX_NAMED])}{more}): what a model has learnt by heart says nothing about other rows; "
+            f"{len(self._found)} of {self._num_rows} rows of {self.name} are also trained on "
+            f"({', '.join(places[:MAX_NAMED])}{more}): {len(self._found) / self._num_rows:.0%} of them, for example "
+            f"{self._shown[first]!r}; what a model has learnt by heart says nothing about other rows; "
             "remove them from one of the files"
         )
-        if len(self._found) > MAX_LEAKED_SHARE * len(self._number_of):
+        if len(self._found) > MAX_LEAKED_SHARE * self._num_rows:
             raise DataError(sentence)
         return [Caution(sentence)]
 
 
-def read_held_out(name: str, path: str, metric: Metric, *, max_rows: int | None = None) -> HeldOutRows:
+def read_held_out(
+    name: str,
+    path: str,
+    metric: Metric,
+    *,
+    max_rows: int | None = None,
+    columns: Mapping[str, ColumnType] | None = None,
+) -> HeldOutRows:
     """The rows of a file that models are compared on: all of them, or the first `max_rows`.
 
     Raises:
         DataError: a row that is no prompt, or no demonstration.
     """
-    if metric == "accuracy":
-        prompts = load_prompts_from_jsonl(path, max_rows=max_rows)
-        openings = find_openings(prompts)
-        keys = ((key_of_task if is_opening(prompt, openings) else key_of_prompt)(prompt) for prompt in prompts)
-        return HeldOutRows(name, metric, {key: prompt.row for key, prompt in zip(keys, prompts, strict=True)})
     number_of: dict[bytes, int] = {}
-    for number, row in itertools.islice(load_rows(path), max_rows):
+    texts: dict[int, list[str]] = {}
+    if metric == "accuracy":
+        prompts = load_prompts_from_jsonl(path, max_rows=max_rows, columns=columns)
+        openings = find_openings(prompts)
+        for prompt in prompts:
+            number_of[(key_of_task if is_opening(prompt, openings) else key_of_prompt)(prompt)] = prompt.row
+            texts[prompt.row] = said_by_user(prompt.messages)
+        return HeldOutRows(name, metric, number_of, texts)
+    for number, row in itertools.islice(load_rows(path, columns=columns), max_rows):
         try:
-            number_of[key_of_demonstration(row)] = number
+            read = read_demonstration(row)
         except DataError as error:
             raise DataError(f"{path}, row {number}: {error}") from error
-    return HeldOutRows(name, metric, number_of)
+        number_of[_whole_of(read)] = number
+        texts[number] = _texts_of(read)
+    return HeldOutRows(name, metric, number_of, texts)
 
 
 def watch_rows(
     rows: Iterable[tuple[int, Row]], source: str, held_out: Sequence[HeldOutRows]
 ) -> Iterator[tuple[int, Row]]:
     """The same rows of demonstrations, after each was looked for among those that are held out."""
-    metrics = {each.metric for each in held_out}
     for number, row in rows:
-        keys = {metric: _keys_of_row(row, metric) for metric in metrics}
-        for each in held_out:
-            each.look_for(keys[each.metric], source, number)
+        with suppress(DataError):  # the caller says what is wrong with the row
+            read = read_demonstration(row) if held_out else ""
+            for each in held_out:
+                keys = [_whole_of(read)] if each.metric == "loss" else _prompts_of(read)
+                each.look_for(keys, source, number, _texts_of(read))
         yield number, row
 
 
 def key_of_prompt(prompt: Prompt) -> bytes:
-    """What two prompts have in common that say the same."""
-    return list(_keys_of_beginnings(prompt.messages))[-1]
+    """What two prompts have in common whose users say the same."""
+    return _digest(key_of_turns(said_by_user(prompt.messages)))
 
 
 def key_of_task(prompt: Prompt) -> bytes:
@@ -125,34 +178,28 @@ def key_of_demonstration(row: Row) -> bytes:
     return _whole_of(read_demonstration(row))
 
 
-def _keys_of_row(row: Row, metric: Metric) -> list[bytes]:
-    """Those of a demonstration; one that cannot be read has none."""
-    try:
-        read = read_demonstration(row)
-    except DataError:
-        return []
-    return [_whole_of(read)] if metric == "loss" else _prompts_of(read)
-
-
 def _whole_of(read: Conversation | str) -> bytes:
     if isinstance(read, str):
-        return hashlib.sha256(read.encode(errors="surrogatepass")).digest()
-    return list(_keys_of_beginnings(read.messages))[-1]
+        return _digest(fold(read))
+    said = [[each["role"], fold(each["content"]), each.get("tool_calls")] for each in read.messages]
+    return _digest(json.dumps([each for each in said if each[0] not in TOLD_FIRST], sort_keys=True, default=str))
 
 
 def _prompts_of(read: Conversation | str) -> list[bytes]:
-    """What stands before each answer that may be trained on; a plain text has no prompt."""
+    """What users say before each answer that may be trained on; of a plain text, what may be a user's turn."""
     if isinstance(read, str):
-        return []
-    keys = list(_keys_of_beginnings(read.messages))
+        return [_digest(key_of_turns([turn])) for turn in dict.fromkeys(turns_of_text(read))]
     answers = range(max(read.num_given, 1), len(read.messages))
-    return [keys[i - 1] for i in answers if read.messages[i]["role"] == "assistant"]
+    return [
+        _digest(key_of_turns(said_by_user(read.messages[:i])))
+        for i in answers
+        if read.messages[i]["role"] == "assistant"
+    ]
 
 
-def _keys_of_beginnings(messages: Sequence[Message]) -> Iterator[bytes]:
-    """A key of the first message, of the first two, and so on."""
-    digest = hashlib.sha256()
-    for message in messages:
-        said = [message["role"], message["content"], message.get("tool_calls")]
-        digest.update(json.dumps(said, sort_keys=True, default=str).encode() + b"\n")
-        yield digest.digest()
+def _texts_of(read: Conversation | str) -> list[str]:
+    return [read] if isinstance(read, str) else [message["content"] for message in read.messages]
+
+
+def _digest(text: str) -> bytes:
+    return hashlib.sha256(text.encode(errors="surrogatepass")).digest()

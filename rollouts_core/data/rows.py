@@ -1,9 +1,11 @@
-"""Read the rows of JSONL and Parquet files and of Hugging Face datasets: in order, or any of them by number.
+"""Read the rows of data files and of Hugging Face datasets: in order, or any of them by number.
 
-Not here: what a row says (conversations.py, dataset.py).
+Not here: what a row says (conversations.py, dataset.py), CSV and compressed files as JSONL (text_files.py).
 
-    JSONL           one pass notes where each row begins, and its checksum; rows are read again when they are needed
-    Parquet, hub    rows of a table that the `datasets` library keeps on disk and maps into memory
+    JSONL             one pass notes where each row begins, and its checksum; rows are read again when they are needed
+    CSV, JSON arrays, compressed files, and folders and hub datasets of such files: written as one JSONL file into the
+                      cache of the `datasets` library
+    Parquet, arrow    rows of a table that the `datasets` library keeps on disk and maps into memory
 
 Neither holds the rows in memory: a row of JSONL costs 16 bytes, one of a table nothing.
 
@@ -13,6 +15,7 @@ digest names.
 
 from __future__ import annotations
 
+import dataclasses
 import glob
 import hashlib
 import json
@@ -25,19 +28,33 @@ from contextlib import suppress
 from dataclasses import replace
 from io import BufferedReader
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
+from rollouts_core.config.data import ColumnType
 from rollouts_core.config.messages import first_line
 from rollouts_core.data.conversations import Row
+from rollouts_core.data.source_text import TEXT_FIELDS, SpelledNumber, as_text
+from rollouts_core.data.text_files import (
+    OPENERS,
+    SUFFIXES,
+    FileKind,
+    TextFile,
+    find_kind,
+    find_separator,
+    is_array,
+    write_lines,
+)
 from rollouts_core.errors import DataError
 from rollouts_core.system.concurrency import read_each
 from rollouts_core.system.private_files import keep_private
 
 TABLE_READ_ROWS = 1024
 PARQUET_MAGIC = b"PAR1"
-JSONL_SUFFIXES = (".jsonl", ".json")
 SAVED_DATASET_FILES = ("state.json", "dataset_dict.json")
 ESCAPED_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+SHORT_FLOATS = ("float16", "float32")
+COPY_VERSION = 1
+"""Raised when the same files are copied to other rows than before."""
 COMMIT = re.compile(r"[0-9a-f]{40}")
 KEPT_BESIDE = frozenset({"__pycache__", ".git", ".cache"})
 """Folders in which Python, git and the hub's client keep what is theirs: when a model was downloaded, for instance."""
@@ -83,28 +100,34 @@ class _Watch:
 class JsonlRows:
     """The rows of a JSONL file by number.
 
+    Args:
+        path: the file, or what the rows of `copy` were made from.
+        copy: a JSONL file with those rows; None reads `path` itself.
+        digest: of `path`, if `copy` is given.
+
     Raises:
         DataError: no such file or no row in it; from `read`, a row that is no JSON object or is not what it was.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, copy: Path | None = None, digest: str = "") -> None:
         self.path = str(path)
+        self._file = copy or path
         self._offsets = array("q")
         self._checksums = array("I")
         self._numbers = array("I")
-        digest = hashlib.sha256()
-        _check_exists(path)
+        content = hashlib.sha256()
+        _check_exists(self._file)
         self._watch = _Watch(path)
-        with _opened(path) as lines:
+        with _opened(self._file) as lines:
             offset = 0
             for number, line in enumerate(lines, start=1):
-                digest.update(line)
+                content.update(line)
                 if not line.isspace():
                     self._offsets.append(offset)
                     self._checksums.append(zlib.crc32(line))
                     self._numbers.append(number)
                 offset += len(line)
-        self.digest = digest.hexdigest()
+        self.digest = digest or content.hexdigest()
         if not self._offsets:
             raise _is_empty(path)
 
@@ -115,7 +138,7 @@ class JsonlRows:
         """The rows at these places, each with its line number."""
         rows: list[tuple[int, Row]] = []
         try:
-            with Path(self.path).open("rb") as file:
+            with self._file.open("rb") as file:
                 for i in indices:
                     file.seek(self._offsets[i])
                     line = file.readline()
@@ -167,39 +190,66 @@ class TableRows:
         for name, kind in self._media.items():
             columns[name] = [None if value is None else kind for value in columns[name]]
         self._watch.check(self.digest)
+        for name in TEXT_FIELDS:
+            if name in columns:
+                columns[name] = [as_text(self._as_stored(name, value)) for value in columns[name]]
         return [
             (i + 1, {key: _without_nulls(values[n]) for key, values in columns.items()}) for n, i in enumerate(indices)
         ]
 
+    def _as_stored(self, name: str, value: Any) -> Any:  # Any: a column's value
+        """The value with as many digits as its column's format has: float32's 0.1 comes as 0.10000000149011612."""
+        dtype = getattr(self._table.features[name], "dtype", "")
+        if dtype not in SHORT_FLOATS or value is None:
+            return value
+        import numpy as np  # heavy for a process that reads no table
 
-def open_rows(path: str | Path, *, split: str = "train", subset: str = "", revision: str = "") -> RowTable:
-    """Rows of a JSONL or Parquet file, of a folder, or of a dataset of the hub, to be read in any order.
+        return float(str(np.dtype(dtype).type(value)))
+
+
+def open_rows(
+    path: str | Path,
+    *,
+    split: str = "train",
+    subset: str = "",
+    revision: str = "",
+    columns: Mapping[str, ColumnType] | None = None,
+) -> RowTable:
+    """Rows of a file, of a folder, or of a dataset of the hub, to be read in any order.
 
     Args:
         split, subset: of a folder or of the hub.
         revision: commit or tag of the hub.
+        columns: types of columns of CSV that are not text.
 
     Raises:
         DataError: no such data, data of another kind, or no row at all.
     """
-    if Path(path).suffix in JSONL_SUFFIXES:
+    if _is_plain_jsonl(Path(path)):
         return JsonlRows(Path(path))
+    if Path(path, "config.json").is_file() and not _is_saved(Path(path)):
+        raise DataError(f"{path} is no dataset (it holds a model): give a data file, or a folder of `save_to_disk`")
     watch = _Watch(Path(path))
     digest = digest_path(path, revision=revision)
-    table = _open_table(Path(path), digest, split=split, subset=subset, revision=revision)
+    source = _Source(Path(path), digest, split, subset, revision, columns or {})
+    found = _find_copy(source) or _open_source(source)
     watch.check(digest)
-    return TableRows(str(path), table, digest, watch)
+    return (
+        JsonlRows(Path(path), copy=found, digest=digest)
+        if isinstance(found, Path)
+        else TableRows(str(path), found, digest, watch)
+    )
 
 
-def load_rows(path: str | Path) -> Iterator[tuple[int, Row]]:
-    """Rows of a JSONL or Parquet file or of a Hugging Face dataset, each with its number from 1 (its line in JSONL).
+def load_rows(path: str | Path, *, columns: Mapping[str, ColumnType] | None = None) -> Iterator[tuple[int, Row]]:
+    """Rows of a file or of a Hugging Face dataset, each with its number from 1 (its line in JSONL).
 
     Raises:
         DataError: no such file, a line that is no JSON object, or no row at all.
     """
     keep_private(path)
-    if Path(path).suffix not in JSONL_SUFFIXES:
-        table = open_rows(path)
+    if not _is_plain_jsonl(Path(path)):
+        table = open_rows(path, columns=columns)
         for start in range(0, len(table), TABLE_READ_ROWS):
             yield from table.read(range(start, min(start + TABLE_READ_ROWS, len(table))))
         return
@@ -289,61 +339,162 @@ def resolve_revision(path: str, revision: str) -> str:
     return commit or ""
 
 
-def _open_table(
-    path: Path, digest: str, *, split: str, subset: str, revision: str
-) -> Any:  # Any: datasets has no types
-    import datasets  # heavy, and only for Parquet and hub data
+class _Source(NamedTuple):
+    """Where rows come from that are not read in place."""
 
-    datasets.disable_progress_bars()  # a log is no terminal
+    path: Path
+    digest: str
+    split: str
+    subset: str
+    revision: str
+    columns: Mapping[str, ColumnType]
+
+    @property
+    def cache(self) -> Path:
+        """The folder for copies of this content.
+
+        The `datasets` library takes a file of the same name and time for the same file, so copies lie under the digest.
+        """
+        import datasets  # heavy, and only for data that is not JSONL
+
+        return Path(datasets.config.HF_DATASETS_CACHE) / self.digest
+
+    @property
+    def copy(self) -> Path:
+        """The JSONL file that the rows are copied to if they are text."""
+        chosen = json.dumps([COPY_VERSION, self.split, self.subset, sorted(self.columns.items())])
+        return self.cache / f"rows-{hashlib.sha256(chosen.encode()).hexdigest()[:16]}.jsonl"
+
+
+def _is_plain_jsonl(path: Path) -> bool:
+    kind, packing = find_kind(path)
+    if kind != "json" or packing:
+        return False
+    return path.suffix.lower() == ".jsonl" or not path.is_file() or not is_array(path)
+
+
+def _is_saved(path: Path) -> bool:
+    return any((path / name).is_file() for name in SAVED_DATASET_FILES)
+
+
+def _find_copy(source: _Source) -> Path | None:
+    """The copy that an earlier run made of the same content."""
+    is_fixed = source.path.exists() or COMMIT.fullmatch(source.revision)
+    return source.copy if is_fixed and source.copy.is_file() else None
+
+
+def _open_source(source: _Source) -> Any:  # Any: a path, or a table of datasets, which has no types
+    """The copy of rows that are text, else the table."""
+    path = source.path
+    kind, _ = find_kind(path)
+    if kind and not path.is_dir():
+        _check_exists(path)
+        write_lines([TextFile(path, kind, str(path), find_separator(path))], source.copy, source.columns)
+        return source.copy
     if path.suffix == ".parquet":
         _check_parquet(path)
     elif path.is_file():
         raise DataError(
-            f"{path} is neither JSONL nor Parquet by its name: it must end in .jsonl or .parquet, or lie alone in a "
-            "folder, which is read as `datasets.load_dataset` reads it"
+            f"{path} is of no kind that is known by its name: it must end in {', '.join(SUFFIXES)} (also with "
+            f"{', '.join(OPENERS)} behind that) or .parquet, or lie alone in a folder, which is read as "
+            "`datasets.load_dataset` reads it"
         )
     elif path.is_absolute() and not path.exists():
-        raise DataError(f"{path} does not exist: give a JSONL or Parquet file, or a folder of `save_to_disk`")
-    is_saved = any((path / name).is_file() for name in SAVED_DATASET_FILES)
+        raise DataError(f"{path} does not exist: give a data file, or a folder of data files or of `save_to_disk`")
+    is_saved = _is_saved(path)
     if path.is_dir() and not is_saved and glob.has_magic(str(path)):
         raise DataError(
             f"{path} has *, ? or [ in it, and the `datasets` library would take it for a pattern of other folders: "
             "rename it"
         )
-    # The library takes a file of the same name and time for the same file: what it copied lies under our digest.
-    copies = str(Path(datasets.config.HF_DATASETS_CACHE) / digest) if path.exists() else None
+    import datasets  # heavy, and only for data that is not JSONL
+
+    datasets.disable_progress_bars()  # a log is no terminal
     try:
-        if path.suffix == ".parquet":
-            name = glob.escape(str(path))  # or rows[1].parquet means rows1.parquet
-            return datasets.load_dataset("parquet", data_files=name, split="train", cache_dir=copies)
-        if not is_saved:
-            table = datasets.load_dataset(
-                str(path), subset or None, split=split, revision=revision or None, cache_dir=copies
-            )
-            return _check_commit(table, path, revision)
-        found = datasets.load_from_disk(str(path))
+        found = datasets.load_from_disk(str(path)) if is_saved else _load_dataset(source)
+    except DataError:
+        raise
     except Exception as error:
-        if not path.exists():  # errors of whichever HTTP library asks the hub
-            raise DataError(
-                f"{path} is no file or folder, and cannot be read from the hub ({first_line(error)}): correct the "
-                "path, `split`, `subset` or `revision`, or start again when the hub can be reached"
-            ) from error
-        if not isinstance(error, OSError | ValueError | datasets.exceptions.DatasetsError):
-            raise
-        cause = first_line(error.__cause__ or error)
-        if cause.startswith("Unknown split"):
-            raise DataError(
-                f"{path} has no split {split} ({cause}): give a file of another one, or where `split` can be set that"
-            ) from error
+        raise _explain_dataset_error(source, error) from error
+    if isinstance(found, dict) and source.split not in found:
         raise DataError(
-            f"{path} is no dataset ({cause}): give a JSONL or Parquet file, or a folder of `save_to_disk`"
-        ) from error
-    if isinstance(found, dict) and split not in found:
-        raise DataError(
-            f"{path} has the splits {', '.join(sorted(found))}, not {split}: give the folder of one of them, "
+            f"{path} has the splits {', '.join(sorted(found))}, not {source.split}: give the folder of one of them, "
             f"{path / min(found)}, or where `split` can be set one of them as that"
         )
-    return found[split] if isinstance(found, dict) else found
+    return found[source.split] if isinstance(found, dict) else found
+
+
+def _load_dataset(source: _Source) -> Any:  # Any: a path, or a table of datasets, which has no types
+    """What the `datasets` library finds at a path or on the hub; rows that are text are copied as they are."""
+    import datasets
+
+    path, cache = source.path, str(source.cache) if source.path.exists() else None
+    if path.suffix == ".parquet":
+        name = glob.escape(str(path))  # or rows[1].parquet means rows1.parquet
+        return datasets.load_dataset("parquet", data_files=name, split="train", cache_dir=cache)
+    chosen = {"revision": source.revision or None, "cache_dir": cache}
+    builder = datasets.load_dataset_builder(str(path), source.subset or None, **chosen)
+    if files := _find_text_files(builder, source):
+        write_lines(files, source.copy, source.columns)
+        return source.copy
+    table = datasets.load_dataset(str(path), source.subset or None, split=source.split, **chosen)
+    return _check_commit(table, path, source.revision)
+
+
+def _find_text_files(builder: Any, source: _Source) -> list[TextFile]:  # Any: datasets has no types
+    """The files of the split, downloaded and unpacked, if the builder reads JSON or CSV; [] for other builders."""
+    import datasets
+    from datasets.packaged_modules.csv.csv import Csv
+    from datasets.packaged_modules.json.json import Json
+
+    kind: FileKind = "csv" if isinstance(builder, Csv) else "json"
+    if not isinstance(builder, Csv | Json) or getattr(builder.config, "field", None):
+        return []
+    _check_csv_options(builder.config, source) if kind == "csv" else None
+    splits = builder.config.data_files
+    if source.split not in splits:
+        raise ValueError(f'Unknown split "{source.split}". Should be one of {list(splits)}.')
+    downloads = datasets.DownloadConfig(cache_dir=str(source.cache / "downloads"), use_etag=False, token=builder.token)
+    manager = datasets.DownloadManager(dataset_name=builder.dataset_name, download_config=downloads)
+    files: list[TextFile] = []
+    for name in splits[source.split]:
+        for file in manager.iter_files([manager.download_and_extract(name)]):
+            separator = builder.config.sep if kind == "csv" else ""
+            files.append(TextFile(Path(file), kind, str(name), separator))
+    return files
+
+
+def _check_csv_options(config: Any, source: _Source) -> None:  # Any: datasets has no types
+    """Raise DataError for options in the dataset's README by which its CSV would be read otherwise than here."""
+    usual = type(config)()
+    own = ("name", "version", "data_dir", "data_files", "description", "sep", "delimiter", "features", "chunksize")
+    for field in dataclasses.fields(config):
+        if field.name not in own and getattr(config, field.name) != getattr(usual, field.name):
+            raise DataError(
+                f"{source.path}: its README sets the option {field.name} for CSV, which is not supported: write the "
+                "rows as JSONL"
+            )
+
+
+def _explain_dataset_error(source: _Source, error: Exception) -> Exception:
+    """What the `datasets` library raised, as a sentence; the error itself if it is not about the data."""
+    import datasets
+
+    path = source.path
+    if not path.exists():  # errors of whichever HTTP library asks the hub
+        return DataError(
+            f"{path} is no file or folder, and cannot be read from the hub ({first_line(error)}): correct the "
+            "path, `split`, `subset` or `revision`, or start again when the hub can be reached"
+        )
+    if not isinstance(error, OSError | ValueError | datasets.exceptions.DatasetsError):
+        return error
+    cause = first_line(error.__cause__ or error)
+    if cause.startswith("Unknown split"):
+        return DataError(
+            f"{path} has no split {source.split} ({cause}): give a file of another one, or where `split` can be set "
+            "that"
+        )
+    return DataError(f"{path} is no dataset ({cause}): give a data file, or a folder of `save_to_disk`")
 
 
 def _check_commit(table: Any, path: Path, revision: str) -> Any:  # Any: datasets has no types
@@ -419,6 +570,9 @@ def _parse_line(line: bytes, path: str, number: int) -> Row:
         raise DataError(f"{path}, row {number}: expected a JSON object, found {type(row).__name__}")
     if ESCAPED_SURROGATE.search(line):
         _check_text(row, path, number)
+    for field in TEXT_FIELDS:
+        if field in row and not isinstance(row[field], str):
+            row[field] = as_text(_SPELLED_JSON.decode(text.rstrip(" \t\r\n"))[field])
     return row
 
 
@@ -454,6 +608,7 @@ def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is no JSON value; write null or leave the field out")
 
 
+_SPELLED_JSON = json.JSONDecoder(parse_float=SpelledNumber, parse_int=SpelledNumber)
 _STRICT_JSON = json.JSONDecoder(object_pairs_hook=_unique_keys, parse_constant=_refuse_constant)
 
 

@@ -90,7 +90,7 @@ async def score_checkpoint(checkpoint: InputModel, job: EvalJob, directory: RunD
                 job.checkpoints[0], load_demonstrations(job.checkpoints[0], job), checkpoint, demonstrations
             )
         return score_demonstrations(checkpoint.model, demonstrations)
-    prompts = load_prompts_from_jsonl(job.data.path, max_rows=job.evaluation.max_prompts)
+    prompts = load_prompts_from_jsonl(job.data.path, max_rows=job.evaluation.max_prompts, columns=job.data.columns)
     rollout = evaluation_rollouts(job.evaluation, job.rollout)
     complete = partial(complete_prompts, checkpoint, prompts, rollout, job.deployment, directory)
     made_from = describe_origin(checkpoint, job.data, rollout)
@@ -109,6 +109,7 @@ def load_demonstrations(checkpoint: InputModel, job: EvalJob) -> list[Sample]:
         train_on=job.training.train_on,
         on_overlong=job.training.on_overlong,
         max_rows=job.evaluation.max_prompts,
+        columns=job.data.columns,
     )
 
 
@@ -132,7 +133,7 @@ async def sample_prompts(job: GenerateJob, directory: RunDirectory) -> None:
     """Sample and grade completions of prompts into samples/completions.jsonl."""
     check_model(job.model)
     with checked_file(job.prompts):
-        prompts = load_prompts_from_jsonl(job.prompts.path, max_rows=job.max_prompts)
+        prompts = load_prompts_from_jsonl(job.prompts.path, max_rows=job.max_prompts, columns=job.prompts.columns)
     complete = partial(complete_prompts, job.model, prompts, job.rollout, job.deployment, directory)
     made_from = describe_origin(job.model, job.prompts, job.rollout)
     samples = await complete_once("completions", complete, directory, job.rollout, made_from, num_prompts=len(prompts))
@@ -180,7 +181,8 @@ async def complete_once(
 def describe_origin(model: InputModel, rows: InputFile, rollout: RolloutConfig) -> str:
     """A digest of what completions are made from: the model, the rows, and the settings but for those of rewards."""
     settings = {name: value for name, value in training_settings(rollout).items() if not name.startswith("reward")}
-    named = json.dumps([model.digest, rows.digest, settings], sort_keys=True)
+    of_rows = [rows.digest, rows.columns] if rows.columns else rows.digest
+    named = json.dumps([model.digest, of_rows, settings], sort_keys=True)
     return hashlib.sha256(named.encode()).hexdigest()[:16]
 
 

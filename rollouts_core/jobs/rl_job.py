@@ -101,7 +101,7 @@ async def train_on_prompts(
     """Train on what engines sample for prompts; returns how many there are, and how many were asked, each time anew."""
     assert job.prompts is not None, "the job has recorded rollouts"
     with checked_file(job.prompts):
-        prompts = load_prompts_from_jsonl(job.prompts.path)
+        prompts = load_prompts_from_jsonl(job.prompts.path, columns=job.prompts.columns)
     check_resume(job, directory)
     backend = create_rl_backend(job, ranks)
     tokenizer = load_tokenizer(job.model.model)

@@ -94,4 +94,5 @@ def load_eval_samples(job: SFTJob, tokenizer: PreTrainedTokenizerBase) -> list[S
             max_length=training.max_length,
             train_on=training.train_on,
             on_overlong=training.on_overlong,
+            columns=job.eval_data.columns,
         )

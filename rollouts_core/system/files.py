@@ -18,14 +18,14 @@ from typing import Any
 def write_atomically(path: Path, content: str | bytes) -> None:
     """Replace `path` by `content` in one step: a temporary file, fsync, rename."""
     raw = content.encode() if isinstance(content, str) else content
-    with _appearing_whole(path) as partial, partial.open("wb") as file:
+    with appearing_whole(path) as partial, partial.open("wb") as file:
         file.write(raw)
         file.flush()
         os.fsync(file.fileno())
 
 
 @contextmanager
-def _appearing_whole(path: Path) -> Iterator[Path]:
+def appearing_whole(path: Path) -> Iterator[Path]:
     """A temporary file that replaces `path` when the block, which syncs it, succeeds, and vanishes when it fails."""
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
@@ -90,7 +90,7 @@ def link_or_copy(source: Path, destination: Path) -> None:
     try:
         destination.hardlink_to(source.resolve())  # where it is a link itself: to a link the way would be another
     except OSError:  # another file system, or one without hard links
-        with _appearing_whole(destination) as partial:
+        with appearing_whole(destination) as partial:
             shutil.copyfile(source, partial)
             _fsync_file(partial)
 

@@ -14,8 +14,10 @@ from typing import Any, TypeVar
 
 from rollouts_core.config.messages import closest_name, first_line
 from rollouts_core.errors import ConfigError
+from rollouts_core.user_code.code_folders import use_code_folders
 from rollouts_core.user_code.failures import describe_raised, find_user_place
 
+IS_MISSING = "; is it beside the configuration, in the current folder, or on PYTHONPATH?"
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])  # Any: user functions of many shapes
 
 
@@ -77,17 +79,18 @@ def _say_no_file(name: str, *, setting: str) -> str:
     module_name = path.rpartition("/")[2].removesuffix(".py").lstrip(".") or "package.module"
     return (
         f"{setting}: {name!r} names a file or a place beside one: give the module's name as Python imports it "
-        f"({module_name}:{function_name or 'function'}), with its folder in PYTHONPATH"
+        f"({module_name}:{function_name or 'function'}), with its folder beside the configuration or in PYTHONPATH"
     )
 
 
 def _import(module_name: str, *, setting: str) -> ModuleType:
+    use_code_folders()
     try:
         return importlib.import_module(module_name)
     except ImportError as error:
         is_itself_missing = isinstance(error, ModuleNotFoundError) and f"{module_name}.".startswith(f"{error.name}.")
         place = "" if is_itself_missing else find_user_place(error)
-        remedy = "; is its folder on PYTHONPATH?" if is_itself_missing else ": install what it imports, or mend that"
+        remedy = IS_MISSING if is_itself_missing else ": install what it imports, or mend that"
         raise ConfigError(
             f"{setting}: {module_name!r} cannot be imported ({first_line(error)}){place}{remedy}"
         ) from error

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
+from rollouts_core.user_code.code_folders import use_code_folders
 from rollouts_core.user_code.failures import INSTALLED_FOLDERS, STANDARD_LIBRARY
 
 OWN_PACKAGE = __name__.partition(".")[0]
@@ -56,6 +57,7 @@ class OwnCode:
 
 def find_code(name: str) -> OwnCode | None:
     """What Python would import by a top-level name; None where there is no such, or none that has files of its own."""
+    use_code_folders()
     try:
         spec = importlib.util.find_spec(name)
     except (ImportError, ValueError, AttributeError):

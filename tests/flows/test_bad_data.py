@@ -59,7 +59,11 @@ def test_a_checkpoint_to_go_on_from_that_read_other_rows_is_named(folder: Path, 
         ("sft.jsonl", b"\n  \n\n", "sft.jsonl is empty"),
         ("sft.jsonl", '{"text": "é"}\n'.encode("latin-1"), "row 1: not UTF-8 ("),
         ("sft.jsonl", b'{"text": "1"}\n[' + b"[" * 100_000, "row 2: not valid JSON"),
-        ("rows.csv", b"prompt,completion\n1,2\n", "rows.csv is neither JSONL nor Parquet by its name"),
+        ("rows.xls", b"prompt,completion\n1,2\n", "rows.xls is of no kind that is known by its name"),
+        ("rows.csv", b"prompt,completion\n1,2,3\n", "rows.csv, row 1: found 3 cells for the 2 columns"),
+        ("rows.csv", "prompt,completion\né,2\n".encode("latin-1"), "rows.csv, row 1: not UTF-8"),
+        ("rows.csv", b'prompt,completion\n"1,2\n', "rows.csv, row 1: not valid CSV"),
+        ("rows.jsonl.gz", b"hello", "rows.jsonl.gz cannot be read"),
         ("rows.parquet", b"hello", "rows.parquet is not a Parquet file, or was cut"),
         ("rows.parquet", b"PAR1 and then nothing", "rows.parquet is not a Parquet file, or was cut"),
     ],
@@ -322,3 +326,26 @@ def test_adapters_for_layers_that_the_model_does_not_have_are_named_before_sft(f
 @pytest.mark.parametrize("name", ["some_model", "some_org/some_model", "~/some_model"])
 def test_a_model_that_is_no_folder_is_named_without_asking_a_hub(folder: Path, name: str) -> None:
     assert_refused(write_config(folder, model__path=name), f"model.path: {name} is not a folder")
+
+
+def test_all_mistakes_are_told_at_once_each_with_its_setting(folder: Path) -> None:
+    write_rows(folder / "sft.jsonl", [GOOD_ROW, {"no": "row"}])
+    write_rows(folder / "prompts.jsonl", [{"prompt": "1", "answer": "1"}, "{broken"])
+    write_rows(folder / "heldout.jsonl", [{"question": "x"}])
+    said = refusal(write_config(folder, rollout__reward_fn="no_such_package:f", rollout__environment="")).splitlines()
+    assert len(said) == 4, said
+    for place, words in (
+        ("rollout.reward_fn: ", "no_such_package"),
+        ("data.sft: ", "row 2: expected `messages`"),
+        ("data.prompts: ", "row 2: not valid JSON"),
+        ("data.heldout: ", "row 1: expected `prompt`"),
+    ):
+        assert any(place in line and words in line for line in said), said
+
+
+def test_a_module_beside_the_configuration_is_imported_and_tried_before_rows_are_read(folder: Path) -> None:
+    name = f"own_{folder.parent.name}"
+    (folder / f"{name}.py").write_text("def f(sample):\n    raise ValueError('tried')\n")
+    write_rows(folder / "sft.jsonl", [GOOD_ROW, {"no": "row"}])
+    said = refusal(write_config(folder, rollout__reward_fn=f"{name}:f", rollout__environment="")).splitlines()
+    assert "tried" in said[0] and "data.sft: " in said[1]

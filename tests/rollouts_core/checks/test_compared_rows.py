@@ -85,11 +85,11 @@ def test_demonstrations_that_say_the_same_are_the_same_whatever_else_their_rows_
     selection, heldout = tmp_path / "selection.jsonl", tmp_path / "heldout.jsonl"
     selection.write_text('{"id": 1, "prompt": "1+1", "completion": "2"}\n{"id": 2, "text": "three"}\n')
     heldout.write_text('{"id": 3, "prompt": "1+1", "completion": "3"}\n{"id": 4, "text": "four", "source": "a"}\n')
-    check_other_rows(str(selection), str(heldout))
+    check_other_rows(DataConfig(selection=str(selection), heldout=str(heldout)))
     with heldout.open("a") as file:
         file.write('{"id": 5, "text": "four", "source": "b"}\n{"id": 6, "prompt": "1+1", "response": "2"}\n')
     with pytest.raises(DataError, match=r"heldout\.jsonl, row 4 is also row 1 of .*selection\.jsonl"):
-        check_other_rows(str(selection), str(heldout))
+        check_other_rows(DataConfig(selection=str(selection), heldout=str(heldout)))
     config = with_rollout(environment="math").model_copy(
         update={
             "data": DataConfig(heldout=str(heldout)),

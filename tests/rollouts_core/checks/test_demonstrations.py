@@ -13,7 +13,7 @@ from transformers import (
 
 from rollouts_core.checks import demonstrations
 from rollouts_core.checks.demonstrations import check_compared_demonstrations, check_demonstrations
-from rollouts_core.config import ModelConfig
+from rollouts_core.config import Config, ModelConfig
 from rollouts_core.errors import DataError
 from rollouts_core.findings import Caution
 from rollouts_core.model.loading import load_tokenizer
@@ -22,6 +22,11 @@ from tests.rollouts_core.checks.configurations import SUM, make_config, write_ro
 SUM_MESSAGES = [{"role": "user", "content": "1+1=?"}]
 NUM_TOKENS = 10
 """Tokens of a sum."""
+
+
+def compared(config: Config, path: str | Path) -> Config:
+    """The settings with this file as the demonstrations whose loss is taken."""
+    return config.model_copy(update={"data": config.data.model_copy(update={"sft_eval": str(path)})})
 
 
 def test_each_dataset_is_described(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -224,7 +229,11 @@ def test_messages_that_the_chat_template_leaves_out_are_told(tmp_path: Path, bas
     own_tokenizer.chat_template = KNOWS_USERS
     [told] = [each for each in check_demonstrations(config, own_tokenizer) if "leaves out" in each]
     assert told.startswith(f"{path}: in 2 of 4 rows (row 3 first) the role 'human' says something")
-    [told] = [each for each in check_compared_demonstrations(path, config, own_tokenizer) if "leaves out" in each]
+    [told] = [
+        each
+        for each in check_compared_demonstrations("sft_eval", compared(config, path), own_tokenizer)
+        if "leaves out" in each
+    ]
     assert told.startswith(f"{path}: in 2 of 4 rows (row 3 first) the role 'human' says something")
 
 
@@ -277,7 +286,10 @@ def test_fields_that_other_systems_read_are_told(tmp_path: Path, tokenizer: PreT
     ]
     path = write_rows(tmp_path / "a.jsonl", rows)
     config = make_config(path, max_length=40)
-    for found in (check_demonstrations(config, tokenizer), check_compared_demonstrations(path, config, tokenizer)):
+    for found in (
+        check_demonstrations(config, tokenizer),
+        check_compared_demonstrations("sft_eval", compared(config, path), tokenizer),
+    ):
         kwargs, system = (each for each in found if "is not told" in each)
         assert kwargs.startswith(f"{path}: 1 of 5 rows (row 4 first) have `chat_template_kwargs`, which the model")
         assert system.startswith(f"{path}: 1 of 5 rows (row 2 first) have `system_prompt`, which the model is not told")

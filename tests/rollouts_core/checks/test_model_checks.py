@@ -60,7 +60,7 @@ from rollouts_core.checks.validate import (
     validate_config,
 )
 from rollouts_core.config import Config, DeploymentConfig, LoRAConfig, ModelConfig, PolicyConfig
-from rollouts_core.errors import CheckpointError, ConfigError
+from rollouts_core.errors import CheckpointError, ConfigError, InputError
 from rollouts_core.model.loading import (
     MODELS_OF_ROW_DISTANCES,
     MODELS_OF_SHORT_ROWS,
@@ -407,7 +407,7 @@ def test_a_quantized_model_is_refused_before_a_training_and_by_it(
     settings = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(settings | {"quantization_config": quantization}))
     config = with_rollout(environment="arithmetic").model_copy(update={"model": ModelConfig(path=str(folder))})
-    with pytest.raises(ConfigError, match=rf"{folder} are quantized \({method}, .*give the model that they were made"):
+    with pytest.raises(InputError, match=rf"{folder} are quantized \({method}, .*give the model that they were made"):
         create_policy(config.model, PolicyConfig()) if is_loaded else validate_config(config)
 
 

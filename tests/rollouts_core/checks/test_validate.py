@@ -130,7 +130,7 @@ def test_prompts_that_the_chat_template_leaves_out_are_told(tmp_path: Path, base
     )
     asked = [[{"role": role, "content": f"{i}+{i}=?"}] for i, role in enumerate(("user", "human", "human", "user"))]
     rows: dict[str, list[dict[str, Any]]] = {
-        "sft": [{"prompt": "1+1=?", "completion": "2"}],
+        "sft": [{"prompt": "9+9=?", "completion": "2"}],
         "selection": [{"messages": asked[0], "answer": "0"}],
         "heldout": [{"messages": each, "answer": "2", "system": "+"} for each in asked[1:]],
     }

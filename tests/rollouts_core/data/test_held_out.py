@@ -37,8 +37,16 @@ def look_at(folder: Path, held_out: list[dict[str, Any]], trained: list[dict[str
         ({"messages": [SUM, ANSWER]}, True),
         ({"messages": [SUM, ANSWER, OTHER, ANSWER]}, True),
         ({"messages": [OTHER, ANSWER, SUM, ANSWER]}, False),
-        ({"prompt": "1+1=? ", "completion": "2"}, False),
-        ({"text": "1+1=?"}, False),
+        ({"prompt": " 1 + 1 = ?\n", "completion": "2"}, True),
+        ({"messages": [{"role": "system", "content": "Be brief."}, SUM, ANSWER]}, True),
+        ({"prompt": "2+1=?", "completion": "2"}, False),
+        ({"prompt": "1-1=?", "completion": "2"}, False),
+        ({"text": "1+1=?"}, True),
+        ({"text": "<|user|>\n1+1=?<|end|>\n<|assistant|>2<|end|>"}, True),
+        ({"text": "<|im_start|>user\n1+1=?<|im_end|>\n<|im_start|>assistant\n2<|im_end|>"}, True),
+        ({"text": "Question: 1+1=?\nAnswer: 2"}, True),
+        ({"text": "<s>[INST] 1+1=? [/INST] 2</s>"}, True),
+        ({"text": "11+1=?"}, False),
         ({"no": "demonstration"}, False),
     ],
 )
@@ -48,7 +56,8 @@ def test_a_held_out_prompt_that_is_answered_in_a_demonstration_is_found(
     rows = look_at(tmp_path, [{"prompt": "3"}, {"prompt": "1+1=?"}], [{"text": "7"}, trained], "accuracy")
     if is_found:
         with pytest.raises(
-            DataError, match=r"1 of 2 rows of data\.heldout .*\(row 2 is row 2 of sft\.jsonl\): .*remove"
+            DataError,
+            match=r"1 of 2 rows of data\.heldout .*\(row 2 is row 2 of sft\.jsonl\): 50% .*'1\+1=\?'.*remove",
         ):
             rows.check()
     else:
@@ -60,8 +69,10 @@ def test_a_held_out_prompt_that_is_answered_in_a_demonstration_is_found(
     [
         ({"prompt": "1+1=?", "completion": "2"}, True),
         ({"messages": [SUM, ANSWER]}, True),
+        ({"messages": [{"role": "system", "content": "Be brief."}, SUM, {**ANSWER, "content": "2\n"}]}, True),
         ({"prompt": "1+1=?", "completion": "3"}, False),
         ({"text": "a page"}, True),
+        ({"text": "A  page.\n"}, True),
     ],
 )
 def test_a_held_out_demonstration_is_found_where_all_that_it_says_is_trained_on(
@@ -135,3 +146,43 @@ def test_each_file_is_looked_for_by_what_is_compared_on_it(tmp_path: Path) -> No
     for rows, name in ((asked, "heldout"), (demonstrated, "sft_eval")):
         with pytest.raises(DataError, match=rf"1 of 1 rows of data\.{name} .*\(row 1 is row 2 of sft\.jsonl\)"):
             rows.check()
+
+
+LONG = "Natalia sold clips to 48 of her friends in April, and then she sold half as many clips in May."
+PREFIX = "Solve this problem step by step. "
+
+
+@pytest.mark.parametrize(
+    "trained",
+    [
+        {"text": f"A page that quotes {LONG.upper()} And goes on."},
+        {"prompt": f"{PREFIX}{LONG} How many clips?", "completion": "72"},
+        {"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": f"You asked: {LONG}"}]},
+    ],
+)
+@pytest.mark.parametrize("metric", ["accuracy", "loss"])
+def test_a_long_run_of_words_is_reported_with_its_share_and_an_example(
+    trained: dict[str, Any], metric: Metric, tmp_path: Path
+) -> None:
+    other = " ".join(f"word{i}" for i in range(30))
+    held_out = [{"prompt": LONG, "completion": "72"}, {"prompt": other, "completion": "1"}]
+    if metric == "accuracy":
+        held_out = [{"prompt": row["prompt"], "answer": "72"} for row in held_out]
+    [sentence] = look_at(tmp_path, held_out, [{"text": "7"}, trained], metric).check()
+    assert sentence.startswith("1 of 2 rows of data.heldout (50%) share a long run of words")
+    assert (
+        "row 1 and row 2 of sft.jsonl have 'natalia sold clips to 48 of her friends in april and then she'" in sentence
+    )
+
+
+def test_words_that_many_held_out_rows_begin_with_are_no_leak(tmp_path: Path) -> None:
+    common = "Read the following question carefully and answer it with a single number between zero and nine please "
+    held_out = [{"prompt": f"{common}{i}?", "answer": "1"} for i in range(5)]
+    assert look_at(tmp_path, held_out, [{"prompt": f"{common}77?", "completion": "1"}], "accuracy").check() == []
+
+
+def test_prompts_of_rl_are_looked_at_word_by_word_too(tmp_path: Path) -> None:
+    rows = look_at(tmp_path, [{"prompt": LONG}], [], "accuracy")
+    trained = load_prompts_from_jsonl(write_rows(tmp_path / "prompts.jsonl", [{"prompt": PREFIX + LONG}]))
+    [sentence] = check_held_out([rows], trained, source="prompts.jsonl")
+    assert "row 1 and row 1 of prompts.jsonl" in sentence

@@ -7,6 +7,7 @@ import errno
 import json
 import math
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -134,11 +135,37 @@ def test_a_byte_order_mark_and_windows_line_ends_are_no_part_of_a_row(
 
 
 @pytest.mark.parametrize("indent", [None, 1])
-def test_an_array_is_named_with_a_way_to_make_lines_of_it(tmp_path: Path, indent: int | None) -> None:
-    path = tmp_path / "rows.json"
+def test_an_array_in_a_file_of_lines_is_named_with_a_way_to_make_lines_of_it(
+    tmp_path: Path, indent: int | None
+) -> None:
+    path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps([{"prompt": "x"}, {"prompt": "y"}], indent=indent))
-    with pytest.raises(DataError, match=r"rows\.json is one JSON array: .*jq -c"):
+    with pytest.raises(DataError, match=r"rows\.jsonl is one JSON array: .*jq -c"):
         list(load_rows(path))
+
+
+@pytest.mark.parametrize("indent", [None, 1])
+def test_the_elements_of_a_json_array_are_rows(tmp_path: Path, indent: int | None) -> None:
+    path = tmp_path / "rows.json"
+    path.write_text(json.dumps([{"prompt": "x\n]"}, {"prompt": "y", "more": [1.0, {}]}], indent=indent))
+    assert list(load_rows(path)) == [(1, {"prompt": "x\n]"}), (2, {"prompt": "y", "more": [1.0, {}]})]
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ('[{"prompt": "x"}, {broken}]', "row 2: not valid JSON: Expecting property name"),
+        ('[{"prompt": "x"} {"prompt": "y"}]', "row 1: not valid JSON: expected , or ] behind it"),
+        ('[{"prompt": "x"}, ', "row 2: not valid JSON: Expecting value"),
+        ('[{"prompt": "x"}] and more', "something stands behind the end of the array"),
+        ('[{"prompt": "x"}, 7]', "row 2: expected a JSON object, found int"),
+        ("[]", "is empty"),
+    ],
+)
+def test_a_broken_array_is_one_sentence(tmp_path: Path, content: str, words: str) -> None:
+    (tmp_path / "rows.json").write_text(content)
+    with pytest.raises(DataError, match=rf"rows\.json.*{re.escape(words)}"):
+        list(load_rows(tmp_path / "rows.json"))
 
 
 @pytest.mark.parametrize("keep_bytes", [0, 3, 100])
@@ -151,9 +178,9 @@ def test_a_cut_parquet_file_is_one_sentence(tmp_path: Path, keep_bytes: int) -> 
 
 
 def test_a_file_of_another_kind_is_one_sentence(tmp_path: Path) -> None:
-    (tmp_path / "rows.csv").write_text("prompt\nx\n")
-    with pytest.raises(DataError, match=r"must end in \.jsonl or \.parquet"):
-        list(load_rows(tmp_path / "rows.csv"))
+    (tmp_path / "rows.xls").write_text("prompt\nx\n")
+    with pytest.raises(DataError, match=r"must end in \.jsonl, .* or \.parquet"):
+        list(load_rows(tmp_path / "rows.xls"))
 
 
 def test_a_folder_of_several_splits_is_one_sentence(tmp_path: Path) -> None:

@@ -1,0 +1,71 @@
+"""Warn of bfloat16 on a CPU that computes it in software.
+
+Without AVX512-BF16 or AMX, bfloat16 is many times slower than float32. Products are timed, because the flags of a CPU
+do not say what torch's library uses (`ONEDNN_MAX_CPU_ISA` limits it).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection
+from pathlib import Path
+
+import torch
+
+from rollouts_core.config import Config
+from rollouts_core.findings import Caution
+
+FAST_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
+"""What Linux calls the instructions of x86 and ARM, in /proc/cpuinfo."""
+SIZE = 512
+NUM_TIMED = 3
+MIN_FACTOR = 1.5
+
+
+def warn_of_slow_bfloat16(config: Config, flags: Collection[str] | None = None) -> list[Caution]:
+    """A warning for each stage that trains in bfloat16 on this machine's CPU if float32 is faster.
+
+    Args:
+        flags: of the CPU; None reads them.
+    """
+    stages = {name: getattr(config.training, name) for name in ("sft", "rl") if name in config.mode}
+    slow = [name for name, stage in stages.items() if stage.policy.precision == "bfloat16"]
+    if not slow or torch.cuda.is_available():
+        return []
+    lacks = FAST_FLAGS.isdisjoint(read_flags() if flags is None else flags)
+    factor = measure_factor()
+    if factor < MIN_FACTOR:
+        return []
+    reason = "which has neither AVX512-BF16 nor AMX" if lacks else "as far as torch may use it"
+    return [
+        Caution(
+            f'training.{name}.policy.precision "bfloat16" is about {factor:.0f} times slower than float32 on this CPU, '
+            f'{reason}: set precision = "float32", or train on a GPU'
+        )
+        for name in slow
+    ]
+
+
+def measure_factor() -> float:
+    """How many times as long as in float32 a product of matrices takes in bfloat16 here; takes some milliseconds."""
+    return _time_product(torch.bfloat16) / _time_product(torch.float32)
+
+
+def _time_product(dtype: torch.dtype) -> float:
+    matrix = torch.ones(SIZE, SIZE, dtype=dtype)
+    times: list[float] = []
+    for _ in range(NUM_TIMED + 1):  # the first one prepares kernels
+        began_at = time.perf_counter()
+        matrix @ matrix
+        times.append(time.perf_counter() - began_at)
+    return min(times[1:])
+
+
+def read_flags(path: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
+    """The flags of the first CPU; none where the system does not say."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return frozenset()
+    found = (line.partition(":")[2].split() for line in lines if line.lower().startswith(("flags", "features")))
+    return frozenset(next(found, []))

@@ -1,0 +1,100 @@
+"""The first rows of each data file of a configuration, as they are trained on or sampled for.
+
+Not here: how a row is rendered (data/shown_rows.py).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, get_args
+
+from rollouts_core.config import Config
+from rollouts_core.config.data import RowFile
+from rollouts_core.data.chat import tokenize_prompt
+from rollouts_core.data.conversations import Row
+from rollouts_core.data.dataset import SampleRules, build_prompt, iterate_samples, open_datasets, sample_rules
+from rollouts_core.data.rows import load_rows, resolve_revision
+from rollouts_core.data.shown_rows import ShownRow, mark_trained, show_sample
+from rollouts_core.environments.protocol import describe_tools
+from rollouts_core.errors import DataError
+from rollouts_core.model.loading import load_tokenizer
+from rollouts_core.rollout.resolve import resolve_environment
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+UNCUT = 1 << 40
+
+
+def show_rows(config: Config, num_rows: int) -> Iterator[ShownRow]:
+    """The first rows of each data file, as they are trained on or sampled for.
+
+    Raises:
+        InputError: a tokenizer or a file that cannot be read; a row that does not fit is shown with its error.
+    """
+    tokenizer = load_tokenizer(config.model)
+    rules = sample_rules(config.training.sft)
+    by_loss = config.evaluation.metric == "loss"
+    for dataset in config.demonstrations if config.mode != "rl" else ():
+        commit = resolve_revision(dataset.path, dataset.revision)
+        [table] = open_datasets([dataset.model_copy(update={"revision": commit})])
+        rows = table.read(range(min(num_rows, len(table))))
+        yield from _show_demonstrations(rows, dataset.path, tokenizer, rules)
+    for name in get_args(RowFile):
+        path = getattr(config.data, name)
+        is_used = config.mode != "rl" if name == "sft_eval" else config.mode != "sft" if name == "prompts" else True
+        if not path or not is_used:
+            continue
+        rows = list(itertools.islice(load_rows(path, columns=config.data.columns_of(name)), num_rows))
+        if name == "sft_eval" or (by_loss and name != "prompts"):
+            yield from _show_demonstrations(rows, path, tokenizer, rules)
+        else:
+            yield from _show_prompts(rows, path, config, tokenizer)
+
+
+def _show_demonstrations(
+    rows: Iterable[tuple[int, Row]], source: str, tokenizer: PreTrainedTokenizerBase, rules: SampleRules
+) -> Iterator[ShownRow]:
+    for number, row in rows:
+        try:
+            [samples] = iterate_samples([(number, row)], source, tokenizer, rules)
+            whole = rules._replace(max_length=UNCUT)
+            [uncut] = iterate_samples([(number, row)], source, tokenizer, whole)
+        except DataError as error:
+            yield ShownRow(source=source, row=number, outcome="error", reason=str(error))
+            continue
+        if not samples:
+            longest = max(len(each.tokens) for each in uncut)
+            reason = f"{longest} tokens are more than training.sft.max_length {rules.max_length}"
+            yield ShownRow(source=source, row=number, outcome="dropped", reason=reason)
+        for sample in samples:  # several if turns need texts of their own
+            num_kept = len(sample.tokens)
+            num_tokens = next(len(each.tokens) for each in uncut if each.tokens[:num_kept] == sample.tokens)
+            yield show_sample(sample, tokenizer, source=source, row=number, num_cut=num_tokens - num_kept)
+
+
+def _show_prompts(
+    rows: Iterable[tuple[int, Row]], source: str, config: Config, tokenizer: PreTrainedTokenizerBase
+) -> Iterator[ShownRow]:
+    tools = describe_tools(resolve_environment(config.rollout))
+    for number, row in rows:
+        try:
+            prompt = build_prompt(row, number, default_id="")
+            tokens = tokenize_prompt(tokenizer, prompt.messages, tools)
+        except DataError as error:
+            yield ShownRow(source=source, row=number, outcome="error", reason=str(error))
+            continue
+        limit = config.rollout.max_prompt_tokens
+        is_long = len(tokens) > limit
+        yield ShownRow(
+            source=source,
+            row=number,
+            outcome="error" if is_long else "prompt",
+            reason=f"{len(tokens)} tokens are more than rollout.max_prompt_tokens {limit}" if is_long else "",
+            text=mark_trained(tokens, [0.0] * len(tokens), tokenizer),
+            num_tokens=len(tokens),
+            tokens=tuple(tokens),
+            loss_mask=(0,) * len(tokens),
+            answer=prompt.answer,
+        )

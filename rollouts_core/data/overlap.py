@@ -1,0 +1,96 @@
+"""Compare texts as people would: folded, by what users say, and by long runs of words.
+
+Not here: which rows are compared (held_out.py, dataset.py).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import unicodedata
+from collections.abc import Iterable, Iterator, Sequence
+
+import numpy as np
+
+from rollouts_core.types import Message
+
+NUM_WORDS = 13
+"""Words in a row that two texts hardly share by chance (GPT-3, arXiv:2005.14165, appendix C)."""
+MIN_WORDS = 8
+"""A text of at least so many words, but fewer than `NUM_WORDS`, is looked for as a whole."""
+PIECES = re.compile(r"\w+|[^\w\s]")
+WORDS = re.compile(r"\w+")
+ENDS = frozenset(".,;:!?")
+TAGS = re.compile(r"<[^<>\s]{1,40}>|\[/?INST\]|\n")
+"""What separates turns in a text that a chat template, or a person, wrote."""
+SPEAKER = re.compile(r"^\s*(?:user|human|question|problem|q)\s*[:\n]\s*", re.IGNORECASE)
+FACTOR = np.uint64(0x9E3779B97F4A7C15)
+
+
+def fold(text: str) -> str:
+    """The text without differences in case, spaces, width of characters, and punctuation at its end."""
+    pieces = PIECES.findall(unicodedata.normalize("NFKC", text).casefold())
+    last = len(pieces)
+    while last and pieces[last - 1] in ENDS:
+        last -= 1
+    return " ".join(pieces[:last] or pieces)
+
+
+def said_by_user(messages: Sequence[Message]) -> list[str]:
+    """The turns of the user; where there are none, all turns."""
+    return [message["content"] for message in messages if message["role"] == "user"] or [
+        message["content"] for message in messages
+    ]
+
+
+def key_of_turns(turns: Iterable[str]) -> str:
+    """What two conversations have in common whose turns say the same."""
+    return json.dumps([fold(turn) for turn in turns])
+
+
+def turns_of_text(text: str) -> Iterator[str]:
+    """The parts of a plain text that may be a user's turn: between tags, the lines, and the whole."""
+    yield text
+    between_tags = re.split(r"<[^<>\s]{1,40}>|\[/?INST\]", text)
+    for part in [*between_tags, *TAGS.split(text)]:
+        if part.strip():
+            yield part
+            yield SPEAKER.sub("", part)
+
+
+class LongPhrases:
+    """The long runs of words in numbered texts; those in several of the texts tell nothing and are left out."""
+
+    def __init__(self) -> None:
+        self._number_of: dict[int, dict[int, int]] = {}
+        """By length in words: the number of the text that has a run, by its hash; 0 if several have it."""
+
+    def add(self, number: int, text: str) -> None:
+        """Note the runs of a text."""
+        words = WORDS.findall(text.casefold())
+        length = min(len(words), NUM_WORDS)
+        if length < MIN_WORDS:
+            return
+        known = self._number_of.setdefault(length, {})
+        for run in set(_hash_runs(words, length).tolist()):
+            known[run] = number if known.get(run, number) == number else 0
+
+    def find(self, text: str) -> dict[int, str]:
+        """The numbers of the texts that share a run of words with this one, each with such a run."""
+        words = WORDS.findall(text.casefold())
+        found: dict[int, str] = {}
+        for length, known in self._number_of.items():
+            for place, run in enumerate(_hash_runs(words, length).tolist()):
+                if number := known.get(run):
+                    found.setdefault(number, " ".join(words[place : place + length]))
+        return found
+
+
+def _hash_runs(words: Sequence[str], length: int) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
+    """A hash of each run of so many words, in their order."""
+    num_runs = max(0, len(words) - length + 1)
+    hashes = np.fromiter(map(hash, words), np.int64, len(words)).astype(np.uint64)
+    runs = np.zeros(num_runs, np.uint64)
+    for place in range(length):
+        runs = runs * FACTOR + hashes[place : place + num_runs]
+    return runs

@@ -1,0 +1,83 @@
+"""Render rows as they are trained on: the text with the trained part marked, the tokens, and what was left out.
+
+Not here: which rows are shown (checks/shown.py), how rows become samples (dataset.py).
+
+    <|user|>1+1=?<|end|><|assistant|>[[2<|end|>]]
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from rollouts_core.types import Sample, Status
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+OPEN, CLOSE = "[[", "]]"
+"""What stands around text that is trained on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShownRow:
+    """A row as training sees it."""
+
+    source: str
+    """The file."""
+    row: int
+    """Its number from 1; its line in JSONL."""
+    outcome: str
+    """trained, cut, dropped, prompt (of RL: nothing in it is trained on), or error."""
+    reason: str = ""
+    """What was cut, or why the row is left out or refused."""
+    text: str = ""
+    """The decoded tokens, with special tokens; what is trained on stands between `[[` and `]]`."""
+    num_tokens: int = 0
+    num_trained: int = 0
+    tokens: tuple[int, ...] = ()
+    loss_mask: tuple[int, ...] = ()
+    answer: str = ""
+    """Of a prompt: what graders compare with."""
+
+
+def mark_trained(tokens: Sequence[int], loss_mask: Sequence[float], tokenizer: PreTrainedTokenizerBase) -> str:
+    """The text of the tokens, the parts that enter the loss between `[[` and `]]`."""
+    parts: list[str] = []
+    for is_trained, run in itertools.groupby(zip(tokens, loss_mask, strict=True), key=lambda pair: bool(pair[1])):
+        text = str(tokenizer.decode([token for token, _ in run], skip_special_tokens=False))
+        parts.append(f"{OPEN}{text}{CLOSE}" if is_trained else text)
+    return "".join(parts)
+
+
+def show_sample(
+    sample: Sample, tokenizer: PreTrainedTokenizerBase, *, source: str, row: int, num_cut: int = 0
+) -> ShownRow:
+    """A demonstration as SFT sees it.
+
+    Args:
+        num_cut: tokens behind `max_length`.
+    """
+    is_cut = sample.status is Status.TRUNCATED
+    return ShownRow(
+        source=source,
+        row=row,
+        outcome="cut" if is_cut else "trained",
+        reason=f"{num_cut} tokens behind the first {len(sample.tokens)} are cut" if is_cut else "",
+        text=mark_trained(sample.tokens, sample.loss_mask, tokenizer),
+        num_tokens=len(sample.tokens),
+        num_trained=sum(map(bool, sample.loss_mask)),
+        tokens=tuple(sample.tokens),
+        loss_mask=tuple(int(bool(weight)) for weight in sample.loss_mask),
+    )
+
+
+def describe_row(shown: ShownRow) -> str:
+    """The row for a terminal: a line about it, then its text."""
+    counts = f", {shown.num_tokens} tokens, {shown.num_trained} trained on" if shown.num_tokens else ""
+    reason = f": {shown.reason}" if shown.reason else ""
+    answer = f"\nanswer: {shown.answer}" if shown.answer else ""
+    text = f"\n{shown.text}" if shown.text else ""
+    return f"{shown.source}, row {shown.row}: {shown.outcome}{counts}{reason}{text}{answer}"

@@ -1,0 +1,72 @@
+"""Give the fields of a row that are compared as text the text of their source, whatever kind of file holds the row.
+
+Not here: reading files (rows.py), what a prompt is (dataset.py).
+
+    source                            `answer` of the row
+    JSON    1.50   007 is no JSON     "1.50"     as the number is spelled
+    CSV     007                       "007"      the cell
+    table   1.5 (float32), 72.0       "1.5" "72" the shortest text of the same number
+    any     [1.50, "x"]               '[1.50, "x"]', marked as `JsonText`
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from decimal import Decimal
+from typing import Any
+
+TEXT_FIELDS = ("answer", "id")
+"""Fields of a row that are text here, whatever they are in the file."""
+
+
+class SpelledNumber(str):
+    """A number of a JSON file as it is written there."""
+
+    __slots__ = ()
+
+
+class JsonText(str):
+    """The text of a JSON list or object."""
+
+    __slots__ = ()
+
+
+def as_text(value: Any) -> str | None:  # Any: a value of JSON or of a table
+    """The text of a value; None for a missing one.
+
+    Floating-point numbers get the shortest text that reads back as the same number, without ".0".
+    """
+    if value is None or (isinstance(value, float) and math.isnan(value)):
+        return None
+    if isinstance(value, str):
+        return value
+    if isinstance(value, Mapping | list | tuple):
+        return JsonText(_as_json_text(value))
+    return _scalar_text(value)
+
+
+def _as_json_text(value: Any) -> str:  # Any: see `as_text`
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{json.dumps(str(key))}: {_as_json_text(each)}" for key, each in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(_as_json_text, value)) + "]"
+    if value is None or (isinstance(value, float) and math.isnan(value)):
+        return "null"
+    if isinstance(value, SpelledNumber):
+        return str(value)
+    if isinstance(value, bool | int | float | Decimal):
+        return _scalar_text(value)
+    return json.dumps(str(value))
+
+
+def _scalar_text(value: object) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, Decimal):
+        text = f"{value:f}"
+        return text.rstrip("0").rstrip(".") if "." in text else text
+    if isinstance(value, float):
+        return str(value).removesuffix(".0")
+    return str(value)

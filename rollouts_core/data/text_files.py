@@ -1,0 +1,211 @@
+"""Rewrite CSV, JSON arrays and compressed files as one JSONL file, so that every row is read in the same way.
+
+Not here: reading JSONL (rows.py), which files of a folder or of the hub belong to a split (rows.py).
+
+The `datasets` library would guess a type for each column of such files: "2024-07-26" becomes a time, 1 beside 2.5
+becomes 1.0, and 007 becomes 7.
+"""
+
+from __future__ import annotations
+
+import bz2
+import csv
+import gzip
+import io
+import json
+import lzma
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import closing
+from pathlib import Path
+from typing import IO, Any, Literal, NamedTuple, cast
+
+from rollouts_core.config.data import ColumnType
+from rollouts_core.config.messages import closest_name, first_line
+from rollouts_core.data.source_text import TEXT_FIELDS, as_text
+from rollouts_core.errors import DataError
+from rollouts_core.system.files import appearing_whole
+
+FileKind = Literal["json", "csv"]
+SUFFIXES: dict[str, FileKind] = {".jsonl": "json", ".ndjson": "json", ".json": "json", ".csv": "csv", ".tsv": "csv"}
+"""How the names of files end whose rows are text, and how they are read."""
+OPENERS: dict[str, Callable[..., IO[bytes]]] = {
+    ".gz": cast(Callable[..., IO[bytes]], gzip.open),
+    ".bz2": cast(Callable[..., IO[bytes]], bz2.open),
+    ".xz": cast(Callable[..., IO[bytes]], lzma.open),
+}
+"""How the names of compressed files end."""
+MAX_CELL_CHARS = 1 << 30
+"""The longest text in a cell of CSV: a long conversation fits."""
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+BOOLEANS = {"true": True, "false": False}
+ONE_LINE = str.maketrans("\r\n", "  ")
+"""Line breaks of JSON outside of its texts mean nothing; within its texts they are written as \\n."""
+
+
+class TextFile(NamedTuple):
+    """A file whose rows are text."""
+
+    path: Path
+    kind: FileKind
+    name: str
+    """What errors call the file: its content may lie in a cache."""
+    separator: str = ","
+    """Between the cells of CSV."""
+
+
+def find_kind(path: str | Path) -> tuple[FileKind | None, str]:
+    """The kind of a file by its name, and the ending that says how it is compressed; None for files of another kind."""
+    suffixes = [suffix.lower() for suffix in Path(path).suffixes]
+    packing = suffixes.pop() if suffixes and suffixes[-1] in OPENERS else ""
+    return SUFFIXES.get(suffixes[-1] if suffixes else ""), packing
+
+
+def find_separator(path: str | Path) -> str:
+    """What a CSV file of this name has between its cells."""
+    return "\t" if ".tsv" in Path(path).suffixes else ","
+
+
+def is_array(path: Path) -> bool:
+    """Whether a JSON file is one array instead of a row per line."""
+    with path.open("rb") as file:
+        return file.read(1 << 16).removeprefix(BYTE_ORDER_MARK).lstrip().startswith(b"[")
+
+
+def write_lines(files: Iterable[TextFile], target: Path, columns: Mapping[str, ColumnType]) -> None:
+    """Write the rows of these files, in their order, as the JSONL file `target`, which appears whole.
+
+    Args:
+        columns: the types of columns of CSV that are not text.
+
+    Raises:
+        DataError: a file that cannot be read, or a row of CSV that does not fit.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with appearing_whole(target) as partial, partial.open("wb") as out:
+        for file in files:
+            try:
+                with closing(_unpacked(file.path)) as content:
+                    for line in _lines_of(file, content, columns):
+                        out.write(line if line.endswith(b"\n") else line + b"\n")
+            except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
+                reason = error.strerror if isinstance(error, OSError) and error.strerror else first_line(error)
+                raise DataError(f"{file.name} cannot be read ({reason}): write it again") from error
+
+
+def _unpacked(path: Path) -> IO[bytes]:
+    return OPENERS[path.suffix.lower()](path) if path.suffix.lower() in OPENERS else path.open("rb")
+
+
+def _lines_of(file: TextFile, content: IO[bytes], columns: Mapping[str, ColumnType]) -> Iterator[bytes]:
+    if file.kind == "csv":
+        return (json.dumps(row).encode() for row in _csv_rows(file, content, columns))
+    if file.path.suffixes and ".jsonl" in file.path.suffixes:
+        return _json_lines(content)
+    first = content.read(1 << 16)
+    rest = io.BytesIO(first + content.read()) if first.removeprefix(BYTE_ORDER_MARK).lstrip().startswith(b"[") else None
+    if rest is None:
+        content.seek(0)
+        return _json_lines(content)
+    return _array_elements(file, rest.read())
+
+
+def _json_lines(content: IO[bytes]) -> Iterator[bytes]:
+    for number, line in enumerate(content):
+        yield line if number else line.removeprefix(BYTE_ORDER_MARK)
+
+
+def _array_elements(file: TextFile, content: bytes) -> Iterator[bytes]:
+    """The elements of a JSON array as they are written there, each on one line."""
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{file.name}: not UTF-8 ({error.reason}): save the file as UTF-8") from error
+    decoder, number = json.JSONDecoder(), 1
+    place = _skip_space(text, text.index("[") + 1)
+    while text[place : place + 1] != "]":
+        try:
+            _, end = decoder.raw_decode(text, place)
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"{file.name}, row {number}: not valid JSON: {first_line(error)}") from error
+        yield text[place:end].translate(ONE_LINE).encode(errors="surrogatepass")
+        place = _skip_space(text, end)
+        if text[place : place + 1] == ",":
+            place = _skip_space(text, place + 1)
+        elif text[place : place + 1] != "]":
+            raise DataError(f"{file.name}, row {number}: not valid JSON: expected , or ] behind it")
+        number += 1
+    if text[place + 1 :].strip():
+        raise DataError(f"{file.name}: not valid JSON: something stands behind the end of the array")
+
+
+def _skip_space(text: str, place: int) -> int:
+    while text[place : place + 1] in (" ", "\t", "\r", "\n"):
+        place += 1
+    return place
+
+
+def _csv_rows(
+    file: TextFile, content: IO[bytes], columns: Mapping[str, ColumnType]
+) -> Iterator[dict[str, Any]]:  # Any: JSON
+    """The rows of a CSV file as objects: cells are text, or what `columns` says; empty ones are left out."""
+    csv.field_size_limit(MAX_CELL_CHARS)
+    lines = io.TextIOWrapper(content, encoding="utf-8-sig", newline="")
+    reader = csv.reader(lines, delimiter=file.separator, strict=True)
+    number = 0
+    try:
+        header = next(reader, [])
+        _check_header(file, header, columns)
+        for cells in reader:
+            if not cells:  # a blank line
+                continue
+            number += 1
+            if len(cells) != len(header):
+                raise DataError(
+                    f"{file.name}, row {number}: found {len(cells)} cells for the {len(header)} columns of the first "
+                    "line: quote cells in which the separator or a line break stands"
+                )
+            filled = {name: cell for name, cell in zip(header, cells, strict=True) if cell != ""}
+            yield {name: _typed(file, number, name, cell, columns.get(name, "text")) for name, cell in filled.items()}
+    except UnicodeDecodeError as error:
+        raise DataError(f"{file.name}, row {number + 1}: not UTF-8 ({error.reason}): save the file as UTF-8") from error
+    except csv.Error as error:
+        raise DataError(f"{file.name}, row {number + 1}: not valid CSV: {first_line(error)}") from error
+
+
+def _check_header(file: TextFile, header: list[str], columns: Mapping[str, ColumnType]) -> None:
+    """Raise DataError for a header that names a column twice, or lacks one whose type is given."""
+    if twice := next((name for name in header if header.count(name) > 1), None):
+        raise DataError(f"{file.name}: the column {twice!r} occurs twice in the first line: rename one of them")
+    for name in columns:
+        if name not in header:
+            raise DataError(
+                f"{file.name} has no column {name!r}, whose type `columns` gives{closest_name(name, header)}"
+            )
+
+
+def _typed(file: TextFile, number: int, name: str, cell: str, kind: ColumnType) -> Any:  # Any: JSON
+    """The value of a cell; of a field that is compared as text, the text of that value."""
+    try:
+        value = _READERS[kind](cell)
+    except (ValueError, KeyError) as error:
+        raise DataError(
+            f"{file.name}, row {number}: {name} is {cell[:80]!r}, and `columns` says that it is {kind}"
+        ) from error
+    return as_text(value) if name in TEXT_FIELDS and not isinstance(value, list | dict) else value
+
+
+def _read_float(cell: str) -> float:
+    value = float(cell)
+    if value != value or value in (float("inf"), float("-inf")):
+        raise ValueError(cell)
+    return value
+
+
+_READERS: dict[ColumnType, Callable[[str], Any]] = {  # Any: JSON
+    "text": str,
+    "int": int,
+    "float": _read_float,
+    "bool": lambda cell: BOOLEANS[cell.strip().lower()],
+    "json": json.loads,
+}

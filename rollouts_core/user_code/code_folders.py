@@ -1,0 +1,40 @@
+"""The folders from which the user's modules can be imported, beside those on PYTHONPATH.
+
+They come after everything that is installed, in this process and in the jobs that it starts, so that a file in them
+called like an installed package does not take its place. PYTHONPATH would put them before the standard library.
+
+Not here: the import itself (functions.py), which files of the folders a job elsewhere gets (own_files.py).
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+VARIABLE = "ROLLOUTS_CODE_PATH"
+"""Hands the folders to processes that this one starts."""
+
+
+def add_code_folders(folders: Iterable[str | Path]) -> None:
+    """Make modules in these folders importable; they come before folders that were added earlier."""
+    known = _listed()
+    first = list(dict.fromkeys(str(Path(each).resolve()) for each in folders))
+    os.environ[VARIABLE] = os.pathsep.join([*first, *(each for each in known if each not in first)])
+    use_code_folders()
+
+
+def use_code_folders() -> None:
+    """Have this process import from the folders of the variable."""
+    first = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    last = [each for each in _listed() if each not in first]
+    if not last or sys.path[-len(last) :] == last:
+        return
+    sys.path[:] = [*(each for each in sys.path if each not in last), *last]
+    importlib.invalidate_caches()
+
+
+def _listed() -> list[str]:
+    return [each for each in os.environ.get(VARIABLE, "").split(os.pathsep) if each]
