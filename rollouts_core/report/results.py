@@ -9,7 +9,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
-from rollouts_core.comparison import CONFIDENCE, Comparison, compare_paired
+from rollouts_core.comparison import CONFIDENCE, Comparison, compare_paired, estimate_means
 from rollouts_core.errors import DataError
 from rollouts_core.report.charts import (
     CHART_BOTTOM,
@@ -124,7 +124,13 @@ def load_evaluation(directory: Path) -> Evaluated:
     result = RunDirectory(directory).read_result()
     if result is None:
         raise DataError(f"{directory} has no result.json: the evaluation has to finish before the report")
-    checkpoints = [Scored(*(entry[key] for key in Scored._fields)) for entry in result["checkpoints"]]
+    entries = result["checkpoints"]
+    # The record's own intervals may come from several evaluations, which chose a method each.
+    estimates = estimate_means([entry["scores"] for entry in entries])
+    checkpoints = [
+        Scored(entry["name"], entry["step"], entry["scores"], estimate.mean, estimate.low, estimate.high)
+        for entry, estimate in zip(entries, estimates, strict=True)
+    ]
     return Evaluated(metric=result["metric"], checkpoints=checkpoints, best=result["best"])
 
 
