@@ -62,6 +62,7 @@ def _serve(listener: socket.socket, pulse: Pulse) -> None:
     from prefect.server.api.server import create_app
 
     from flows.busy_database import patient
+    from flows.own_requests import asking_here_alone
 
     class Server(uvicorn.Server):
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -73,7 +74,7 @@ def _serve(listener: socket.socket, pulse: Pulse) -> None:
             pulse.begin()
 
     pulse.register()
-    app = patient(create_app(final=True))
+    app = asking_here_alone(patient(create_app(final=True)))
     config = uvicorn.Config(app, log_config=None, log_level="warning", access_log=False, timeout_graceful_shutdown=2)
     Server(config).run(sockets=[listener])
 
