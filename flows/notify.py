@@ -38,6 +38,8 @@ class RunState(StrEnum):
 
     COMPLETED = "completed"
     FAILED = "failed"
+    NO_IMPROVEMENT = "no-improvement"
+    """A run ended whose RL did not improve."""
     CRASHED = "crashed"
     CANCELLED = "cancelled"
     SUSPENDED = "suspended"
@@ -45,6 +47,11 @@ class RunState(StrEnum):
     PROMOTED = "promoted"
     REJECTED = "rejected"
     SKIPPED = "skipped"
+
+    @property
+    def event(self) -> str:
+        """The event of Prefect's that a run causes by coming into the state."""
+        return f"prefect.flow-run.{''.join(map(str.capitalize, self.split('-')))}"
 
 
 DEFAULT_STATES = tuple(state for state in RunState if state not in (RunState.CANCELLED, RunState.SKIPPED))
@@ -210,7 +217,7 @@ def render_automation(name: str, document_id: str, states: tuple[RunState, ...])
         "trigger": {
             **EACH_RUN_OF_OURS,
             "posture": "Reactive",
-            "expect": [f"prefect.flow-run.{state.capitalize()}" for state in states],
+            "expect": [state.event for state in states],
             "within": 0,
         },
         "actions": [
@@ -223,8 +230,7 @@ def describe_notifications(address: ServerAddress) -> list[str]:
     """A line for each that is told something."""
     lines = []
     for each in find_automations(address, TAG):
-        states = [expected.rpartition(".")[2].lower() for expected in each["trigger"]["expect"]]
-        ordered = [state for state in RunState if state in states]
+        ordered = [state for state in RunState if state.event in each["trigger"]["expect"]]
         paused = "" if each["enabled"] else " (paused in Prefect)"
         lines.append(f"{each['name'].removeprefix(NAME_PREFIX)}: {', '.join(ordered)}{paused}")
     return lines or ["nobody is told anything: rollouts notify NAME --url-variable VARIABLE adds an address"]

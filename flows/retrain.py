@@ -40,7 +40,7 @@ from tasks.candidate import candidate_name, judge_candidate, register_candidate,
 from tasks.model_aliases import note_in_reports
 from tasks.plan import base_model, with_engines_of_trainer
 from tasks.plan_node import with_enough_memory
-from tasks.records import RunScope, StageRecord
+from tasks.records import RunScope, StageRecord, artifact_key
 from tasks.report import write_report
 from tasks.retraining import Answer, Compared, Rules, retrain_once
 from tasks.stores import publish_results
@@ -136,7 +136,11 @@ class PipelineWork:
             max_p_value=self._retrain.max_p_value,
         )
         table = render_comparison(candidate.name, compared.evaluation)
-        create_markdown_artifact(table, key="comparison", description=f"{candidate.name} and what is in production")
+        create_markdown_artifact(
+            table,
+            key=artifact_key("comparison", self._scope),
+            description=f"{candidate.name} and what is in production",
+        )
         return compared
 
     def ask(self, row: Retraining, candidate: Model) -> Answer:
