@@ -29,7 +29,7 @@ from flows.credentials import take_credentials
 from flows.deployments import RETRAIN_FLOW
 from flows.evaluate import score_models
 from flows.form import FormConfig, FormNode, FormRetrain, FormRun, RunOptions
-from flows.pipeline import known_to_live, machine_of_the_run, open_scope, prepare, run_on, run_stages
+from flows.pipeline import known_to_live, link_report, machine_of_the_run, open_scope, prepare, run_on, run_stages
 from flows.retrain_settings import RetrainConfig
 from infra.ledger import Ledger
 from infra.node import NodeSettings, settings_of_engines, without_further_nodes
@@ -80,7 +80,9 @@ def retrain_model(config: FormConfig, node: FormNode, run: FormRun, retrain: For
             production, row = current(ledger, line, Alias.PRODUCTION), find_retraining(ledger, scope.run_id)
             if production is not None and row is not None and production.id == row.model_id:  # not put back meanwhile
                 publish_results(str(Path(scope.store) / production.checkpoint), scope)
-    return Completed(name=outcome.name, message=outcome.sentence)
+    has_report = (scope.output_dir / "report.html").is_file()
+    shown = f"; the report is {link_report(scope, str(scope.output_dir / 'report.html'))}" if has_report else ""
+    return Completed(name=outcome.name, message=f"{outcome.sentence}{shown}")
 
 
 class PipelineWork:

@@ -169,6 +169,23 @@ def describe_results(
     )
 
 
+def describe_found(evaluation_dir: Path, *, is_selection: bool) -> str:
+    """What an evaluation found, in words: the chosen checkpoint with score and interval, or the score of each model."""
+    evaluated = load_evaluation(evaluation_dir)
+    display = choose_display(evaluated)
+    shown = []
+    for scored in evaluated.checkpoints:
+        low, high = sorted((display.factor * scored.low, display.factor * scored.high))
+        mean = _plain(display.factor * scored.mean, display)
+        interval = f"95 % interval {_plain(low, display)} to {_plain(high, display)}"
+        score = f"{display.title} {mean}{display.unit} ({interval})"
+        if not is_selection:
+            shown.append(f"{scored.name} {score}")
+        elif scored.name == evaluated.best:
+            shown.append(f"{scored.name} is chosen of {len(evaluated.checkpoints)}, {score}")
+    return "; ".join(shown)
+
+
 def choose_display(evaluated: Evaluated) -> ScoreDisplay:
     """Percent for rewards between 0 and 1, plain numbers for other rewards, the loss for minus losses."""
     if evaluated.metric == "loss":
