@@ -18,6 +18,11 @@ NUM_RESAMPLES = 10_000
 LEAST_P_VALUE = 1 / (1 + NUM_RESAMPLES)
 """No comparison has a smaller one."""
 CONFIDENCE = 0.95
+VERDICT_SCOPE = (
+    "The p-value is about this checkpoint against its start on these prompts, not about the recipe: another seed "
+    "trains another checkpoint, which may score several points better or worse."
+)
+"""Shown beside a verdict."""
 MAX_EFFECTIVE_ROWS = 1_000.0
 """A row counts as at most so many rows of 0 and 1, also if all scores are equal."""
 MAX_NUMBERS = 1 << 21
