@@ -100,7 +100,7 @@ def test_a_run_is_told_with_its_progress_its_failure_and_its_name(tmp_path: Path
         run: dict[str, object] = {"id": "0123456789abcdef", "state_type": "RUNNING", "state": {"message": ""}}
         with ledger.living_run("0123456789abcdef"):
             step, name = describe_progress(tmp_path, run, uses)
-    assert step.startswith("step 5 of 10, about 50 s left") and name == "name mine-01234567"
+    assert step.startswith("step 5 of 10, about 50.0 s left") and name == "name mine-01234567"
     failed = {**run, "state_type": "FAILED", "state": {"message": "the disk is full\nand more"}}
     assert describe_progress(tmp_path, failed, uses) == ["the disk is full", "name mine-01234567"]
     assert describe_progress(tmp_path, failed, [])[-1] == "name 0123456789abcdef"

@@ -48,7 +48,7 @@ def test_a_loss_that_returns_something_else_is_named_at_the_first_step(
 ) -> None:
     backend = create_pytorch_backend(base_model, OPTIM, own_loss(returned), num_steps=1, device="cpu")
     with pytest.raises(ConfigError, match=sentence):
-        backend.forward_backward(make_batch()).result()
+        asyncio.run(update_policy(backend, [make_batch()]))
 
 
 def test_tensors_among_the_metrics_become_numbers_and_the_weights_move(base_model: ModelConfig) -> None:
