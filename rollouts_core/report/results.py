@@ -177,7 +177,7 @@ def describe_found(evaluation_dir: Path, *, is_selection: bool) -> str:
     for scored in evaluated.checkpoints:
         low, high = sorted((display.factor * scored.low, display.factor * scored.high))
         mean = _plain(display.factor * scored.mean, display)
-        interval = f"95 % interval {_plain(low, display)} to {_plain(high, display)}"
+        interval = f"95 % interval {_plain(low, display)} to {_plain(high, display)}{display.unit}"
         score = f"{display.title} {mean}{display.unit} ({interval})"
         if not is_selection:
             shown.append(f"{scored.name} {score}")
