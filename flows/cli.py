@@ -2,7 +2,7 @@
 
 Not here: what a pipeline does (pipeline.py), the Prefect server (server.py), the form of a configuration (form.py).
 
-Exit codes: 0 done, 1 failed, 2 something that the user must change, 130 interrupted.
+Exit codes: 0 done, 1 failed, 2 something that the user must change, 3 RL did not improve, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ParamSpec, TypeVar, cast
 
 import typer
 
 from flows.cancel import cancel
-from flows.command import INTERRUPTED_CODE
+from flows.command import INTERRUPTED_CODE, NO_IMPROVEMENT_CODE
 from flows.credentials_cli import credentials, with_credentials
 from flows.deployments import evaluation_options
 from flows.evaluate_settings import EvaluateConfig
@@ -36,6 +36,7 @@ from flows.form import Pipeline, RunOptions, load_pipeline
 from flows.live import find_live_pages, served_live_pages
 from flows.machines_cli import add_machine_commands
 from flows.models_cli import add_model_commands
+from flows.no_improvement import NoImprovementError
 from flows.notify import notify
 from flows.password import own_password
 from flows.prefect_yaml import prefect_yaml
@@ -131,7 +132,8 @@ def explained(function: Callable[P, None]) -> Callable[P, None]:
             ) from error
         except (RolloutsError, TransientInfraError) as error:
             console.print(f"rollouts: {shown_lines(str(error))}", markup=False)
-            raise typer.Exit(FAILED_CODE) from error
+            is_no_improvement = isinstance(error, NoImprovementError)
+            raise typer.Exit(NO_IMPROVEMENT_CODE if is_no_improvement else FAILED_CODE) from error
         except PermissionError as error:
             said = f"rollouts: {error.filename} may not be used by you ({error.strerror}): change its owner or its mode"
             console.print(said, markup=False)
@@ -440,7 +442,9 @@ def run_flow(pipeline: Pipeline, address: ServerAddress) -> PipelineResult:
     """Run the pipeline in this process; prints the link of its page first."""
     from flows.pipeline import sft_rl  # imports prefect, which reads the environment that was just set
 
-    return sft_rl.with_options(on_running=[announce_at(address)])(pipeline.config, pipeline.node, pipeline.run)
+    announced = sft_rl.with_options(on_running=[announce_at(address)])
+    # The flow returns a state, of which Prefect gives the caller the result.
+    return cast("PipelineResult", announced(pipeline.config, pipeline.node, pipeline.run))
 
 
 def run_evaluation_flow(pipeline: Pipeline, address: ServerAddress) -> EvaluationResult:

@@ -10,6 +10,7 @@ import sys
 from rollouts_core.system.standard_error import open_standard_streams
 
 INTERRUPTED_CODE = 130
+NO_IMPROVEMENT_CODE = 3
 
 
 def main() -> None:

@@ -79,6 +79,7 @@ def _serve(home: Path, listener: socket.socket, pulse: Pulse) -> None:
     from prefect.server.events.ordering import memory
 
     from flows.busy_database import patient
+    from flows.own_requests import asking_here_alone
 
     tls = server_context(home)
 
@@ -102,7 +103,7 @@ def _serve(home: Path, listener: socket.socket, pulse: Pulse) -> None:
 
     memory.PRECEDING_EVENT_LOOKBACK = EARLIER_EVENT_WAIT  # type: ignore[attr-defined]  # imported there
     pulse.register()
-    app = patient(create_app(final=True))
+    app = asking_here_alone(patient(create_app(final=True)))
     config = uvicorn.Config(app, log_config=None, log_level="warning", access_log=False, timeout_graceful_shutdown=2)
     Server(config).run(sockets=[listener])
 

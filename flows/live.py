@@ -19,17 +19,20 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flows.password import basic_authorization, own_password
+from infra.jobs import JobExit, describe_exit
 from infra.ledger import LEDGER_FILE, Ledger, StageUse
 from infra.process_identity import ProcessIdentity, identify
 from infra.renting.rentals import all_rentals, usd_spent
 from infra.session import LOOPBACK
 from rollouts_core.report.live import LiveRun, LiveStage, render_live, render_runs
 from rollouts_core.system.files import write_json
+from tasks.spending import RUN_FILE
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
@@ -175,14 +178,58 @@ def describe_run(uses: Sequence[StageUse]) -> dict[str, str]:
 
 def load_run(store: Path, uses: Sequence[StageUse]) -> LiveRun:
     """A run as far as it has come."""
-    stages = [
-        LiveStage(
-            name=_stage_name(use), run_dir=store / "stages" / use.stage, num_steps=use.num_steps, began_at=use.used_at
+    with Ledger(store / LEDGER_FILE) as ledger:
+        is_followed = any(ledger.is_alive(use.run_id) for use in uses)
+    stages = []
+    for use in uses:
+        run_dir = store / "stages" / use.stage
+        ended_attempt, ended = describe_end(run_dir)
+        stages.append(
+            LiveStage(
+                name=_stage_name(use),
+                run_dir=run_dir,
+                num_steps=use.num_steps,
+                began_at=use.used_at,
+                ended=ended,
+                ended_attempt=ended_attempt,
+                is_followed=is_followed,
+            )
         )
-        for use in uses
-    ]
-    has_report = report_path(store, uses).is_file()
-    return LiveRun(name=uses[0].run, stages=tuple(stages), usd=_usd_of(store, uses), has_report=has_report)
+    path = report_path(store, uses)
+    return LiveRun(
+        name=uses[0].run,
+        stages=tuple(stages),
+        usd=_usd_of(store, uses),
+        has_report=path.is_file(),
+        verdict=verdict_of(path.with_name(RUN_FILE)),
+    )
+
+
+def describe_end(run_dir: Path) -> tuple[int, str]:
+    """The last attempt of a stage that has an exit record, and how it ended in a few words; 0 and "" without one."""
+    attempts = [int(path.stem[5:]) for path in run_dir.glob("exit-*.json") if path.stem[5:].isdecimal()]
+    if not attempts:
+        return 0, ""
+    attempt = max(attempts)
+    if (run_dir / ".job" / f"meta-{attempt + 1}.json").is_file():  # a later attempt is under way
+        return 0, ""
+    try:
+        record = json.loads((run_dir / f"exit-{attempt}.json").read_text())
+        at = datetime.fromisoformat(record["ended_at"]).astimezone().strftime("%Y-%m-%d %H:%M:%S")
+        if record["cancelled"]:
+            return attempt, f"cancelled at {at}"
+        exit_record = JobExit(**{each.name: record[each.name] for each in fields(JobExit)})
+    except (OSError, ValueError, TypeError, KeyError):
+        return 0, ""
+    return attempt, f"ended at {at}: {describe_exit(exit_record).rstrip('.')}"
+
+
+def verdict_of(record: Path) -> str:
+    """What a run.json says of the run; nothing if there is no record, or no verdict was asked for."""
+    try:
+        return str(json.loads(record.read_text(encoding="utf-8")).get("verdict", ""))
+    except (OSError, ValueError, AttributeError):
+        return ""
 
 
 def _stage_name(use: StageUse) -> str:

@@ -21,6 +21,7 @@ from typing import Annotated, Any
 import typer
 
 from flows.machines_cli import Explained, at, open_ledger, render_table
+from flows.notify import RunState, tell_by_hand
 from flows.store import STORE_VARIABLE, from_home
 from flows.terminal import DEFAULT_STORE
 from infra.ledger import Ledger
@@ -117,7 +118,9 @@ def promote_by_hand(name: ModelName, store: Store = DEFAULT_STORE, reason: Reaso
         check_whole(model, store.resolve())
         promote(ledger, model, by=_user(), reason=reason)
         note_in_reports(store.resolve(), ledger)
-    typer.echo(f"{model.name} is in production: {store.resolve() / model.checkpoint}")
+    said = f"{model.name} is in production: {store.resolve() / model.checkpoint}"
+    typer.echo(said)
+    tell_by_hand(store, RunState.PROMOTED, f"{model.name}: Promoted", f"{said} (by {_user()}: {reason})")
 
 
 def roll_back(line: Line = "", store: Store = DEFAULT_STORE, reason: Reason = "rollback by hand") -> None:
@@ -128,7 +131,9 @@ def roll_back(line: Line = "", store: Store = DEFAULT_STORE, reason: Reason = "r
         check_whole(replaced, store.resolve())  # takes minutes for a large one, in which others promote
         model = rollback(ledger, chosen, by=_user(), reason=reason, to=replaced)
         note_in_reports(store.resolve(), ledger)
-    typer.echo(f"{model.name} is in production again: {store.resolve() / model.checkpoint}")
+    said = f"{model.name} is in production again: {store.resolve() / model.checkpoint}"
+    typer.echo(said)
+    tell_by_hand(store, RunState.PROMOTED, f"{model.name}: Rolled back", f"{said} (by {_user()}: {reason})")
 
 
 def forget(name: ModelName, store: Store = DEFAULT_STORE) -> None:

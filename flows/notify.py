@@ -16,6 +16,7 @@ import re
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from enum import StrEnum
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 from urllib.parse import urlsplit
 
@@ -24,7 +25,7 @@ import typer
 from flows.automations import EACH_RUN_OF_OURS, Automation, delete_automation, find_automations, put_automation
 from flows.prefect_api import RefusedError, ask
 from flows.preflight import check_writable
-from flows.server import ServerAddress, local_server, prefect_environment
+from flows.server import ServerAddress, ServerError, local_server, named_url, prefect_environment
 from flows.terminal import DEFAULT_STORE, Store, console
 from rollouts_core.config.messages import closest_name, first_line
 from rollouts_core.errors import ConfigError, InputError
@@ -38,6 +39,8 @@ class RunState(StrEnum):
 
     COMPLETED = "completed"
     FAILED = "failed"
+    NO_IMPROVEMENT = "no-improvement"
+    """A run ended whose RL did not improve."""
     CRASHED = "crashed"
     CANCELLED = "cancelled"
     SUSPENDED = "suspended"
@@ -45,6 +48,11 @@ class RunState(StrEnum):
     PROMOTED = "promoted"
     REJECTED = "rejected"
     SKIPPED = "skipped"
+
+    @property
+    def event(self) -> str:
+        """The event of Prefect's that a run causes by coming into the state."""
+        return f"prefect.flow-run.{''.join(map(str.capitalize, self.split('-')))}"
 
 
 DEFAULT_STATES = tuple(state for state in RunState if state not in (RunState.CANCELLED, RunState.SKIPPED))
@@ -59,7 +67,9 @@ ADDRESS_NAME = re.compile(r"[a-z0-9-]+")
 
 SUBJECT = "{{ flow_run.name }}: {{ flow_run.state.name }}"
 BODY = (
-    "The run {{ flow_run.name }} of {{ flow.name }} is {{ flow_run.state.name }}."
+    "{% if flow_run.state.name == 'Suspended' %}A decision is waiting: Resume on the page of {{ flow_run.name }}"
+    " puts its candidate into production, or rejects it.{% else %}"
+    "The run {{ flow_run.name }} of {{ flow.name }} is {{ flow_run.state.name }}.{% endif %}"
     "{% if flow_run.state.message %} {{ flow_run.state.message }}{% endif %} {{ flow_run|ui_url }}"
 )
 FIRST_MESSAGE = "From now on you are told here when a run is {states}."
@@ -210,7 +220,7 @@ def render_automation(name: str, document_id: str, states: tuple[RunState, ...])
         "trigger": {
             **EACH_RUN_OF_OURS,
             "posture": "Reactive",
-            "expect": [f"prefect.flow-run.{state.capitalize()}" for state in states],
+            "expect": [state.event for state in states],
             "within": 0,
         },
         "actions": [
@@ -223,11 +233,46 @@ def describe_notifications(address: ServerAddress) -> list[str]:
     """A line for each that is told something."""
     lines = []
     for each in find_automations(address, TAG):
-        states = [expected.rpartition(".")[2].lower() for expected in each["trigger"]["expect"]]
-        ordered = [state for state in RunState if state in states]
+        ordered = [state for state in RunState if state.event in each["trigger"]["expect"]]
         paused = "" if each["enabled"] else " (paused in Prefect)"
         lines.append(f"{each['name'].removeprefix(NAME_PREFIX)}: {', '.join(ordered)}{paused}")
     return lines or ["nobody is told anything: rollouts notify NAME --url-variable VARIABLE adds an address"]
+
+
+def tell_by_hand(store: Path, state: RunState, subject: str, body: str) -> None:
+    """Send a message about what a person changed by hand to all that are told of such a state.
+
+    A message that cannot be sent is a warning: the change is made.
+    """
+    if not named_url() and not (store / "prefect" / "prefect.db").is_file():
+        return  # nobody can have asked for messages
+    try:
+        with local_server(store) as address:
+            told = [
+                each
+                for each in find_automations(address, TAG)
+                if each["enabled"] and state.event in each["trigger"]["expect"]
+            ]
+            if told:
+                os.environ.update(prefect_environment(store.resolve(), address))
+            for each in told:
+                _tell(each, subject, body)
+    except ServerError as error:
+        console.print(f"no message     is sent: {error}", markup=False)
+
+
+def _tell(automation: Automation, subject: str, body: str) -> None:
+    from prefect.blocks.abstract import NotificationBlock  # imports prefect, which reads the environment
+    from prefect.blocks.core import Block
+
+    name = automation["name"].removeprefix(NAME_PREFIX)
+    try:
+        block = Block.load_from_ref({"block_document_id": automation["actions"][0]["block_document_id"]})
+        assert isinstance(block, NotificationBlock), "the server sends its messages by nothing else"
+        with block.raise_on_failure():
+            block.notify(body, subject=subject)  # type: ignore[unused-coroutine]
+    except Exception as error:  # noqa: BLE001 - whatever a service raises: the change was made
+        console.print(f"no message     was sent to {name}: {describe_failure(error)}", markup=False)
 
 
 def remove_notification(address: ServerAddress, name: str) -> None:

@@ -21,12 +21,15 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 from uuid import uuid4
 
 from prefect import flow
 from prefect.artifacts import create_link_artifact
+from prefect.client.schemas.objects import State
 from prefect.exceptions import TerminationSignal
 from prefect.runtime import deployment, flow_run
+from prefect.states import Completed, Failed
 from pydantic import BaseModel
 
 from flows.cancellation import (
@@ -41,6 +44,7 @@ from flows.credentials import take_credentials
 from flows.deployments import FLOW, folders_of_deployment
 from flows.form import FormConfig, FormNode, FormRun, RunOptions
 from flows.live import find_live_pages
+from flows.no_improvement import NO_IMPROVEMENT, NoImprovementError
 from flows.retrain_settings import RetrainConfig
 from flows.run_ends import with_noted_end
 from flows.server import held_server
@@ -50,7 +54,6 @@ from infra.ledger import Ledger
 from infra.node import Node, NodeSettings, RentedNode
 from infra.providers.rented import ended_when_expired
 from rollouts_core.config import Config
-from rollouts_core.errors import RolloutsError
 from rollouts_core.job import InputModel
 from rollouts_core.user_code.code_folders import add_code_folders
 from tasks.artifacts import is_finished
@@ -74,16 +77,12 @@ from tasks.plan import (
 )
 from tasks.plan_node import with_enough_memory
 from tasks.provision import provision, release, release_now, release_unknown
-from tasks.records import EngineRecord, RunScope, Stage, StageRecord
+from tasks.records import EngineRecord, RunScope, Stage, StageRecord, artifact_key
 from tasks.report import write_report
 from tasks.stage_tasks import evaluate_models, select_checkpoint, train_rl, train_sft
 from tasks.stores import publish_results, reach_stores, send_from_machine
 from tasks.sync import sync_results
 from tasks.watch import digest_sources, watched_sources
-
-
-class NoImprovementError(RolloutsError):
-    """RL ran, but its best checkpoint is not better than the model it started from."""
 
 
 class PipelineResult(BaseModel):
@@ -107,12 +106,11 @@ class PipelineResult(BaseModel):
     on_crashed=[cancelled_if_asked],
 )
 @with_noted_end
-def sft_rl(config: FormConfig, node: FormNode, run: FormRun) -> PipelineResult:
+def sft_rl(config: FormConfig, node: FormNode, run: FormRun) -> State[Any]:  # Any: PipelineResult, or the error
     """Turn a base model and data into a trained, evaluated checkpoint.
 
-    Raises:
-        NoImprovementError: RL did not improve on the model it started from beyond noise; the report is written, and
-            nothing is published.
+    Ends in the state NoImprovement, a failure, if RL did not improve on the model it started from beyond noise. The
+    report is written then, and nothing is published.
     """
     take_credentials(run.credentials)
     scope = open_scope(run)
@@ -126,13 +124,16 @@ def sft_rl(config: FormConfig, node: FormNode, run: FormRun) -> PipelineResult:
             report, verdict = write_report(records, config, node, checkpoint, scope)
             if run.publish and machine.is_remote and (verdict is None or verdict.is_accepted):
                 send_from_machine(final, checkpoint, machine, scope)
+        shown = link_report(scope, report)
         if verdict is not None and not verdict.is_accepted:
-            raise NoImprovementError(f"{verdict.sentence}; the report is {report}")
+            error = NoImprovementError(f"{verdict.sentence}; the report is {shown}")
+            return Failed(name=NO_IMPROVEMENT, message=str(error), data=error)
         if run.register_as:
             register_candidate(run.register_as, checkpoint, records, data, scope)
         published = publish_results(checkpoint, scope) if run.publish else ""
     sentence = verdict.sentence if verdict else ""
-    return PipelineResult(report=report, checkpoint=checkpoint, verdict=sentence, published=published)
+    result = PipelineResult(report=report, checkpoint=checkpoint, verdict=sentence, published=published)
+    return Completed(message=f"{sentence}{'; the' if sentence else 'The'} report is {shown}", data=result)
 
 
 def prepare(
@@ -217,8 +218,17 @@ def link_live_page(scope: RunScope) -> None:
     if (live := find_live_pages(Path(scope.store))) is not None:
         link = live.run_url(scope.output_dir.name)
         create_link_artifact(
-            link, link_text="curves and samples while it runs", key="live", description=f"Live: {link}"
+            link,
+            link_text="curves and samples while it runs",
+            key=artifact_key("live", scope),
+            description=f"Live: {link}",
         )
+
+
+def link_report(scope: RunScope, path: str) -> str:
+    """The address of the run's report where the live pages are served, else its path."""
+    live = find_live_pages(Path(scope.store))
+    return f"{live.run_url(scope.output_dir.name)}/report" if live else path
 
 
 @contextmanager

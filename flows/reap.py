@@ -11,6 +11,7 @@ from typing import Any
 from prefect import flow, get_run_logger
 from prefect.artifacts import create_table_artifact
 from prefect.client.schemas.objects import State
+from prefect.runtime import flow_run
 from prefect.states import Completed
 
 from flows.expired_machines import look_at_machines
@@ -35,7 +36,7 @@ def reap_machines(reap: ReapConfig) -> State[Any]:
         for row in rows:
             get_run_logger().info("%(outcome)s: %(machine)s", row)
         said = f"{len(report.ended)} ended, {len(report.kept)} kept"
-        create_table_artifact(rows or [NOTHING], key="machines", description=f"Rented machines: {said}")
+        create_table_artifact(rows or [NOTHING], key=f"machines-{flow_run.id}", description=f"Rented machines: {said}")
     if report.failures:
         raise TransientInfraError(f"{said}, {len(report.failures)} not looked at or not ended: {report.failures[0]}")
     return Completed(message=said)

@@ -29,7 +29,7 @@ from flows.credentials import take_credentials
 from flows.deployments import RETRAIN_FLOW
 from flows.evaluate import score_models
 from flows.form import FormConfig, FormNode, FormRetrain, FormRun, RunOptions
-from flows.pipeline import known_to_live, machine_of_the_run, open_scope, prepare, run_on, run_stages
+from flows.pipeline import known_to_live, link_report, machine_of_the_run, open_scope, prepare, run_on, run_stages
 from flows.retrain_settings import RetrainConfig
 from flows.run_ends import with_noted_end
 from infra.ledger import Ledger
@@ -41,7 +41,7 @@ from tasks.candidate import candidate_name, judge_candidate, register_candidate,
 from tasks.model_aliases import note_in_reports
 from tasks.plan import base_model, with_engines_of_trainer
 from tasks.plan_node import with_enough_memory
-from tasks.records import RunScope, StageRecord
+from tasks.records import RunScope, StageRecord, artifact_key
 from tasks.report import write_report
 from tasks.retraining import Answer, Compared, Rules, retrain_once
 from tasks.stores import publish_results
@@ -82,7 +82,9 @@ def retrain_model(config: FormConfig, node: FormNode, run: FormRun, retrain: For
             production, row = current(ledger, line, Alias.PRODUCTION), find_retraining(ledger, scope.run_id)
             if production is not None and row is not None and production.id == row.model_id:  # not put back meanwhile
                 publish_results(str(Path(scope.store) / production.checkpoint), scope)
-    return Completed(name=outcome.name, message=outcome.sentence)
+    has_report = (scope.output_dir / "report.html").is_file()
+    shown = f"; the report is {link_report(scope, str(scope.output_dir / 'report.html'))}" if has_report else ""
+    return Completed(name=outcome.name, message=f"{outcome.sentence}{shown}")
 
 
 class PipelineWork:
@@ -138,7 +140,11 @@ class PipelineWork:
             max_p_value=self._retrain.max_p_value,
         )
         table = render_comparison(candidate.name, compared.evaluation)
-        create_markdown_artifact(table, key="comparison", description=f"{candidate.name} and what is in production")
+        create_markdown_artifact(
+            table,
+            key=artifact_key("comparison", self._scope),
+            description=f"{candidate.name} and what is in production",
+        )
         return compared
 
     def ask(self, row: Retraining, candidate: Model) -> Answer:

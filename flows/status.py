@@ -5,27 +5,29 @@ Not here: starting and ending them (up.py).
 
 from __future__ import annotations
 
-import json
 import re
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from flows.deployments import EVALUATE_FLOW, FLOW, RETRAIN_FLOW
+from flows.live import load_run, verdict_of
 from flows.prefect_api import ask
 from flows.server import ServerAddress, run_url
 from infra.errors import PermanentInfraError, TransientInfraError
 from infra.foreign_text import shown_line, shown_lines
 from infra.jobs import JobState, job_status
-from infra.ledger import LEDGER_FILE, Lease, Ledger
+from infra.ledger import LEDGER_FILE, Lease, Ledger, StageUse
 from infra.node import LocalNode
 from infra.providers import open_session, provision_node
 from infra.renting.rentals import describe_keeping, open_rentals
 from infra.run_ids import short_id
+from rollouts_core.config.messages import first_line
 from rollouts_core.metrics import read_last_lines
+from rollouts_core.report.live import describe_readable
 from rollouts_core.run_directory import RunDirectory
 from rollouts_core.stopping import describe_stop
 from tasks.early_end import read_early_end
@@ -82,10 +84,12 @@ def describe_runs(address: ServerAddress, store: Path) -> list[str]:
     nodes = {lease.run_id: lease.node for lease in _leases(store)}
     early = early_ends(store, {run["id"] for run in [*runs, *ended]})
     registered = models_of_runs(store)
+    uses = uses_of_runs(store)
     return [
         "  ".join(
             (
                 describe_run(run, tasks, nodes, address),
+                *describe_progress(store, run, uses.get(run["id"], [])),
                 *early.get(run["id"], []),
                 *(f"made {model}" for model in registered.get(short_id(run["id"]), [])),
             )
@@ -100,12 +104,28 @@ def describe_reports(store: Path) -> list[str]:
     return [f"{path}  {verdict_of(path.with_name('run.json'))}".rstrip() for path in reports[:LATEST]]
 
 
-def verdict_of(record: Path) -> str:
-    """What a run.json says of the run; nothing where there is none, or none was asked for."""
-    try:
-        return str(json.loads(record.read_text(encoding="utf-8")).get("verdict", ""))
-    except (OSError, ValueError):
-        return ""
+def uses_of_runs(store: Path) -> dict[str, list[StageUse]]:
+    """The stages that each run came to, in order, by the run's id."""
+    if not (store / LEDGER_FILE).is_file():
+        return {}
+    found: dict[str, list[StageUse]] = {}
+    with Ledger(store / LEDGER_FILE) as ledger:
+        for use in ledger.stage_uses():
+            found.setdefault(use.run_id, []).append(use)
+    return found
+
+
+def describe_progress(store: Path, run: Mapping[str, Any], uses: Sequence[StageUse]) -> list[str]:  # Any: JSON
+    """How far a run is, or why it failed, and the name by which `cancel`, `finish` and `evaluate` know it."""
+    said = []
+    if run["state_type"] == "RUNNING" and uses:
+        stage = load_run(store, uses).stages[-1]
+        said.append(describe_readable(stage, now=time.time()).state)
+    if run["state_type"] in ("FAILED", "CRASHED") and (reason := run["state"].get("message")):
+        said.append(first_line(RuntimeError(reason)))
+    # A run that came to no stage has no folder of results: its id names it.
+    said.append(f"name {uses[0].run if uses else run['id']}")
+    return [shown_lines(each).replace("\n", " ") for each in said]
 
 
 def early_ends(store: Path, run_ids: Collection[str]) -> dict[str, list[str]]:

@@ -96,10 +96,15 @@ def up(
     check_writable(store)
     check_server(store)
     is_new = False
+    console.print("prefect        looking for a server (one with a new database takes eight seconds)")
 
-    def begin(_: ServerAddress) -> None:
+    def begin(address: ServerAddress) -> None:
         nonlocal is_new
         is_new = begin_serving(store.resolve(), own, gpu_slots=gpu_slots)
+        console.print(f"server         {address.ui_url}", markup=False)
+        console.print(
+            "deployments    starting the process that serves them" if is_new else "deployments    offering them"
+        )
 
     with local_server(store, port=port, meanwhile=begin) as address:
         serving = wait_until_served(store.resolve(), gpu_slots=gpu_slots)

@@ -19,7 +19,7 @@ PUBLIC_NAMES = {
     "batch": "TrainBatch build_batch with_step_totals",
     "data.chat": "compute_loss_mask tokenize_conversation tokenize_prompt",
     "checkpoint": "latest_intact_checkpoint load_manifest verify_checkpoint",
-    "comparison": "compare_paired estimate_mean judge_improvement select_best",
+    "comparison": "compare_paired estimate_mean estimate_means judge_improvement select_best",
     "config": "Config algorithm_preset RLTrainingConfig RolloutConfig SFTTrainingConfig",
     "data.data_buffer": "DataBuffer",
     "data.dataset": "SFTDataset load_prompts_from_jsonl load_sft_dataset open_datasets",

@@ -18,6 +18,13 @@ NUM_RESAMPLES = 10_000
 LEAST_P_VALUE = 1 / (1 + NUM_RESAMPLES)
 """No comparison has a smaller one."""
 CONFIDENCE = 0.95
+VERDICT_SCOPE = (
+    "The p-value is about this checkpoint against its start on these prompts, not about the recipe: another seed "
+    "trains another checkpoint, which may score several points better or worse."
+)
+"""Shown beside a verdict."""
+MAX_EFFECTIVE_ROWS = 1_000.0
+"""A row counts as at most so many rows of 0 and 1, also if all scores are equal."""
 MAX_NUMBERS = 1 << 21
 """Of resamples that are in memory at a time, 16 MB of each kind."""
 
@@ -61,12 +68,26 @@ class Verdict:
 
 
 def estimate_mean(scores: Sequence[float], *, seed: int = 0) -> Estimate:
-    """The mean score with its 95 % interval over rows: Wilson's where every score is 0 or 1, else by bootstrap."""
-    values = np.asarray(scores, dtype=np.float64)
-    # Resamples of rows that are all right are all right: no bootstrap tells how many others would be wrong.
-    is_right_or_wrong = bool(np.isin(values, (0.0, 1.0)).all())
-    low, high = _wilson_interval(values) if is_right_or_wrong else _bootstrap_interval(values, seed)
-    return Estimate(mean=float(values.mean()), low=low, high=high, num_rows=len(values))
+    """The mean score with its 95 % interval over rows, for scores that are shown alone."""
+    return estimate_means([scores], seed=seed)[0]
+
+
+def estimate_means(compared: Sequence[Sequence[float]], *, seed: int = 0) -> list[Estimate]:
+    """The mean scores of checkpoints that are shown beside each other, their 95 % intervals by one method.
+
+    Wilson's if every score of all checkpoints is between 0 and 1, else by bootstrap. A bootstrap of rows that are all
+    wrong, or nearly so, is too narrow. Beside Wilson's interval it would make the worse checkpoint look surer.
+    """
+    every = [np.asarray(scores, dtype=np.float64) for scores in compared]
+    if all(bool(((values >= 0) & (values <= 1)).all()) for values in every):
+        share = _share_of_variance(every)
+        intervals = [_wilson_interval(values, share) for values in every]
+    else:
+        intervals = [_bootstrap_interval(values, seed) for values in every]
+    return [
+        Estimate(mean=float(values.mean()), low=low, high=high, num_rows=len(values))
+        for values, (low, high) in zip(every, intervals, strict=True)
+    ]
 
 
 def compare_paired(baseline: Sequence[float], candidate: Sequence[float], *, seed: int = 0) -> Comparison:
@@ -155,9 +176,23 @@ def _sign_flip_p_value(differences: np.ndarray, seed: int) -> float:
     return (1 + num_as_large) / (1 + NUM_RESAMPLES)
 
 
-def _wilson_interval(values: np.ndarray) -> tuple[float, float]:
-    """Of scores of 0 and 1. Source: Wilson 1927."""
-    num_rows, num_right = len(values), float(values.sum())
+def _share_of_variance(every: Sequence[np.ndarray]) -> float:
+    """The variance of scores between 0 and 1, as a share of what scores of only 0 and 1 with the same means have.
+
+    It is 1 for scores of 0 and 1, and less for means of several completions. All checkpoints together decide, because
+    rows that are all right, or all wrong, have no variance by themselves.
+    """
+    widest = sum(float(values.mean() * (1 - values.mean())) for values in every)
+    return min(1.0, sum(float(values.var()) for values in every) / widest) if widest > 0 else 1.0
+
+
+def _wilson_interval(values: np.ndarray, share_of_variance: float) -> tuple[float, float]:
+    """Of scores between 0 and 1; a smaller variance counts as so many more rows.
+
+    Sources: Wilson 1927; for the effective number of rows, Franco et al. 2019.
+    """
+    num_rows = len(values) / max(share_of_variance, 1 / MAX_EFFECTIVE_ROWS)
+    num_right = float(values.mean()) * num_rows
     z = NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
     centre = num_right + z**2 / 2
     half = z * math.sqrt(num_right * (num_rows - num_right) / num_rows + z**2 / 4)

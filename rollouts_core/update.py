@@ -12,7 +12,7 @@ from typing import Literal
 from rollouts_core.algorithms.loss import Metrics
 from rollouts_core.backends.protocol import TrainingBackend
 from rollouts_core.batch import TrainBatch
-from rollouts_core.errors import NonFiniteError
+from rollouts_core.errors import ConfigError, NonFiniteError
 from rollouts_core.metrics import sum_metrics
 
 logger = logging.getLogger(__name__)
@@ -43,6 +43,12 @@ async def update_policy(
     try:
         for micro_batch in micro_batches:
             results.append(await _add_gradient(backend, micro_batch))
+            if results[-1].keys() != results[0].keys():
+                differing = ", ".join(sorted(results[-1].keys() ^ results[0].keys()))
+                raise ConfigError(
+                    f"the loss function returned the metrics {differing} for some micro-batches of a step and not for "
+                    "others: return the same names each time, so that they can be added"
+                )
         before_update()
         return {"num_nonfinite": 0.0, **sum_metrics(results), **await backend.optim_step().result()}
     except NonFiniteError as error:

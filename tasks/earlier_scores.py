@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence, Set
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from infra.ledger import Ledger
 from infra.locks import locked
-from rollouts_core.comparison import select_best
+from rollouts_core.comparison import estimate_means, select_best
 from rollouts_core.fingerprint import fingerprint_job
 from rollouts_core.job import EvalJob, InputModel
 from rollouts_core.run_directory import RunDirectory
@@ -68,8 +68,9 @@ def _write_record(
 ) -> None:
     """Write what the evaluation would have, its record last."""
     entries = []
-    for score, model in zip(scores, job.checkpoints, strict=True):
-        entries.append({**score.entry, "name": model.name, "step": model.step})
+    estimates = estimate_means([score.entry["scores"] for score in scores])  # their intervals by one method
+    for score, model, estimate in zip(scores, job.checkpoints, estimates, strict=True):
+        entries.append({**score.entry, "name": model.name, "step": model.step, **asdict(estimate)})
         samples = own.samples / f"{model.name}.jsonl"
         if job.evaluation.metric != "loss" and not samples.exists():
             link_or_copy(score.directory.samples / f"{score.name}.jsonl", samples)

@@ -22,7 +22,7 @@ from rollouts_core.system.files import write_json
 from tasks.model_names import NamedModel, find_named_model, with_heldout
 from tasks.places import note_named
 from tasks.progress import StageProgress
-from tasks.records import RunScope, StageRecord
+from tasks.records import RunScope, StageRecord, artifact_key
 from tasks.retries import TRIED_AGAIN
 
 BASELINE, MODEL = "baseline", "model"
@@ -103,8 +103,10 @@ def write_evaluation(
         }
         for each in results.differences
     ]
-    create_table_artifact(rows, key="scores", description=f"Scores on {data}; kept in {path}")
-    create_markdown_artifact(f"{render_results_markdown(results)}\n", key="report", description=f"Record: {path}")
+    create_table_artifact(rows, key=artifact_key("scores", scope), description=f"Scores on {data}; kept in {path}")
+    create_markdown_artifact(
+        f"{render_results_markdown(results)}\n", key=artifact_key("report", scope), description=f"Record: {path}"
+    )
     said = "; ".join(
         f"{score.label}: {results.display.title} {score.mean} ({score.interval})" for score in results.scores
     )

@@ -75,8 +75,8 @@ def needed_packages(config: Config, *, trains: bool = True) -> dict[str, Optiona
         if trains and kind in config.mode and (package := FLASH_ATTENTION.get(policy.attention)):
             needed[f'training.{kind}.policy.attention "{policy.attention}"'] = package
     samples = (trains and config.mode != "sft") or config.evaluation.metric == "accuracy"
-    if samples and (package := OF_ENVIRONMENTS.get(config.rollout.environment)):
-        needed[f'rollout.environment "{config.rollout.environment}"'] = package
+    if samples and (package := OF_ENVIRONMENTS.get(config.rollout.environment_name)):
+        needed[f'rollout.environment "{config.rollout.environment_name}"'] = package
     return needed
 
 

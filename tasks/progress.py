@@ -25,7 +25,6 @@ SHOWN_METRICS = {
     "reward": "reward {:z.3f}",
     "response_tokens": "{:.0f} tokens",
     "tokens_per_s": "{:,.0f} tokens/s",
-    "score": "score {:.3f}",
 }
 
 

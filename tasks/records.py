@@ -60,6 +60,11 @@ class RunScope(TaskRecord):
         return f"{self.publish}/{self.run_name}"
 
 
+def artifact_key(kind: str, scope: RunScope) -> str:
+    """The key of an artifact of the run in Prefect, where a card opens the newest artifact of its key."""
+    return f"{kind}-{scope.run_id}"
+
+
 class Stage(TaskRecord):
     """A job with its identity and its place."""
 

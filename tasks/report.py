@@ -20,7 +20,7 @@ from rollouts_core.report import ReportInput, StageSummary, render_report, rende
 from rollouts_core.system.files import write_atomically, write_json
 from tasks.early_end import EarlyEnd
 from tasks.progress import StageProgress
-from tasks.records import RunScope, StageRecord
+from tasks.records import RunScope, StageRecord, artifact_key
 from tasks.spending import RUN_FILE, Spending, spending_of_records, with_spending
 
 NAME_OF = {"base": "the start model", "sft": "the selected SFT checkpoint", "rl": "RL"}
@@ -56,7 +56,9 @@ def write_report(
         "verdict": report.verdict,
     }
     write_json(scope.output_dir / RUN_FILE, with_spending(run, spending))
-    create_markdown_artifact(render_summary_markdown(report), key="report", description=f"Report: {path}")
+    create_markdown_artifact(
+        render_summary_markdown(report), key=artifact_key("report", scope), description=f"Report: {path}"
+    )
     with StageProgress("report") as progress:
         progress.say(f"{path}{': ' + verdict.sentence if verdict else ''}")
     return str(path), verdict

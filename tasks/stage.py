@@ -37,6 +37,7 @@ from infra.stores.checkpoint_uploads import checkpoints_published
 from infra.sync.mirror import mirrored, pull_run
 from rollouts_core.backends.unit import MACHINE_LOST_CODE
 from rollouts_core.errors import InputError
+from rollouts_core.report.results import describe_found
 from rollouts_core.run_directory import RunDirectory
 from rollouts_core.stopping import describe_stop
 from tasks.artifacts import find_damage, is_finished, set_damage_aside
@@ -81,6 +82,9 @@ def run_stage(stage: Stage, scope: RunScope, node: Node) -> StageRecord:
             progress.say(early.sentence)
         if warning := result.get("warning"):
             progress.say(warning)
+        if stage.kind == "eval":
+            is_selection = stage.name.startswith("select-")
+            progress.say(describe_found(Path(stage.run_dir), is_selection=is_selection))
         progress.say(f"reused from {stage.run_dir}" if how == "reused" else f"finished in {seconds:.1f} s")
     return StageRecord(
         stage=stage.name,
@@ -218,6 +222,8 @@ def follow_until_finished(session: Session, status: JobStatus, progress: StagePr
             progress.say(event["message"])
         if event["event"] == "has_gpus" and event["attempt"] == status.attempt:
             progress.say(f"has its GPUs, after {event['waited_s']:.0f} s")
+        if event["event"] == "scored" and event["attempt"] == status.attempt:
+            progress.say(f"{event['name']} has score {event['score']:.3f}")
         if event["event"] == "few_updates" and "step" in event and event["attempt"] == status.attempt:
             progress.say(event["message"])
         if event["event"] == "stopped" and event["attempt"] == status.attempt:

@@ -14,6 +14,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +22,8 @@ from torch import Tensor
 
 from rollouts_core.algorithms.mismatch import describe_mismatch, mean_per_sample, mismatch_weights, sum_per_sample
 from rollouts_core.batch import TrainBatch
-from rollouts_core.config import LossConfig
+from rollouts_core.config import LossConfig, name_of_function
+from rollouts_core.errors import ConfigError
 
 Metrics = dict[str, float]
 
@@ -47,10 +49,53 @@ class TokenScores:
 
 
 LossFn = Callable[[TokenScores, TrainBatch], tuple[Tensor, Metrics]]
-"""(scores, batch) -> the micro-batch's share of the step's loss, and metrics that add up."""
+"""(scores, batch) -> the micro-batch's share of the step's loss, and metrics that add up.
+
+The share is a tensor with one element that has a gradient. The metrics are numbers by name, tensors of one element
+included. They have `"loss"`, the share as a number, and the same names for every micro-batch. Their sums over a step's
+micro-batches are the metrics of the step, but for names that end in `_max`. `call_loss` checks this."""
 
 MAX_LOG_RATIO = 20.0
 """|log ratio| is clamped to this before exp, so that a stray token gives a large number instead of infinity."""
+
+
+def call_loss(loss_fn: LossFn, scores: TokenScores, batch: TrainBatch) -> tuple[Tensor, Metrics]:
+    """What a loss function returns, its metrics as numbers.
+
+    Raises:
+        ConfigError: it returned something else than `LossFn` says; the sentence has what it returned.
+    """
+    returned: object = loss_fn(scores, batch)  # a user's function may return anything
+    name = name_of_function(loss_fn.func if isinstance(loss_fn, partial) else loss_fn)
+    expected = 'expected a tensor of one element and a dict of numbers with "loss", the tensor as a number'
+    if not (isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], Mapping)):
+        raise ConfigError(f"the loss function {name} returned {_describe(returned)}: {expected}")
+    loss, metrics = returned
+    if not (isinstance(loss, Tensor) and loss.numel() == 1):
+        raise ConfigError(f"the loss function {name} returned {_describe(loss)} as the loss: {expected}")
+    if "loss" not in metrics:
+        found = ", ".join(map(str, metrics)) or "none"
+        raise ConfigError(f'the loss function {name} returned metrics without "loss" ({found}): {expected}')
+    try:
+        return loss.reshape(()), {str(key): float(value) for key, value in metrics.items()}
+    except (TypeError, ValueError, RuntimeError) as error:
+        wrong = next(key for key, value in metrics.items() if not _is_number(value))
+        found = _describe(metrics[wrong])
+        raise ConfigError(f'the loss function {name} returned {found} as the metric "{wrong}": {expected}') from error
+
+
+def _is_number(value: Any) -> bool:  # Any: a user's
+    try:
+        float(value)
+    except (TypeError, ValueError, RuntimeError):
+        return False
+    return True
+
+
+def _describe(value: object) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    return f"{type(value).__name__} of {len(value)}" if isinstance(value, tuple) else type(value).__name__
 
 
 def token_logprobs(logits_BTV: Tensor, targets_BT: Tensor, *, temperature: float = 1.0) -> Tensor:

@@ -30,7 +30,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim.lr_scheduler import LambdaLR
 
-from rollouts_core.algorithms.loss import LossFn, Metrics, TokenScores
+from rollouts_core.algorithms.loss import LossFn, Metrics, TokenScores, call_loss
 from rollouts_core.backends.optim import (
     create_adamw_optimizer,
     create_warmup_cosine_scheduler,
@@ -198,7 +198,7 @@ class FSDPTrainingBackend:
 
     def _forward_backward(self, share: Share) -> Metrics:
         batch = share.batch.to(self.ranks.device)
-        loss, own_metrics = self.loss_fn(self.policy(batch), batch)
+        loss, own_metrics = call_loss(self.loss_fn, self.policy(batch), batch)
         # Before the backward pass: a rank that left it out would let the others wait for its gradients.
         gathered = self.ranks.gather(None if share.is_idle else own_metrics)
         metrics = sum_metrics([metrics for metrics in gathered if metrics is not None])

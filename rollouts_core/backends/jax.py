@@ -27,7 +27,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from rollouts_core.algorithms.loss import LossFn, Metrics, TokenScores
+from rollouts_core.algorithms.loss import LossFn, Metrics, TokenScores, call_loss
 from rollouts_core.backends.jax_architecture import load_jax_architecture
 from rollouts_core.backends.jax_model import (
     ALL_LAYERS,
@@ -159,7 +159,7 @@ class JAXTrainingBackend:
     def _forward_backward(self, batch: TrainBatch) -> Metrics:
         scores, pull_back = _score_with_pull_back(self._params, pad_batch(batch), self.settings)
         leaves = Scores(*(None if s is None else _cut_to(batch, s).requires_grad_() for s in scores))
-        loss, metrics = self.loss_fn(_token_scores(leaves), batch)
+        loss, metrics = call_loss(self.loss_fn, _token_scores(leaves), batch)
         if not math.isfinite(metrics["loss"]):
             self._grads = None
             raise nonfinite_error("loss", metrics["loss"], num_optim_steps=self._num_optim_steps)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
-from rollouts_core.algorithms.loss import LossFn, Metrics, TokenScores
+from rollouts_core.algorithms.loss import LossFn, Metrics, TokenScores, call_loss
 from rollouts_core.backends.optim import (
     create_adamw_optimizer,
     create_warmup_cosine_scheduler,
@@ -133,7 +133,7 @@ class PyTorchTrainingBackend:
 
     def _forward_backward(self, batch: TrainBatch) -> Metrics:
         on_device = batch.to(self.device)
-        loss, metrics = self.loss_fn(self.policy(on_device), on_device)
+        loss, metrics = call_loss(self.loss_fn, self.policy(on_device), on_device)
         if not math.isfinite(metrics["loss"]):
             self.optimizer.zero_grad(set_to_none=True)
             raise nonfinite_error("loss", metrics["loss"], num_optim_steps=self._num_optim_steps)

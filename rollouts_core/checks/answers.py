@@ -29,7 +29,7 @@ def check_answers(prompts: Sequence[Prompt], config: Config, *, source: str) -> 
     of_text: list[str] = []
     checks: dict[str, Callable[[Mapping[str, Any]], None]] = {}  # Any: JSON
     for grader in config.rollout.reward_names:
-        if grader == config.rollout.environment:
+        if grader == config.rollout.environment_name:
             environment = resolve_environment(config.rollout)
             row_fields = getattr(environment, "row_fields", ())
             needed |= dict.fromkeys(row_fields, grader)

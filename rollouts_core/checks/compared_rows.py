@@ -75,7 +75,7 @@ def grades_between_0_and_1(rollout: RolloutConfig) -> bool:
         return False
     if rollout.reward_fn != "":
         return rollout.reward_fn in REWARDS
-    return rollout.environment in ENVIRONMENTS.keys() - {"verifiers"}  # whose tasksets reward as they like
+    return rollout.environment_name in ENVIRONMENTS.keys() - {"verifiers"}  # whose tasksets reward as they like
 
 
 def check_other_rows(data: DataConfig) -> None:

@@ -162,9 +162,9 @@ def looks_at_answers(rollout: RolloutConfig) -> bool:
     Not where a conversation decides, nor where an environment that ships is given something else to compare with.
     """
     environment = resolve_environment(rollout)
-    if rollout.environment not in rollout.reward_names:
+    if rollout.environment_name not in rollout.reward_names:
         return True
-    if rollout.environment in ENVIRONMENTS:
+    if rollout.environment_name in ENVIRONMENTS:
         return "answer" in getattr(environment, "row_fields", ())
     return not is_multi_turn(environment)
 

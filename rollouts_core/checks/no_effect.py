@@ -171,18 +171,20 @@ def _of_absent_parts(rl: RLTrainingConfig) -> list[str]:
 
 
 def _of_rollout(rollout: RolloutConfig) -> list[str]:
-    grades = rollout.environment in ("", *rollout.reward_names)
+    grades = rollout.environment_name in ("", *rollout.reward_names)
     has_turns = rollout.multi_turn != RolloutConfig().multi_turn
     if grades and not has_turns:
         return []
-    if not rollout.environment:
+    if not rollout.environment_name:
         return ["rollout.multi_turn does nothing without a rollout.environment that answers"]
     environment = resolve_environment(rollout)
     answers = is_multi_turn(environment)
     found: list[str] = []
     if not grades and not answers and not describe_tools(environment):
         instead = "rewards" if rollout.rewards else "reward_fn"
-        found.append(f'rollout.environment "{rollout.environment}" does nothing: rollout.{instead} grades in its place')
+        found.append(
+            f'rollout.environment "{rollout.environment_name}" does nothing: rollout.{instead} grades in its place'
+        )
     if not answers and has_turns:
-        found.append(f'rollout.multi_turn does nothing: the environment "{rollout.environment}" never answers')
+        found.append(f'rollout.multi_turn does nothing: the environment "{rollout.environment_name}" never answers')
     return found

@@ -67,6 +67,21 @@ FunctionName = Annotated[
 ]
 
 
+def _check_grades(given: Any) -> Any:  # Any: a user's object
+    if not callable(getattr(given, "grade", None)):
+        raise ValueError(f"expected a name, a class or an object with the method grade, found {given!r:.80}")
+    return given
+
+
+EnvironmentName = Annotated[
+    str | Callable[..., Any] | Annotated[Any, AfterValidator(_check_grades)],  # Any: a user's object
+    PlainSerializer(_write_function, return_type=str),
+    WithJsonSchema({"type": "string"}),
+    Field(json_schema_extra=CALLS_FUNCTION),
+]
+"""Like `FunctionName`, and also an object that is an environment already."""
+
+
 SCALAR_ERRORS: dict[object, Literal["bool_type", "int_type", "float_type"]] = {
     bool: "bool_type",
     int: "int_type",

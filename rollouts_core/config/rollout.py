@@ -11,7 +11,7 @@ from pydantic import Field, field_validator, model_validator
 
 from rollouts_core.config.engine import ENGINE_MARGINS, MIN_ENGINE_CONTEXT, EngineConfig
 from rollouts_core.config.filter import FilterConfig
-from rollouts_core.config.record import CALLS_FUNCTION, PLACEMENT, Finite, FunctionName, Record, name_of_function
+from rollouts_core.config.record import PLACEMENT, EnvironmentName, Finite, FunctionName, Record, name_of_function
 from rollouts_core.config.reward import RewardConfig
 
 
@@ -66,9 +66,9 @@ class RolloutConfig(Record):
     """How completions are sampled."""
     engine: EngineConfig = EngineConfig()
     """Who samples."""
-    environment: str = Field("", json_schema_extra=CALLS_FUNCTION)
-    """Who answers the policy and grades it: a name of `rollouts_core.environments.ENVIRONMENTS` or
-    `package.module:Class`. May be empty where `reward_fn` or `rewards` grade."""
+    environment: EnvironmentName = ""
+    """The environment that answers the policy and grades it: a name of `rollouts_core.environments.ENVIRONMENTS` or
+    `package.module:Class`. May be empty if `reward_fn` or `rewards` grade."""
     multi_turn: MultiTurnConfig = MultiTurnConfig()
     """Limits of conversations, where the environment answers the policy."""
     max_environment_retries: int = Field(3, ge=0)
@@ -178,10 +178,15 @@ class RolloutConfig(Record):
         return longest if self.engine.kind == "embedded" else max(longest, MIN_ENGINE_CONTEXT)
 
     @property
+    def environment_name(self) -> str:
+        """The environment as a configuration writes it; "" without one."""
+        return name_of_function(self.environment)
+
+    @property
     def reward_names(self) -> tuple[str, ...]:
         """What grades, by name: functions as a configuration writes them, services by their kind; "" for none."""
         if not self.rewards:
-            return (name_of_function(self.reward_fn) or self.environment,)
+            return (name_of_function(self.reward_fn) or self.environment_name,)
         return tuple(name_of_function(each.name) or self._unnamed(each) for each in self.rewards)
 
     @property
@@ -200,4 +205,4 @@ class RolloutConfig(Record):
         return {setting: module for setting, (module, colon, _) in named.items() if colon}
 
     def _unnamed(self, reward: RewardConfig) -> str:
-        return self.environment if reward.kind == "function" else reward.kind
+        return self.environment_name if reward.kind == "function" else reward.kind

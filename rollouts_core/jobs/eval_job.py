@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from rollouts_core.comparison import estimate_mean, select_best
+from rollouts_core.comparison import estimate_mean, estimate_means, select_best
 from rollouts_core.config import DeploymentConfig, RolloutConfig
 from rollouts_core.data.dataset import load_prompts_from_jsonl, load_sft_dataset
 from rollouts_core.embedded.weights import find_not_finite
@@ -59,8 +59,12 @@ async def score_checkpoints(job: EvalJob, directory: RunDirectory) -> None:
     Raises:
         DivergedError: a checkpoint's weights compute no numbers, and it is to be compared; or those of all do.
     """
-    scored, left_out = [], list[str]()
-    with checked_file(job.data), JSONLLogger(directory.metrics, attempt=attempt_number()) as metrics_logger:
+    scores_of, left_out = dict[str, list[float]](), list[str]()
+    with (
+        checked_file(job.data),
+        JSONLLogger(directory.metrics, attempt=attempt_number()) as metrics_logger,
+        EventLog(directory.events, attempt=attempt_number()) as events,
+    ):
         for number, checkpoint in enumerate(job.checkpoints, start=1):
             check_model(checkpoint)
             try:
@@ -71,12 +75,18 @@ async def score_checkpoints(job: EvalJob, directory: RunDirectory) -> None:
                 left_out.append(f"{checkpoint.name} has no score and cannot be chosen: {error}")
                 logger.warning("%s", left_out[-1])
                 continue
-            estimate = estimate_mean(scores)
-            metrics_logger.log({"score": estimate.mean}, number)
-            scored.append({"name": checkpoint.name, "step": checkpoint.step, "scores": scores, **asdict(estimate)})
-    if not scored:
+            scores_of[checkpoint.name] = scores
+            metrics_logger.log({"score": (mean := estimate_mean(scores).mean)}, number)
+            events.write("scored", name=checkpoint.name, score=mean)
+    if not scores_of:
         raise DivergedError(f"none of {len(left_out)} checkpoints has a score; {left_out[0]}")
-    best = scored[select_best([float(entry["mean"]) for entry in scored])]["name"]
+    estimates = dict(zip(scores_of, estimate_means(list(scores_of.values())), strict=True))
+    scored = [
+        {"name": each.name, "step": each.step, "scores": scores_of[each.name], **asdict(estimates[each.name])}
+        for each in job.checkpoints
+        if each.name in scores_of
+    ]
+    best = scored[select_best([estimate.mean for estimate in estimates.values()])]["name"]
     warning = {"warning": "; ".join(left_out)} if left_out else {}
     directory.write_result({"metric": job.evaluation.metric, "checkpoints": scored, "best": best, **warning})
 

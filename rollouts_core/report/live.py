@@ -18,6 +18,7 @@ from rollouts_core.metrics import metrics_by_step, read_last_lines, read_spread_
 from rollouts_core.report.charts import Chart, format_number, format_seconds
 from rollouts_core.report.curves import CURVES, draw_curve, draw_gpu_use, draw_seconds
 from rollouts_core.report.page import page_templates
+from rollouts_core.report.results import describe_found
 from rollouts_core.report.transcripts import ShownText, completion_text, read_without_tokens, shorten_text
 from rollouts_core.run_directory import RunDirectory
 from rollouts_core.stopping import describe_stop
@@ -47,6 +48,12 @@ class LiveStage:
     """How many metric steps the job goes through; 0 for those without."""
     began_at: float
     """When the run came to it, in seconds since 1970."""
+    ended: str = ""
+    """How its last attempt ended, by the exit record, in a sentence; empty if there is no record."""
+    ended_attempt: int = 0
+    """The attempt of that record."""
+    is_followed: bool = True
+    """Whether a process of the run lives."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +66,8 @@ class LiveRun:
     """What its rented machines have cost so far; None where none was rented."""
     has_report: bool
     """Whether it came to its end, and wrote its report."""
+    verdict: str = ""
+    """The verdict of a run that came to its end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,9 +147,13 @@ def describe_stage(stage: LiveStage, *, now: float) -> ShownStage:
     return ShownStage(
         name=stage.name,
         css=kind,
-        state=describe_state(stage, metrics, events, is_finished=is_finished, now=now),
+        state=describe_scores(stage, files)
+        if is_finished
+        else describe_state(stage, metrics, events, is_finished=False, now=now),
         done=100.0 * min(1.0, step / stage.num_steps) if stage.num_steps and not is_finished else 0.0,
-        numbers=tuple((name.replace("_", " "), format_number(last[name])) for name in NUMBERS if name in last),
+        numbers=()
+        if kind == ""
+        else tuple((name.replace("_", " "), format_number(last[name])) for name in NUMBERS if name in last),
         charts=tuple(chart for chart in charts if chart is not None),
         samples=samples,
         samples_of=samples_of,
@@ -160,22 +173,37 @@ def describe_state(
     """How far the stage is, in a sentence without a full stop."""
     if is_finished:
         return "finished"
-    if events and events[-1]["event"] == "failed":
-        return f"failed: {events[-1].get('message', '')}"
+    step = int(metrics[-1]["step"]) if metrics else 0
+    of = f" of {stage.num_steps:,}" if stage.num_steps else ""
+    failure = next((each for each in reversed(events) if each["event"] == "failed"), None)
+    latest_attempt = max((int(each.get("attempt", 0)) for each in events), default=0)
+    if failure is not None and failure.get("attempt", latest_attempt) == latest_attempt:
+        return f"failed: {failure.get('message', '')}"
     if events and events[-1]["event"] == "stopped":
         return describe_stop(int(events[-1].get("step", 0)), str(events[-1].get("problem", "")))
+    if stage.ended and stage.ended_attempt >= latest_attempt:
+        return f"{stage.ended}, {f'at step {step:,}{of}' if metrics else 'before its first step'}"
+    if not stage.is_followed:
+        silent = f", the last numbers {format_seconds(max(0.0, now - metrics[-1]['time']))} ago" if metrics else ""
+        return f"{f'step {step:,}{of}' if metrics else 'no step'}{silent}, and no process of the run is left"
     if events and events[-1]["event"] == "waits_for_gpus":
         return str(events[-1]["message"])
     took = f"for {format_seconds(max(0.0, now - stage.began_at))}"
     if not metrics:
         return f"under way {took}"
-    step = int(metrics[-1]["step"])
-    of = f" of {stage.num_steps:,}" if stage.num_steps else ""
     silent_s = max(0.0, now - metrics[-1]["time"])
     sentences = [f"step {step:,}{of}", f"{took}, the last numbers {format_seconds(silent_s)} ago"]
     if left_s := seconds_left(metrics, stage.num_steps):
         sentences.insert(1, f"about {format_seconds(left_s)} left")
     return ", ".join(sentences)
+
+
+def describe_scores(stage: LiveStage, files: RunDirectory) -> str:
+    """That the stage is finished, and what it found if it scored models."""
+    result = files.read_result() or {}
+    if not {"metric", "best"} <= result.keys():
+        return "finished"
+    return f"finished: {describe_found(stage.run_dir, is_selection=stage.name.startswith('select-'))}"
 
 
 def seconds_left(metrics: Sequence[Mapping[str, float]], num_steps: int) -> float | None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
-from rollouts_core.comparison import CONFIDENCE, Comparison, compare_paired
+from rollouts_core.comparison import CONFIDENCE, Comparison, compare_paired, estimate_means
 from rollouts_core.errors import DataError
 from rollouts_core.report.charts import (
     CHART_BOTTOM,
@@ -124,7 +124,13 @@ def load_evaluation(directory: Path) -> Evaluated:
     result = RunDirectory(directory).read_result()
     if result is None:
         raise DataError(f"{directory} has no result.json: the evaluation has to finish before the report")
-    checkpoints = [Scored(*(entry[key] for key in Scored._fields)) for entry in result["checkpoints"]]
+    entries = result["checkpoints"]
+    # The record's own intervals may come from several evaluations, which chose a method each.
+    estimates = estimate_means([entry["scores"] for entry in entries])
+    checkpoints = [
+        Scored(entry["name"], entry["step"], entry["scores"], estimate.mean, estimate.low, estimate.high)
+        for entry, estimate in zip(entries, estimates, strict=True)
+    ]
     return Evaluated(metric=result["metric"], checkpoints=checkpoints, best=result["best"])
 
 
@@ -161,6 +167,23 @@ def describe_results(
         differences=differences,
         finding=differences[len(found) - 2].sentence if differences else "Only one checkpoint was evaluated.",
     )
+
+
+def describe_found(evaluation_dir: Path, *, is_selection: bool) -> str:
+    """What an evaluation found, in words: the chosen checkpoint with score and interval, or the score of each model."""
+    evaluated = load_evaluation(evaluation_dir)
+    display = choose_display(evaluated)
+    shown = []
+    for scored in evaluated.checkpoints:
+        low, high = sorted((display.factor * scored.low, display.factor * scored.high))
+        mean = _plain(display.factor * scored.mean, display)
+        interval = f"95 % interval {_plain(low, display)} to {_plain(high, display)}{display.unit}"
+        score = f"{display.title} {mean}{display.unit} ({interval})"
+        if not is_selection:
+            shown.append(f"{scored.name} {score}")
+        elif scored.name == evaluated.best:
+            shown.append(f"{scored.name} is chosen of {len(evaluated.checkpoints)}, {score}")
+    return "; ".join(shown)
 
 
 def choose_display(evaluated: Evaluated) -> ScoreDisplay:

@@ -72,7 +72,7 @@ def _describe_sft(report: ReportInput, job: SFTJob) -> Training:
 def _describe_rl(report: ReportInput, job: RLJob) -> Training:
     training, rollout = job.training, job.rollout
     by_default = rollout.reward_fn == "" and not rollout.rewards
-    reward = f"environment {rollout.environment}" if by_default else " + ".join(rollout.reward_names)
+    reward = f"environment {rollout.environment_name}" if by_default else " + ".join(rollout.reward_names)
     return Training(
         title="Reinforcement learning",
         facts=(

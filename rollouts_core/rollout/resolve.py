@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, cast, runtime_checkable
 
 from rollouts_core.config import FilterConfig, RewardConfig, RolloutConfig, name_of_function
 from rollouts_core.config.messages import first_line
@@ -95,31 +95,33 @@ class NoEnvironment:
 
 
 def resolve_environment(config: RolloutConfig) -> Environment:
-    """The environment that `rollout.environment` names, made anew; `NoEnvironment` where it is empty.
+    """The environment that `rollout.environment` names, made anew, or the object that it is.
+
+    Without one it is `NoEnvironment`.
 
     Raises:
         ConfigError: no such name, something else than an environment, or one that cannot be made.
     """
     if config.environment == "":
         return NoEnvironment()
-    make = resolve_function(config.environment, ENVIRONMENTS, setting="rollout.environment")
+    given, name = config.environment, config.environment_name
+    is_made = not isinstance(given, str | type) and hasattr(given, "grade")
+    make = resolve_function(given, ENVIRONMENTS, setting="rollout.environment")
     problem = "it has no method grade"
     try:
-        environment = make()
+        environment: Environment = cast(Environment, given) if is_made else make()
         if hasattr(environment, "grade"):
-            _check_tools(environment, config.environment)
-            _check_row_fields(environment, config.environment)
+            _check_tools(environment, name)
+            _check_row_fields(environment, name)
             return environment
     except TypeError as error:
         problem = first_line(error)
     except RolloutsError:  # its own sentence
         raise
     except (Exception, SystemExit) as error:
-        raise ConfigError(
-            f"rollout.environment: {config.environment} cannot be made: it {describe_raised(error)}"
-        ) from error
+        raise ConfigError(f"rollout.environment: {name} cannot be made: it {describe_raised(error)}") from error
     raise ConfigError(
-        f"rollout.environment: {config.environment} is no environment ({problem}): "
+        f"rollout.environment: {name} is no environment ({problem}): "
         "expected a class that is made without arguments and has the method grade(sample)"
     )
 

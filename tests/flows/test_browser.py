@@ -14,9 +14,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 import pytest
 
+from flows.server import local_server
 from infra.ssh.login_keys import read_public_key
 from tests.flows.conftest import Rollouts
 from tests.flows.test_faults import LONG, exits_of, program_of, run_dir
@@ -80,7 +82,7 @@ def keep_picture(page: Page, name: str) -> None:
 @contextmanager
 def live_page(page: Page, rollouts: Rollouts, run_id: str, path: str = "") -> Iterator[Page]:
     """The page that a run links, or one below it, in a browser that has logged in there."""
-    of_run = {"artifacts": {"flow_run_id": {"any_": [run_id]}, "key": {"any_": ["live"]}}}
+    of_run = {"artifacts": {"flow_run_id": {"any_": [run_id]}, "key": {"any_": [f"live-{run_id}"]}}}
     (artifact,) = api(rollouts, "POST", "/artifacts/filter", of_run)
     link = re.search(r"http://127\.0\.0\.1:\d+/runs/[\w-]+", artifact["data"])
     assert link is not None, artifact
@@ -104,6 +106,29 @@ def assert_live_page_moves(page: Page, rollouts: Rollouts, run_id: str) -> None:
         assert re.match(r"step \d+ of 400", seen), seen
         keep_picture(visitor, "live page")
         wait_until(lambda: state.inner_text().split(",")[0] != seen.split(",")[0], what="the next step on the page")
+
+
+def test_the_ui_asks_nothing_but_this_machine(rollouts: Rollouts, page: Page) -> None:
+    """Also before the login, where the UI cannot know that analytics are off."""
+    asked: list[str] = []
+    page.on("request", lambda request: asked.append(request.url))
+    refused: list[str] = []  # pictures of blocks: the browser tells of them, and sends no request
+    page.on("requestfailed", lambda request: refused.append(request.url) if request.failure == "csp" else None)
+    broken: list[str] = []
+    page.on("console", lambda message: broken.append(message.text) if "eval" in message.text else None)
+    with local_server(rollouts.store) as address:
+        page.goto(address.ui_url, wait_until="networkidle")
+        page.locator("input[type=password]").fill(address.password)
+        page.keyboard.press("Enter")
+        for path in ("dashboard", "deployments", "settings", "blocks/catalog"):
+            page.goto(f"{address.ui_url}/{path}", wait_until="networkidle")
+        keep_picture(page, "blocks")
+        page.goto(address.ui_url.removesuffix("/v2"), wait_until="networkidle")
+    assert len(asked) > 50, asked
+    assert {
+        urlsplit(url).hostname for url in asked if url not in refused and not url.startswith(("data:", "blob:"))
+    } == {"127.0.0.1"}
+    assert broken == []
 
 
 @pytest.mark.matrix

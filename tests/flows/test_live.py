@@ -167,6 +167,60 @@ def test_samples_that_vanish_while_they_are_read_are_no_error(
     assert page.status_code == 200 and "Samples of step 4" in page.text
 
 
+@pytest.mark.parametrize(
+    ("record", "words"),
+    [
+        ({"cancelled": True}, "cancelled at 2026-11-28"),
+        ({"code": 1}, "it failed by itself after 90 s"),
+        ({"oom": True, "code": 137}, "the kernel killed it because memory ran out"),
+        ({"signal": 9, "code": 137}, "signal 9 killed it"),
+    ],
+)
+def test_a_stage_that_ended_without_a_result_says_how_and_tells_no_time_left(
+    store: Path, visitor: httpx.Client, record: dict[str, Any], words: str
+) -> None:
+    """The page of a cancelled run said for good that nine minutes were left."""
+    with Ledger(store / LEDGER_FILE) as ledger, ledger.living_run("0123456789abcdef"):
+        assert " left, for" in visitor.get("/runs/mine-01234567").text
+        kinds = dict.fromkeys(("cancelled", "timeout", "lease_expired", "oom"), False)
+        times = {"seconds": 90.0, "started_at": "2026-11-28T11:00:00+00:00", "ended_at": "2026-11-28T12:00:00+00:00"}
+        numbers = {"attempt": 1, "code": 143, "leftover_processes": 0, "restarts": 0, "signal": None}
+        written = {**kinds, **times, **numbers, **record, "of_another_version": 1}
+        (store / "stages/rl-1/exit-1.json").write_text(json.dumps(written))
+        page = visitor.get("/runs/mine-01234567").text
+        assert (
+            words in page and "at step 5 of 10" in page and " left, for" not in page and "the last numbers" not in page
+        )
+        with (store / "stages/rl-1/events.jsonl").open("a") as events:
+            events.write(json.dumps({"event": "started", "attempt": 2, "time": NOW}) + "\n")
+        assert " left, for" in visitor.get("/runs/mine-01234567").text, "a second attempt is under way"
+
+
+def test_a_run_without_a_process_or_an_exit_record_tells_no_time_left(store: Path, visitor: httpx.Client) -> None:
+    page = visitor.get("/runs/mine-01234567").text
+    assert "step 5 of 10" in page and "no process of the run is left" in page and "about" not in page
+
+
+def test_a_selection_shows_which_checkpoint_was_chosen_and_an_evaluation_names_its_models(
+    store: Path, visitor: httpx.Client
+) -> None:
+    models = [("step_000002", [1.0] * 8 + [0.0] * 2), ("step_000004", [1.0] * 3 + [0.0] * 7)]
+    entries = [{"name": name, "step": 0, "scores": scores} for name, scores in models]
+    for stage in ("select-rl-1", "evaluate-1"):
+        run_dir = store / "stages" / stage
+        run_dir.mkdir()
+        lines = [{"step": n, "attempt": 1, "time": NOW, "score": score} for n, score in ((1, 0.8), (2, 0.3))]
+        (run_dir / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+        result = {"format": 1, "metric": "accuracy", "checkpoints": entries, "best": "step_000002"}
+        (run_dir / "result.json").write_text(json.dumps(result))
+        with Ledger(store / LEDGER_FILE) as ledger:
+            ledger.note_use(stage, "0123456789abcdef", run="mine-01234567", num_steps=2)
+    page = visitor.get("/runs/mine-01234567").text
+    assert "step_000002 is chosen of 2, accuracy 80.0 % (95 % interval 49.0 to 94.3 %)" in page
+    assert "step_000002 accuracy 80.0 %" in page and "step_000004 accuracy 30.0 %" in page
+    assert "score <b>" not in page
+
+
 def test_the_report_is_there_when_it_is_written(store: Path, visitor: httpx.Client) -> None:
     assert visitor.get("/runs/mine-01234567/report").status_code == 404
     assert "report</a>" not in visitor.get("/runs/mine-01234567").text

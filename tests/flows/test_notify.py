@@ -231,7 +231,7 @@ def test_what_cannot_be_meant_is_said_before_a_server_is_started(
 
 def test_an_unknown_state_is_refused_with_those_that_there_are(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["notify", "team", "--on", "exploded", "--store", str(tmp_path / "store")])
-    known = "cancelled, completed, crashed, failed, promoted, rejected, skipped, suspended"
+    known = "cancelled, completed, crashed, failed, no-improvement, promoted, rejected, skipped, suspended"
     assert result.exit_code == 2
     assert result.output == f"rollouts: --on exploded: there is no such state; known are {known}\n"
     result = CliRunner().invoke(app, ["notify", "team", "--on", "complete", "--store", str(tmp_path / "store")])

@@ -73,9 +73,18 @@ def test_a_run_whose_rl_learns_nothing_fails_and_says_so(rollouts: Rollouts, tmp
         evaluation__max_p_value=0.01,
     )
     code, output = rollouts.run("run", str(config))
-    assert code == 1
+    assert code == 3
     assert "RL did not improve on the selected SFT checkpoint beyond noise" in output
     assert output.count("no step of 4 made an update (completions of each prompt had equal rewards: 4)") >= 2
     assert "Traceback" not in output
+    assert len([line for line in output.splitlines() if line.startswith("rollouts: RL did not improve")]) == 1, output
     (run,) = (rollouts.store / "runs").iterdir()
     assert (run / "report.html").is_file()
+
+    # What Retry, or the same command, would do: take the finished stages, and come to the same end.
+    code, output = rollouts.run("run", str(config))
+    assert code == 3 and output.count("reused from") >= 5, output
+    accepting = small_settings(training__rl__optim={"lr": 0.0, "schedule": "constant"}, training__rl__reward_shaping={})
+    (tmp_path / "small/accepting.toml").write_text(tomli_w.dumps(accepting))
+    code, output = rollouts.run("run", str(tmp_path / "small/accepting.toml"))
+    assert code == 0 and "started in" not in output, output

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from flows.cli import app
 from flows.server import ServerAddress
-from flows.status import describe_run, early_ends, name_of_run, of_store
+from flows.status import describe_progress, describe_run, early_ends, name_of_run, of_store, uses_of_runs
 from flows.up import status
 from infra.jobs import cancel_job, start_or_attach
 from infra.ledger import LEDGER_FILE, Ledger
@@ -87,6 +87,23 @@ def test_commands_say_at_which_other_server_the_deployments_are_served(
         assert words in CliRunner().invoke(app, ["status", "--store", str(tmp_path)]).stdout
         monkeypatch.setenv("PREFECT_API_URL", served_at)
         assert "are served" not in CliRunner().invoke(app, ["status", "--store", str(tmp_path)]).stdout
+
+
+def test_a_run_is_told_with_its_progress_its_failure_and_its_name(tmp_path: Path) -> None:
+    run_dir = tmp_path / "stages/rl-1"
+    run_dir.mkdir(parents=True)
+    lines = [{"step": step, "attempt": 1, "time": 1000.0 + 10 * step, "reward": 0.5} for step in range(1, 6)]
+    (run_dir / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    with Ledger(tmp_path / LEDGER_FILE) as ledger:
+        ledger.note_use("rl-1", "0123456789abcdef", run="mine-01234567", num_steps=10)
+        uses = uses_of_runs(tmp_path)["0123456789abcdef"]
+        run: dict[str, object] = {"id": "0123456789abcdef", "state_type": "RUNNING", "state": {"message": ""}}
+        with ledger.living_run("0123456789abcdef"):
+            step, name = describe_progress(tmp_path, run, uses)
+    assert step.startswith("step 5 of 10, about 50.0 s left") and name == "name mine-01234567"
+    failed = {**run, "state_type": "FAILED", "state": {"message": "the disk is full\nand more"}}
+    assert describe_progress(tmp_path, failed, uses) == ["the disk is full", "name mine-01234567"]
+    assert describe_progress(tmp_path, failed, [])[-1] == "name 0123456789abcdef"
 
 
 def test_without_a_server_the_latest_reports_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,6 +5,7 @@ Without it a lucky checkpoint would be reported as an improvement, or a real one
 
 import math
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from rollouts_core.comparison import (
     NUM_RESAMPLES,
     compare_paired,
     estimate_mean,
+    estimate_means,
     judge_improvement,
     least_p_value,
     least_wins,
@@ -93,6 +95,30 @@ def test_ten_rows_that_are_all_right_or_all_wrong_leave_room_for_others(score: f
     # n / (n + z^2) = 10 / 13.8415
     estimate = estimate_mean([score] * 10)
     assert (estimate.low, estimate.high) == pytest.approx((low, high), abs=1e-4)
+
+
+def test_the_intervals_of_one_axis_are_by_one_method() -> None:
+    """Wilson's beside a bootstrap of few hits made a model with one half-right row look surer than one without any."""
+    none_right, one_half_right = [0.0] * 20, [0.5] + [0.0] * 19
+    alone = estimate_mean(none_right)
+    first, second = estimate_means([none_right, one_half_right])
+    assert alone.high > 0.1 and second.low >= 0.0
+    assert first.high < second.high and first.high - first.low <= second.high - second.low
+    bounded, rewards = estimate_means([[0.0, 1.0] * 10, [2.5, -1.0] * 10])
+    assert bounded == replace(bounded, low=0.3, high=0.7), "by bootstrap, as the rewards beside it"
+    assert rewards.low < 0.75 < rewards.high
+
+
+@pytest.mark.parametrize("num_completions", [1, 2, 8])
+def test_intervals_of_models_that_are_compared_cover_their_means(num_completions: int) -> None:
+    rng = np.random.default_rng(0)
+    shares, num_covered = (0.04, 0.9), [0, 0]
+    for _ in range(200):
+        drawn = [(rng.binomial(num_completions, share, size=60) / num_completions).tolist() for share in shares]
+        for place, (estimate, share) in enumerate(zip(estimate_means(drawn), shares, strict=True)):
+            num_covered[place] += estimate.low <= share <= estimate.high
+    # 190 are expected, and four standard deviations are 12.3.
+    assert min(num_covered) >= 177
 
 
 def test_an_estimate_says_mean_and_rows() -> None:
