@@ -97,7 +97,7 @@ class BannedError(NodeUnreachableError):
     def __str__(self) -> str:
         return (
             f"the SSH server of {self.address} takes no connection from this machine for now ({self.reason!r}): too "
-            "many logins failed or were under way. OpenSSH ends a ban by itself, after some seconds to ten minutes: try "
+            "many logins failed or were under way. OpenSSH ends a ban by itself after some seconds to ten minutes: try "
             "again then, or exempt this machine by PerSourcePenaltyExemptList in the server's sshd_config"
         )
 

@@ -37,6 +37,7 @@ from rollouts_core.job import Job, RLJob, ServeJob, SFTJob, load_job
 from rollouts_core.keys import OWN_KEY_VARIABLE, read_key
 from rollouts_core.metrics import EventLog
 from rollouts_core.run_directory import RunDirectory, attempt_number
+from rollouts_core.system.home import check_home
 from rollouts_core.system.open_files import raise_file_limit
 from rollouts_core.system.parent_death import die_with_parent
 from rollouts_core.system.utf8 import ensure_utf8
@@ -110,6 +111,7 @@ def main(argv: list[str] | None = None) -> int:
     logging.getLogger("httpx").setLevel(logging.WARNING)  # one line per engine request otherwise
     directory = RunDirectory(arguments.job.resolve().parent)
     try:
+        check_home()
         job = load_job(arguments.job)
         if job.kind != arguments.kind:
             raise InputError(f"{arguments.job} describes a job of kind {job.kind}, not {arguments.kind}")

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from contextvars import copy_context
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
@@ -205,7 +204,11 @@ def kept_alive(rl: Stage, engine: EngineRecord, scope: RunScope, node: Node, ind
         node: the one that trains.
     """
     with StageProgress("engine") as progress:
-        say = partial(copy_context().run, progress.say)  # the context lets Prefect log a thread's sentences for the run
+        context = copy_context()  # by it, Prefect logs a thread's sentences for the run
+
+        def say(sentence: str) -> None:
+            context.run(progress.say, sentence)
+
         port = int(engine.url.rpartition(":")[2])
         start = partial(start_engine, rl=rl, wanted_port=port, scope=scope, node=node, index=index, say=say)
         kept = KeptEngine(engine, start, say)
@@ -275,7 +278,7 @@ def choose_ports(session: Session, job: ServeJob, run_dir: str, *, is_elsewhere:
     return {"port": job.port or free_port("port"), "lease_port": free_port("lease_port") if is_elsewhere else 0}
 
 
-def former_ports(session: Session, run_dir: str) -> Mapping[str, Any]:  # Any: JSON
+def former_ports(session: Session, run_dir: str) -> dict[str, int]:
     """The ports in the job.json of an engine's last attempt; nothing before the first."""
     try:
         job = parse_object(session.read_file(f"{run_dir}/job.json")) or {}

@@ -344,7 +344,7 @@ def _open_verified(access: SSHAccess, policy: HostKeyPolicy) -> tuple[Any, HostK
     """
     key: HostKey | None = None
     reasons = []
-    left = _KEY_TYPES
+    left: tuple[str, ...] = _KEY_TYPES
     types = policy.likely_types(left) or left
     while types:
         try:

@@ -271,24 +271,29 @@ def test_engines_are_kept_wherever_they_are_as_long_as_the_run_holds_them(
     monkeypatch.setattr(leases, "LEASE_S", RENEWED_AS_IF_S)
     machines = replace(node, engine_nodes=(lost, replace(node, name="there")))
     session = LocalSession(sys.executable)
-    with ExitStack() as stack:
-        stack.enter_context(pytest.raises(KeyboardInterrupt))
-        specs = {}
-        for name in ("lost", "there", node.name):
-            specs[name] = shell_spec(tmp_path / f"engine-{name}", "sleep 600", lease_s=LEASE_S)
-            if name != "lost":
-                start_or_attach(session, specs[name])
-            record = EngineRecord(url="http://there:1", run_dir=specs[name].run_dir, node=name)
-            stack.enter_context(engine.kept_alive(rl, record, scope, machines))
-        time.sleep(1.3 * LEASE_S)
-        for name in ("there", node.name):
-            assert job_status(session, specs[name].run_dir).state is JobState.RUNNING
-        raise KeyboardInterrupt
-    for name in ("there", node.name):
-        wait_until(
-            lambda name=name: job_status(session, specs[name].run_dir).state is not JobState.RUNNING,  # type: ignore[misc]
-            what="the end of the engine",
-        )
+    specs = {
+        name: shell_spec(tmp_path / f"engine-{name}", "sleep 600", lease_s=LEASE_S)
+        for name in ("lost", "there", node.name)
+    }
+    alive = [specs["there"].run_dir, specs[node.name].run_dir]
+    start_or_attach(session, specs["there"])
+    start_or_attach(session, specs[node.name])
+
+    def states() -> set[JobState]:
+        return {job_status(session, run_dir).state for run_dir in alive}
+
+    def hold() -> None:
+        with ExitStack() as stack:
+            for name, spec in specs.items():
+                record = EngineRecord(url="http://there:1", run_dir=spec.run_dir, node=name)
+                stack.enter_context(engine.kept_alive(rl, record, scope, machines))
+            time.sleep(1.3 * LEASE_S)
+            assert states() == {JobState.RUNNING}
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        hold()
+    wait_until(lambda: JobState.RUNNING not in states(), what="the end of the engines")
 
 
 @pytest.mark.parametrize("end", ["lapse", "kill"])
