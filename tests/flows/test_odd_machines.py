@@ -57,14 +57,6 @@ def test_a_user_without_a_home_and_a_name_is_told_to_set_one(command: tuple[str,
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_a_user_without_a_name_who_has_a_home_may_validate(tmp_path: Path) -> None:
-    write_small_pipeline(tmp_path / "small", mode="sft")
-    tmp_path.chmod(0o755)
-    (tmp_path / "home").mkdir(mode=0o777)
-    code, said = run(NO_NAME, "validate", "small/small.toml", home=str(tmp_path / "home"), cwd=tmp_path)
-    assert code == 0, said
-
-
 @pytest.mark.parametrize("command", [("up",), ("run", "small/small.toml"), ("serve", "small/base_model")])
 def test_a_machine_whose_loopback_is_down_is_told_so(command: tuple[str, ...], tmp_path: Path) -> None:
     write_small_pipeline(tmp_path / "small", mode="sft")
