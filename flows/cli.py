@@ -54,6 +54,7 @@ from flows.up import down, status, up
 from flows.upkeep import look_after
 from infra.errors import JobFailedError, MachineGoneError, PermanentInfraError, TransientInfraError
 from infra.foreign_text import shown_lines
+from infra.ports import check_loopback
 from rollouts_core.config import Config, parse_config
 from rollouts_core.config.record import MAX_INTEGER
 from rollouts_core.errors import InputError, RolloutsError
@@ -139,6 +140,10 @@ def explained(function: Callable[P, None]) -> Callable[P, None]:
             console.print(said, markup=False)
             raise typer.Exit(USER_ERROR_CODE) from error
         except OSError as error:
+            if error.errno == errno.EROFS:
+                said = f"{error.filename} lies on a file system that cannot be written: choose another store"
+                console.print(f"rollouts: {said}", markup=False)
+                raise typer.Exit(USER_ERROR_CODE) from error
             if error.errno != errno.ENAMETOOLONG:  # whatever was given as a path, or might be one
                 raise
             given = str(error.filename)
@@ -352,7 +357,11 @@ def serve(
     """
     check_model_folder(model_dir)
     raise_file_limit()
-    from rollouts_core.embedded.server import serve as serve_model  # torch loads here
+    from rollouts_core.embedded.server import is_loopback  # torch loads here
+    from rollouts_core.embedded.server import serve as serve_model
+
+    if is_loopback(host):
+        check_loopback()
 
     def announce(url: str) -> None:
         console.print(f"serving {model_dir} at {url} (Ctrl-C ends it)", markup=False)

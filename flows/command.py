@@ -7,15 +7,23 @@ from __future__ import annotations
 
 import sys
 
+from rollouts_core.errors import ConfigError
+from rollouts_core.system.home import check_home
 from rollouts_core.system.standard_error import open_standard_streams
 
 INTERRUPTED_CODE = 130
+USER_ERROR_CODE = 2
 NO_IMPROVEMENT_CODE = 3
 
 
 def main() -> None:
     """Entry point of the `rollouts` command."""
     open_standard_streams()
+    try:
+        check_home()
+    except ConfigError as error:
+        sys.stderr.write(f"rollouts: {error}\n")
+        sys.exit(USER_ERROR_CODE)
     try:
         from flows.cli import main as run_command
     except KeyboardInterrupt:

@@ -17,7 +17,7 @@ ended by SIGTERM: everything is left as it is, and the next start attaches to it
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -48,7 +48,7 @@ from flows.no_improvement import NO_IMPROVEMENT, NoImprovementError
 from flows.retrain_settings import RetrainConfig
 from flows.run_ends import with_noted_end
 from flows.server import held_server
-from infra.errors import BudgetUsedUpError
+from infra.errors import BudgetUsedUpError, JobFailedError
 from infra.interrupts import interrupted_afterwards, noted_interrupts, uninterrupted
 from infra.ledger import Ledger
 from infra.node import Node, NodeSettings, RentedNode
@@ -61,7 +61,7 @@ from tasks.bootstrap import bootstrap
 from tasks.budget import stopped_in_time
 from tasks.caching import run_cached
 from tasks.candidate import register_candidate
-from tasks.engine import kept_alive, launch_engine, stop_engine
+from tasks.engine import KeptEngine, any_lapsed, kept_alive, launch_engine, stop_engine
 from tasks.finished import RunStage, StageTask, placeholder_if_finished, trainings_begun
 from tasks.inputs import named_urls
 from tasks.places import note_named
@@ -83,6 +83,9 @@ from tasks.stage_tasks import evaluate_models, select_checkpoint, train_rl, trai
 from tasks.stores import publish_results, reach_stores, send_from_machine
 from tasks.sync import sync_results
 from tasks.watch import digest_sources, watched_sources
+
+MAX_LAPSES = 3
+"""So often RL is tried in a row if it fails because the lease of an engine lapsed."""
 
 
 class PipelineResult(BaseModel):
@@ -186,12 +189,20 @@ def run_on(machine: Node, scope: RunScope, task: StageTask, stage: Stage) -> Sta
 
 
 def run_with_engines(machine: Node, scope: RunScope, rl: Stage) -> StageRecord:
-    """RL with its engines beside it, if it needs any."""
-    engines: list[EngineRecord] = []
-    for index, port in enumerate(engine_ports(rl, machine)):
-        engines.append(launch_engine(rl, port, scope, machine, index, engines))
-    with kept_alive(engines, machine):
-        record = run_cached(train_rl, with_engines(rl, engines), scope, machine)
+    """RL with its engines beside it, if it needs any; both again if RL failed while an engine's lease had lapsed."""
+    for attempt in range(1, MAX_LAPSES + 1):
+        engines: list[EngineRecord] = []
+        with ExitStack() as stack:
+            kept: list[KeptEngine] = []
+            for index, port in enumerate(engine_ports(rl, machine)):
+                engines.append(launch_engine(rl, port, scope, machine, index))
+                kept.append(stack.enter_context(kept_alive(rl, engines[-1], scope, machine, index)))
+            try:
+                record = run_cached(train_rl, with_engines(rl, engines), scope, machine)
+                break
+            except JobFailedError:
+                if attempt == MAX_LAPSES or not any_lapsed(kept, engines, rl, machine):
+                    raise
     for engine in engines:
         stop_engine(engine, scope, machine)
     return record

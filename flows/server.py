@@ -34,7 +34,7 @@ import time
 import urllib.parse
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -44,6 +44,7 @@ from flows.keeper import base_url
 from flows.password import own_password
 from flows.server_log import describe_death, log_tail, set_log_aside
 from infra.locks import lock_file, open_lock, try_lock
+from infra.ports import check_loopback
 from infra.repeating import repeating
 from rollouts_core.keys import SENDABLE
 
@@ -51,6 +52,8 @@ DEFAULT_PORT = 4200
 """The port that Prefect's documentation and people's bookmarks speak of; taken where it is free."""
 
 LOG_FILE = "server.log"
+PORT_FILE = "port"
+"""In the store's Prefect home: the port that `rollouts up --port` asked for."""
 START_TIMEOUT_S = 180.0
 """A new database takes one core 6 s; where much else is done on the machine, a minute is not enough."""
 BUSY_SERVER_S = 10.0
@@ -125,6 +128,7 @@ def local_server(
     if named_url():
         return _used_server(named_server(store), meanwhile)
     check_path(store)
+    check_loopback()
     _name_ignored(_home(store), tuple(ignored_settings(os.environ)))
     return _shared_server(_home(store), port, meanwhile)
 
@@ -422,7 +426,7 @@ def _is_kept(home: Path, address: ServerAddress) -> bool:
 
 def _start_keeper(home: Path, keeper_lock: int, *, port: int) -> None:
     """Start the keeper, which inherits the taken lock and port, so that neither can be lost to others."""
-    known_port = _port_of_killed(home)
+    known_port = _port_of_killed(home) or remembered_port(home)
     (home / "server.json").unlink(missing_ok=True)
     set_log_aside(home / LOG_FILE)
     with _listen(port, preferred=known_port) as listener, (home / LOG_FILE).open("ab") as log:
@@ -470,6 +474,18 @@ def _port_of_killed(home: Path) -> int:
     """
     address = _read_address(home)
     return (urllib.parse.urlsplit(address.api_url).port or 0) if address else 0
+
+
+def remember_port(home: Path, port: int) -> None:
+    """Let the store's next server take this port if it is free."""
+    (home / PORT_FILE).write_text(f"{port}\n")
+
+
+def remembered_port(home: Path) -> int:
+    """The port that was last asked for; 0 if none was."""
+    with suppress(OSError, ValueError):
+        return int((home / PORT_FILE).read_text())
+    return 0
 
 
 def _listen(port: int, *, preferred: int = 0) -> socket.socket:

@@ -25,7 +25,14 @@ Store = Annotated[
         envvar=STORE_VARIABLE, callback=from_home, help="Folder that keeps stages, runs and Prefect's database."
     ),
 ]
-Port = Annotated[int, typer.Option(min=0, max=65535, help="Port of the Prefect server; 0 takes 4200 or any free one.")]
+Port = Annotated[
+    int,
+    typer.Option(
+        min=0,
+        max=65535,
+        help="Port of the Prefect server, which `rollouts up` keeps; 0 takes the kept one, 4200 or any free one.",
+    ),
+]
 
 console = Console(file=standard_error(), highlight=False, soft_wrap=True)
 

@@ -39,7 +39,16 @@ from flows.live import find_live_pages
 from flows.password import password_file
 from flows.preflight import check_writable
 from flows.quickstart_files import quickstart_folder, write_missing_quickstart
-from flows.server import ROOT, ServerAddress, ServerError, local_server, named_server, named_url, running_server
+from flows.server import (
+    ROOT,
+    ServerAddress,
+    ServerError,
+    local_server,
+    named_server,
+    named_url,
+    remember_port,
+    running_server,
+)
 from flows.server_log import log_tail
 from flows.status import describe_machines, describe_reports, describe_runs, going_jobs
 from flows.terminal import DEFAULT_STORE, Port, Store, console
@@ -108,6 +117,8 @@ def up(
 
     with local_server(store, port=port, meanwhile=begin) as address:
         serving = wait_until_served(store.resolve(), gpu_slots=gpu_slots)
+        if port and not named_url():
+            remember_port(store.resolve() / "prefect", port)
     console.print(f"{'started' if is_new else 'joined'}        process {serving.pid}, which outlives this terminal")
     console.print(f"deployments    {describe_deployments(serving)}")
     if named := offered_name(store.resolve(), ""):
@@ -122,7 +133,9 @@ def up(
         console.print(f"log in with    {address.password}", markup=False)
         console.print(f"               (kept in {password_file(store.resolve() / 'prefect')})", markup=False)
     if port and f":{port}/" not in address.api_url:
-        console.print(f"port           {port} was asked for, but the store's server was up already")
+        console.print(
+            f"port           {port} was asked for, but the store's server was up already; the next one takes it"
+        )
     console.print(f"more           rollouts status{at_store}, rollouts down{at_store}", markup=False, soft_wrap=True)
 
 

@@ -1,7 +1,7 @@
 """Wait until an inference engine, started as a job on a node, really generates; say why when it does not.
 
-Not here: starting it (an engine is a job like others, jobs.py), its clients, its weights. An engine that dies is
-restarted by its supervisor on the same port; one whose lease nobody renews ends by itself (jobs.py).
+Not here: starting it (an engine is a job like others, jobs.py), renewing its lease, its clients, its weights. An engine
+that dies is restarted by its supervisor on the same port; an engine whose lease lapses ends by itself (jobs.py).
 
     start_or_attach ── job RUNNING ── loading ── answers with one token: ready
                             └── ended before that: JobFailedError with the reason found in its log
@@ -15,13 +15,12 @@ from contextlib import suppress
 import httpx
 
 from infra.errors import PermanentInfraError, TransientInfraError
-from infra.jobs import JobState, raise_failure, read_log_tail, renew_lease
+from infra.jobs import JobState, job_status, raise_failure, read_log_tail
 from infra.session import LOOPBACK, Session
 
 POLL_S = 0.5
 COMPLETION_TIMEOUT_S = 40.0
-"""One request for a token; shorter than an engine's lease, which is renewed in between. The first completion of a big
-engine compiles kernels and may take several."""
+"""One request for a token. The first completion of a big engine compiles kernels and may take several."""
 SGLANG_PROBE = ("/generate", {"input_ids": [1], "sampling_params": {"max_new_tokens": 1, "temperature": 0}})
 PROBES: Mapping[str, tuple[str, Mapping[str, object]]] = {
     "embedded": SGLANG_PROBE,
@@ -52,7 +51,6 @@ def wait_until_engine_ready(
     trainer: Session | None = None,
     run_dir: str,
     timeout_s: float,
-    also_renew: Sequence[tuple[Session, str]] = (),
     on_wait: Callable[[str], None] = lambda sentence: None,
     is_idle: bool = False,
     explain_log: Callable[[str], str] = lambda log: "",
@@ -66,8 +64,6 @@ def wait_until_engine_ready(
         port: where it listens on the node.
         host: the same.
         trainer: the session of the node from which it is asked, where that is another one.
-        also_renew: engines that are ready and wait for this one, by the sessions of their nodes and their run
-            directories: their leases go on.
         on_wait: takes a sentence about the GPU that the engine waits for, whenever that changes.
         api_key: what it wants requests to carry; empty for an engine without.
         explain_log: finds out from the end of its log why it ended, a sentence; "" where that tells nothing.
@@ -96,7 +92,7 @@ def wait_until_engine_ready(
             if has_generated(client, kind, url, timeout_s=min(COMPLETION_TIMEOUT_S, remaining_s)):
                 logger.info("engine %s was ready after %.1f s", run_dir, time.monotonic() - started)
                 return
-            status = renew_lease(session, run_dir)  # it may load for longer than its lease lasts
+            status = job_status(session, run_dir)
             if status.state != JobState.RUNNING:
                 raise_failure(session, status, wanted=JobState.RUNNING, explain_log=explain_log)
             if status.waits_for:
@@ -104,8 +100,6 @@ def wait_until_engine_ready(
             if status.waits_for not in ("", waited_for):
                 waited_for = status.waits_for
                 on_wait(waited_for)
-            for place, waiting in also_renew:
-                renew_lease(place, waiting)
             time.sleep(POLL_S)
     last_line = read_log_tail(session, run_dir).strip().rpartition("\n")[2]
     raise TransientInfraError(

@@ -4,6 +4,7 @@
     ├── TransientInfraError       the same call may succeed later
     │   ├── CommandTimeoutError   a command on a node did not end in time
     │   ├── NodeUnreachableError  a node does not answer; whatever runs there may well run on
+    │   │   ├── BannedError       its SSH server takes no connections from here for a while
     │   │   ├── KeyAgentError     the SSH agent does not sign with a key that might let us in
     │   │   └── RequestCutError   the connection broke before the answer
     │   │       └── LoginShellError   what a node begins at a login ended before it ran Python
@@ -88,6 +89,17 @@ class NodeUnreachableError(TransientInfraError):
 
     def __str__(self) -> str:
         return f"{self.address} does not answer ({self.reason}): check its address and the network, then try again"
+
+
+class BannedError(NodeUnreachableError):
+    """A node's SSH server takes no connections from this address for a while."""
+
+    def __str__(self) -> str:
+        return (
+            f"the SSH server of {self.address} takes no connection from this machine for now ({self.reason!r}): too "
+            "many logins failed or were under way. OpenSSH ends a ban by itself after some seconds to ten minutes: try "
+            "again then, or exempt this machine by PerSourcePenaltyExemptList in the server's sshd_config"
+        )
 
 
 class RequestCutError(NodeUnreachableError):

@@ -3,10 +3,13 @@
 Not here: what is in it (ledger.py, renting/rentals.py, registry.py, retrainings.py).
 
     a file of an older format ── migrations ──> SCHEMA_VERSION
-    a full disk ── cannot be opened for several ──> a copy in memory: who ends machines that cost money has to know them
+    a full disk, or one that cannot be written ──> a copy in memory: `status`, and the end of rented machines, need it
 """
 
+import os
+import shutil
 import sqlite3
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
@@ -138,9 +141,13 @@ class LedgerFile:
     """
 
     def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.touch(mode=0o600)
         self.path = path
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.touch(mode=0o600)
+        except OSError as error:
+            if not path.is_file():
+                raise LedgerUnwritableError(f"the ledger {path} cannot be made ({error.strerror})") from error
         try:
             self._database, self._is_copy = self._opened(), False
         except LedgerUnwritableError:
@@ -229,12 +236,13 @@ class LedgerFile:
         database.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
 
     def _copied_into_memory(self) -> sqlite3.Connection:
-        """What is in the file, which SQLite cannot open for several where there is no room for an index beside it."""
+        """What is in the file, which SQLite cannot open for several if no index can be made beside it."""
         copy = sqlite3.connect(":memory:", isolation_level=None)
         try:
             with (
+                self._readable_path() as path,
                 self._as_errors_of_ours(),
-                closing(sqlite3.connect(self.path, timeout=BUSY_TIMEOUT_S, isolation_level=None)) as alone,
+                closing(sqlite3.connect(path, timeout=BUSY_TIMEOUT_S, isolation_level=None)) as alone,
             ):
                 alone.execute("PRAGMA locking_mode = EXCLUSIVE")  # who is alone keeps that index in memory
                 _version_of(alone)  # waits for others as long as it may, which a backup does for ever
@@ -244,6 +252,22 @@ class LedgerFile:
             copy.close()
             raise
         return copy
+
+    @contextmanager
+    def _readable_path(self) -> Iterator[Path]:
+        """The file, or a copy with its log if the file or its file system cannot be written: SQLite needs that."""
+        if os.access(self.path, os.W_OK):
+            yield self.path
+            return
+        with tempfile.TemporaryDirectory() as folder:
+            for name in (self.path.name, f"{self.path.name}-wal"):
+                try:
+                    shutil.copyfile(self.path.with_name(name), Path(folder, name))
+                except FileNotFoundError:
+                    continue
+                except OSError as error:
+                    raise PermanentInfraError(f"the ledger {self.path} cannot be read: {error.strerror}") from error
+            yield Path(folder, self.path.name)
 
     def _switch_to_wal(self, database: sqlite3.Connection) -> None:
         # SQLite does not wait for its busy timeout here when two processes open a fresh file at once.

@@ -6,6 +6,7 @@ supervisor/, tasks/trainer_nodes.py, flows/server.py).
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 from collections.abc import Iterator
@@ -52,6 +53,10 @@ def is_locked(path: Path, probe: int) -> bool:
         lock = os.open(path, os.O_RDONLY if probe == fcntl.LOCK_SH else os.O_RDWR)
     except FileNotFoundError:
         return False
+    except OSError as error:
+        if error.errno != errno.EROFS:
+            raise
+        lock = os.open(path, os.O_RDONLY)
     try:
         return not try_lock(lock, probe)
     finally:

@@ -388,6 +388,8 @@ class SSHAccess:
     """The name under which they have it; empty takes the address."""
     first_use_file: str = ""
     """Where the key of a host is written that nobody knows and that is believed once; empty refuses such hosts."""
+    pinned_file: str = ""
+    """Where the key with the fingerprint `host_key` is written, which tells its type; empty takes `first_use_file`."""
     proxy_jump: str = ""
     """Machines on the way there, with commas between them; empty connects from here (proxy_jump.py)."""
     ssh_config: str = ""

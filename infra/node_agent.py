@@ -5,7 +5,7 @@ has to be installed and no two versions can meet; standard library only, and old
 (supervisor/), directories (receiver.py).
 
     client ── request, then data frames, then "end of input" ──> agent ──> the command's standard input
-    client <── nonce, then stdout and stderr frames, then one "done" frame ── agent
+    client <── nonce, then stdout, stderr and "alive" frames, then one "done" frame ── agent
 
 A frame is one byte of kind, four of length, the content. What shells print ahead of the nonce, which comes once, is
 skipped: perhaps the command line, where logins are recorded, so the nonce stands backwards in it. An input that ends
@@ -35,6 +35,7 @@ import sys
 import tempfile
 import termios
 import threading
+import time
 import traceback
 import types
 from collections.abc import Callable, Iterable, Iterator
@@ -46,6 +47,9 @@ REQUEST, DATA, END_OF_INPUT = b"R", b"D", b"E"
 NAME = b"N"
 """Names the file that the pieces belong to from here on."""
 STDOUT, STDERR, DONE = b"o", b"e", b"x"
+ALIVE = b"."
+"""An empty frame, now and then, while a command may be silent: sshd's ChannelTimeout closes silent channels."""
+ALIVE_INTERVAL_S = 5.0
 READ_BYTES = 1 << 20
 PIPE_BYTES = 1 << 20
 """What is on its way between two processes; 64 KiB, Linux's usual size, lets them wait for each other."""
@@ -338,6 +342,7 @@ def run_command(
         limit.daemon = True
         limit.start()
     threading.Thread(target=feed_command, args=(process, client, request["keep_open"]), daemon=True).start()
+    threading.Thread(target=show_life, args=(frames,), daemon=True).start()
     errors = threading.Thread(target=copy_output, args=(process, process.stderr, STDERR, frames), daemon=True)
     errors.start()
     copy_output(process, process.stdout, STDOUT, frames)
@@ -362,6 +367,14 @@ def feed_command(process: Process, client: Client, keep_open: bool) -> None:
             process.stdin.close()
     client.wait_until_gone()
     kill_group(process)
+
+
+def show_life(frames: FrameWriter) -> None:
+    """Send empty frames until this process ends, or nobody takes them."""
+    with contextlib.suppress(OSError):
+        while True:
+            time.sleep(ALIVE_INTERVAL_S)
+            frames.write(ALIVE, b"")
 
 
 def copy_output(process: Process, stream: IO[bytes], kind: bytes, frames: FrameWriter) -> None:

@@ -3,6 +3,8 @@
 A port that is free now may be taken a moment later: who binds it must still be ready to hear "in use".
 """
 
+import socket
+
 from infra.errors import PermanentInfraError
 from infra.node_agent import ISOLATED
 from infra.session import LOOPBACK, Session, last_line
@@ -29,6 +31,22 @@ with socket.socket(socket.AF_INET6 if ":" in sys.argv[1] else socket.AF_INET) as
 """
 
 _TIMEOUT_S = 30.0
+_LOOPBACK_TIMEOUT_S = 5.0
+
+
+def check_loopback() -> None:
+    """Raise PermanentInfraError if processes of this machine cannot reach each other over its loopback interface.
+
+    It is down in a network namespace of its own, as of `unshare -n`. Connections then hang, or fail after minutes.
+    """
+    with socket.create_server((LOOPBACK, 0)) as listener:
+        try:
+            socket.create_connection(listener.getsockname(), _LOOPBACK_TIMEOUT_S).close()
+        except OSError as error:
+            raise PermanentInfraError(
+                f"nothing reaches {LOOPBACK} on this machine ({error.strerror or error}): its loopback interface is "
+                "down, as in a new network namespace: `ip link set lo up`"
+            ) from error
 
 
 def find_free_port(session: Session, host: str = LOOPBACK) -> int:

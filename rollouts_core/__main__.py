@@ -39,6 +39,7 @@ from rollouts_core.keys import OWN_KEY_VARIABLE, read_key
 from rollouts_core.metrics import EventLog
 from rollouts_core.run_directory import RunDirectory, attempt_number
 from rollouts_core.stopping import TrainingStop
+from rollouts_core.system.home import check_home
 from rollouts_core.system.open_files import raise_file_limit
 from rollouts_core.system.parent_death import die_with_parent
 from rollouts_core.system.private_files import keep_private
@@ -114,6 +115,7 @@ def main(argv: list[str] | None = None) -> int:
     directory = RunDirectory(arguments.job.resolve().parent)
     keep_private(directory.root)
     try:
+        check_home()
         job = load_job(arguments.job)
         if job.kind != arguments.kind:
             raise InputError(f"{arguments.job} describes a job of kind {job.kind}, not {arguments.kind}")

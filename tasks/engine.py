@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
-from typing import Any
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from contextvars import copy_context
+from dataclasses import dataclass
+from functools import partial
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 from infra.engines import check_engine_installed, wait_until_engine_ready
-from infra.errors import InfraError
-from infra.jobs import JobState, cancel_job, job_status, renew_lease, start_or_attach
+from infra.errors import FileMissingError, InfraError
+from infra.jobs import JobState, JobStatus, cancel_job, describe_exit, job_status, start_or_attach
 from infra.ledger import Ledger
 from infra.node import Node
-from infra.ports import check_port, find_free_port
+from infra.ports import check_port, find_free_port, is_port_free
 from infra.providers import open_session
 from infra.session import Session
+from infra.supervisor.files import parse_object
 from rollouts_core.engine_log import explain_engine_log
 from rollouts_core.job import ServeJob
 from rollouts_core.keys import read_key
-from tasks.leases import LEASE_S, LeasedJob, leases_renewed
+from tasks.leases import LEASE_S, LeasedJob, lease_renewed
 from tasks.node_job import GRACE_S, gpus_of, gpus_of_engines, job_spec, running_job
 from tasks.placement import place_stage
 from tasks.plan import plan_engine
@@ -31,19 +36,18 @@ from tasks.unit_keys import own_keys
 
 MAX_RESTARTS = 3
 """In a row: of an engine that ran for an hour they are counted anew."""
+MAX_RELAUNCHES = 10
+"""So often an engine whose lease lapsed, or whose supervisor was killed, is started again beside one RL job."""
 
 
 @task(name="launch-engine", cache_policy=NO_CACHE)
-def launch_engine(
-    rl: Stage, wanted_port: int, scope: RunScope, node: Node, index: int = 0, ready: Sequence[EngineRecord] = ()
-) -> EngineRecord:
+def launch_engine(rl: Stage, wanted_port: int, scope: RunScope, node: Node, index: int = 0) -> EngineRecord:
     """An engine of this RL stage, ready to generate: the one that already serves it, or a new one.
 
     Args:
         node: the one that trains.
-        ready: the stage's engines that wait for this one; they are kept alive meanwhile.
     """
-    own = node.node_of_engine(index, num_per_node=rl.job["deployment"]["num_engines"])
+    own = node_of_engine(rl, node, index)
     with (
         StageProgress("engine") as progress,
         Ledger(scope.ledger_path) as ledger,
@@ -52,63 +56,174 @@ def launch_engine(
         claim_stage(rl, scope, node, ledger)  # else an engine would load its model for a run that is refused then
         sessions = {each.name: stack.enter_context(open_session(each)) for each in (node, *node.engine_nodes)}
         session = sessions[own.name]
-        placement = place_stage(session, plan_engine(rl, wanted_port, own, index), own, say=progress.say)
-        stage = placement.stage
-        job = ServeJob.model_validate(stage.job)
-        if job.engine.kind != "embedded":
-            check_engine_installed(session, job.engine.kind, python=job.engine.python)
-        ledger.add_lease(stage.run_dir, scope.run_id, own.name)
-        running = running_job(session, stage.run_dir)
-        ports = choose_ports(session, job, is_elsewhere=own is not node) if running is None else ports_of(running)
-        keys = own_keys(stage.job, scope)
-        status = start_or_attach(
-            session,
-            job_spec(
-                stage.model_copy(update={"job": {**stage.job, **ports}}),
+        started = start_engine(session, rl, wanted_port, scope, node, index, say=progress.say)
+        job, run_dir = started.job, started.run_dir
+        url = url_of(job.host, job.port)
+        with lease_renewed(LeasedJob(own, run_dir)):
+            wait_until_engine_ready(
                 session,
-                scope,
-                gpus=gpus_of(rl, node) if own is node else gpus_of_engines(rl),
-                code_dir=placement.code_dir,
-                known_keys=keys,
-                max_restarts=MAX_RESTARTS,
-                lease_s=LEASE_S,
-            ),
-        )
-        url = url_of(job.host, ports["port"])
-        wait_until_engine_ready(
-            session,
-            kind=job.engine.kind,
-            port=ports["port"],
-            host=job.host,
-            trainer=sessions[node.name],
-            run_dir=stage.run_dir,
-            timeout_s=job.engine.start_timeout_s,
-            api_key=read_key(job.engine.api_key_variable, "rollout.engine", keys),
-            explain_log=explain_engine_log,
-            also_renew=[(sessions[node.named(each.node).name], each.run_dir) for each in ready],
-            on_wait=progress.say,
-            # The RL job pauses its engine now and then, and ends that itself as long as it lives.
-            is_idle=status.attached and not is_training(sessions[node.name], rl, node),
-        )
-        renew_lease(session, stage.run_dir)  # the RL job takes over when it has loaded its model
-        progress.say(f"{'still answers' if status.attached else 'answers'} at {url}")
+                kind=job.engine.kind,
+                port=job.port,
+                host=job.host,
+                trainer=sessions[node.name],
+                run_dir=run_dir,
+                timeout_s=job.engine.start_timeout_s,
+                api_key=read_key(job.engine.api_key_variable, "rollout.engine", own_keys(rl.job, scope)),
+                explain_log=explain_engine_log,
+                on_wait=progress.say,
+                # The RL job pauses its engine now and then, and ends that itself as long as it lives.
+                is_idle=started.attached and not is_training(sessions[node.name], rl, node),
+            )
+        progress.say(f"{'still answers' if started.attached else 'answers'} at {url}")
     return EngineRecord(
         provider=job.engine.kind,
         url=url,
-        run_dir=stage.run_dir,
+        run_dir=run_dir,
         node=own.name,
-        lease_url=url_of(job.host, ports["lease_port"]) if own is not node else "",
+        lease_url=url_of(job.host, job.lease_port) if own is not node else "",
     )
 
 
-def kept_alive(engines: Sequence[EngineRecord], node: Node) -> AbstractContextManager[None]:
-    """Renew the leases of engines as long as the block runs, where their trainer may be waited for.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartedEngine:
+    """An engine that was started, or found under way; it may still load its model."""
 
-    It does that itself once it trains; before that it may have to wait for its GPUs, or for those of other machines
-    that train with it. An engine on its own node has waited for the same GPUs as the trainer needs there.
+    job: ServeJob
+    """With the ports at which it listens."""
+    run_dir: str
+    """On its node."""
+    attached: bool
+    """True if it was under way."""
+
+
+def start_engine(
+    session: Session,
+    rl: Stage,
+    wanted_port: int,
+    scope: RunScope,
+    node: Node,
+    index: int,
+    *,
+    say: Callable[[str], None],
+) -> StartedEngine:
+    """Start an engine of an RL stage, or attach to it.
+
+    Args:
+        session: that of the engine's node.
+        node: the one that trains.
     """
-    waiting = [engine for engine in engines if engine.lease_url or node.trainer_nodes]
-    return leases_renewed([LeasedJob(node.named(engine.node), engine.run_dir) for engine in waiting])
+    own = node_of_engine(rl, node, index)
+    placement = place_stage(session, plan_engine(rl, wanted_port, own, index), own, say=say)
+    stage = placement.stage
+    job = ServeJob.model_validate(stage.job)
+    if job.engine.kind != "embedded":
+        check_engine_installed(session, job.engine.kind, python=job.engine.python)
+    with Ledger(scope.ledger_path) as ledger:
+        ledger.add_lease(stage.run_dir, scope.run_id, own.name)
+    running = running_job(session, stage.run_dir)
+    ports = choose_ports(session, job, stage.run_dir, is_elsewhere=own is not node) if running is None else running
+    placed = {**stage.job, "port": ports["port"], "lease_port": ports["lease_port"]}
+    status = start_or_attach(
+        session,
+        job_spec(
+            stage.model_copy(update={"job": placed}),
+            session,
+            scope,
+            gpus=gpus_of(rl, node) if own is node else gpus_of_engines(rl),
+            code_dir=placement.code_dir,
+            known_keys=own_keys(stage.job, scope),
+            max_restarts=MAX_RESTARTS,
+            lease_s=LEASE_S,
+        ),
+    )
+    return StartedEngine(job=ServeJob.model_validate(placed), run_dir=stage.run_dir, attached=status.attached)
+
+
+class KeptEngine:
+    """Starts an engine again, at the same port, when it ended because its lease lapsed or its supervisor was killed.
+
+    The RL job waits for an engine that is away as long as an engine may take to start.
+    """
+
+    def __init__(self, engine: EngineRecord, start: Callable[[Session], object], say: Callable[[str], None]) -> None:
+        self._num_relaunches = 0
+        self._relaunched_at = -math.inf
+        self._engine = engine
+        self._start = start
+        self._say = say
+        self._said_of_attempt = 0
+
+    def look_after(self, session: Session, status: JobStatus) -> None:
+        """Act on the engine's status."""
+        if status.state is JobState.RUNNING:
+            return
+        is_new, self._said_of_attempt = status.attempt != self._said_of_attempt, status.attempt
+        is_relaunched = has_lapsed(status) and self._num_relaunches < MAX_RELAUNCHES
+        if is_new:
+            again = " It is started again" if is_relaunched else ""
+            self._say(f"{self._engine.url} ended: {why_ended(status)}{again}")
+        if is_relaunched:
+            self._num_relaunches += 1
+            self._relaunched_at = time.monotonic()
+            try:
+                self._start(session)
+            except InfraError as error:
+                self._say(f"{self._engine.url} could not be started: {error}")
+
+    def has_lapsed_within(self, seconds: float, session: Session) -> bool:
+        """True if the engine was started again within the last seconds, or has to be; says why in the second case."""
+        if time.monotonic() - self._relaunched_at < seconds:
+            return True
+        status = job_status(session, self._engine.run_dir)
+        if is_lapsed := has_lapsed(status):
+            self._say(f"{self._engine.url} ended: {why_ended(status)}")
+        return is_lapsed
+
+
+def has_lapsed(status: JobStatus) -> bool:
+    """True if an engine ended without a fault of its own: its lease ran out, or its supervisor was killed."""
+    return status.state is JobState.LOST or (status.exit is not None and status.exit.lease_expired)
+
+
+def why_ended(status: JobStatus) -> str:
+    """One sentence about how an engine ended."""
+    if status.exit is None:
+        return f"{status.reason or 'its directory was moved or deleted'}."
+    if status.exit.lease_expired:
+        return f"its lease was not renewed for {LEASE_S:.0f} s, because this run or its machine stood still."
+    return describe_exit(status.exit)
+
+
+@contextmanager
+def kept_alive(rl: Stage, engine: EngineRecord, scope: RunScope, node: Node, index: int = 0) -> Iterator[KeptEngine]:
+    """Renew the lease of an engine as long as the block runs, and start the engine again if the lease lapsed.
+
+    The RL job renews it as well, from when its process has loaded until its end, also when this run was killed.
+
+    Args:
+        node: the one that trains.
+    """
+    with StageProgress("engine") as progress:
+        context = copy_context()  # by it, Prefect logs a thread's sentences for the run
+
+        def say(sentence: str) -> None:
+            context.run(progress.say, sentence)
+
+        port = int(engine.url.rpartition(":")[2])
+        start = partial(start_engine, rl=rl, wanted_port=port, scope=scope, node=node, index=index, say=say)
+        kept = KeptEngine(engine, start, say)
+        with lease_renewed(LeasedJob(node.named(engine.node), engine.run_dir), kept.look_after):
+            yield kept
+
+
+def any_lapsed(kept: Sequence[KeptEngine], engines: Sequence[EngineRecord], rl: Stage, node: Node) -> bool:
+    """True if the end of an engine by its lease explains the failure of the RL that asked it."""
+    waited_s = rl.job["rollout"]["engine"]["start_timeout_s"] + LEASE_S  # an RL waits for an engine so long
+    for each, engine in zip(kept, engines, strict=True):
+        with suppress(InfraError), open_session(node.named(engine.node)) as session:
+            if each.has_lapsed_within(waited_s, session):
+                return True
+    return False
 
 
 @task(name="stop-engine", cache_policy=NO_CACHE)
@@ -135,22 +250,41 @@ def is_training(session: Session, rl: Stage, node: Node) -> bool:
     return job_status(session, node.path_on_node(rl.run_dir)).state is JobState.RUNNING
 
 
-def choose_ports(session: Session, job: ServeJob, *, is_elsewhere: bool) -> dict[str, int]:
-    """The ports of a new engine: the wanted one, or a free one for 0, and one for its lease where that is needed.
+def node_of_engine(rl: Stage, node: Node, index: int) -> Node:
+    """The node of an engine of an RL stage."""
+    return node.node_of_engine(index, num_per_node=rl.job["deployment"]["num_engines"])
+
+
+def choose_ports(session: Session, job: ServeJob, run_dir: str, *, is_elsewhere: bool) -> dict[str, int]:
+    """The ports of a new engine: the wanted one, or a free one for 0, and one for its lease if it is elsewhere.
+
+    An RL job that is under way knows its engine by its ports, so the next attempt takes the former ones if they are
+    free.
 
     Raises:
         PermanentInfraError: another process listens on the wanted port.
     """
+    former = former_ports(session, run_dir)
+    taken = {job.port}
+
+    def free_port(name: str) -> int:
+        port = former.get(name, 0)
+        while port in (0, *taken) or not is_port_free(session, job.host, port):
+            port = find_free_port(session, job.host)
+        taken.add(port)
+        return port
+
     check_port(session, job.port, job.host)
-    port, lease_port = job.port or find_free_port(session, job.host), 0
-    while is_elsewhere and lease_port in (0, port):
-        lease_port = find_free_port(session, job.host)
-    return {"port": port, "lease_port": lease_port}
+    return {"port": job.port or free_port("port"), "lease_port": free_port("lease_port") if is_elsewhere else 0}
 
 
-def ports_of(running: Mapping[str, Any]) -> dict[str, int]:  # Any: JSON
-    """The ports of an engine that is under way."""
-    return {"port": running["port"], "lease_port": running["lease_port"]}
+def former_ports(session: Session, run_dir: str) -> dict[str, int]:
+    """The ports in the job.json of an engine's last attempt; nothing before the first."""
+    try:
+        job = parse_object(session.read_file(f"{run_dir}/job.json")) or {}
+    except FileMissingError:
+        return {}
+    return {name: job[name] for name in ("port", "lease_port") if isinstance(job.get(name), int)}
 
 
 def url_of(host: str, port: int) -> str:

@@ -1,23 +1,24 @@
-"""Keep jobs on other nodes alive as long as nobody is there yet that does it beside them.
+"""Renew the leases of jobs as long as the run that needs them holds them.
 
-Not here: what a lease is (infra/supervisor/), who renews it later (rollouts_core).
+Not here: what a lease is (infra/supervisor/), the renewals by the RL job and by a training's leader (rollouts_core).
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from infra.errors import InfraError
-from infra.jobs import renew_lease
+from infra.jobs import JobStatus, renew_lease
 from infra.node import Node
 from infra.providers import open_session
 from infra.repeating import repeating
+from infra.session import Session
 
 LEASE_S = 60.0
-"""A job with a lease that nobody renews for this long ends by itself."""
+"""A job ends by itself when its lease was not renewed for this long."""
 ENGINE, FOLLOWER = "engine", "follower"
 """What the directories of such jobs begin with."""
 
@@ -39,23 +40,22 @@ def has_lease(run_dir: str) -> bool:
 
 
 @contextmanager
-def leases_renewed(jobs: Sequence[LeasedJob]) -> Iterator[None]:
-    """Renew the leases of jobs as long as the block runs; a node that does not answer is asked again later."""
-    with ExitStack() as stack:
-        # Each in a thread: a node that is lost takes a minute to say so, in which the others' leases would end.
-        for job in jobs:
-            stack.enter_context(_lease_renewed(job))
-        yield
+def lease_renewed(
+    job: LeasedJob, on_status: Callable[[Session, JobStatus], None] = lambda session, status: None
+) -> Iterator[None]:
+    """Renew the lease of a job as long as the block runs, in a thread and over a session of its own.
 
+    An unreachable node is asked again later. It takes a minute to fail, so jobs that share a thread would lapse.
 
-@contextmanager
-def _lease_renewed(job: LeasedJob) -> Iterator[None]:
+    Args:
+        on_status: gets the job's status after each renewal.
+    """
     with open_session(job.node) as session:
 
         def renew() -> None:
             try:
-                renew_lease(session, job.run_dir)
-            except InfraError as error:  # who needs the job says what becomes of it
+                on_status(session, renew_lease(session, job.run_dir))
+            except InfraError as error:  # the stage that needs the job reports the failure
                 logger.info("the lease of %s on %s was not renewed: %s", job.run_dir, job.node.name, error)
 
         with repeating(renew, interval_s=LEASE_S / 4, thread_name="leases"):

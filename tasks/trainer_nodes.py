@@ -26,7 +26,7 @@ from infra.ports import find_free_port
 from infra.providers import open_session
 from infra.session import Session
 from rollouts_core.job import FurtherTrainer
-from tasks.leases import LEASE_S, LeasedJob, leases_renewed
+from tasks.leases import LEASE_S, LeasedJob, lease_renewed
 from tasks.node_job import GRACE_S, gpus_of, job_spec, running_job
 from tasks.placement import place_stage
 from tasks.plan import plan_follower
@@ -94,11 +94,13 @@ def trainers_beside(
         trainers = {
             "further_trainers": running["further_trainers"] if running else choose_places(stage, sessions, node)
         }
-        followers = [
-            start_follower(plan_follower(with_trainers(stage, trainers), own, rank), session, own, scope, ledger)
-            for rank, (own, session) in enumerate(zip(node.trainer_nodes, sessions, strict=True), start=1)
-        ]
-        with leases_renewed(followers):
+        followers = []
+        with ExitStack() as renewals:
+            for rank, (own, session) in enumerate(zip(node.trainer_nodes, sessions, strict=True), start=1):
+                planned = plan_follower(with_trainers(stage, trainers), own, rank)
+                followers.append(start_follower(planned, session, own, scope, ledger))
+                # At once: bringing inputs to the next machine may take longer than a lease lasts.
+                renewals.enter_context(lease_renewed(followers[-1]))
             for follower, session in zip(followers, sessions, strict=True):
                 wait_for_gpus(follower, session, say)
             yield trainers

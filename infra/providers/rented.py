@@ -152,7 +152,8 @@ def _node_now(rental: Rental, cloud: Cloud, settings: RentedNode, mirror: Path) 
 
 
 def _node_of(rental: Rental, instance: Instance, settings: RentedNode, mirror: Path) -> Node:
-    access = replace(access_to(instance, settings), host_key=rental.host_key)
+    known = str(known_hosts_of(mirror, rental.name))
+    access = replace(access_to(instance, settings), host_key=rental.host_key, known_hosts=(known,), pinned_file=known)
     with open_ssh(access, python=settings.python) as session:
         root = expand_root(session, settings.python, settings.root)
         address = instance.private_address or (own_address(session) if settings.num_machines > 1 else "")
@@ -380,17 +381,17 @@ def log_in(settings: RentedNode, store: Path, say: Say, rental: Rental, instance
     Raises:
         UnfitMachineError: its GPUs cannot compute or are not those that were offered, or it is too slow.
     """
-    access = access_to(instance, settings)
+    known = known_hosts_of(store, rental.name)
+    access = replace(access_to(instance, settings), known_hosts=(str(known),), pinned_file=str(known))
     if rental.host_key:
         access = replace(access, host_key=rental.host_key)
         fingerprint = rental.host_key
         with open_ssh(access, python=settings.python) as session:
             expand_root(session, settings.python, settings.root)
         return fingerprint
-    known = known_hosts_of(store, rental.name)
     if rental.expected_key:
         known.unlink(missing_ok=True)  # of an earlier try that believed another one
-    access = replace(access, host_key=rental.expected_key, known_hosts=(str(known),), first_use_file=str(known))
+    access = replace(access, host_key=rental.expected_key, first_use_file=str(known))
     with open_ssh(access, python=SETUP_PYTHON if settings.setup else settings.python) as session:
         gpu_type = rental.gpu.partition("x ")[2]
         gpus = require_gpus(session, settings.query.gpu_count, gpu_type=gpu_type, vram_gb=rental.vram_gb)

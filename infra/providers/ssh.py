@@ -96,6 +96,7 @@ def read_access(settings: SSHMachine, store: Path) -> SSHAccess:
         host_key=settings.host_key,
         known_hosts=(*own, first_use_file),
         first_use_file=first_use_file if settings.trust_first_use else "",
+        pinned_file=first_use_file,
         proxy_jump=settings.proxy_jump,
         ssh_config=settings.ssh_config,
     )

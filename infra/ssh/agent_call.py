@@ -19,7 +19,19 @@ from typing import Any, Self
 from infra import node_agent
 from infra.errors import LoginShellError, NodeUnreachableError, PermanentInfraError, RequestCutError
 from infra.foreign_text import shown_lines
-from infra.node_agent import DATA, DONE, END_OF_INPUT, FRAME_HEAD, ISOLATED, NAME, OFFSET_BYTES, REQUEST, STDERR, STDOUT
+from infra.node_agent import (
+    ALIVE,
+    DATA,
+    DONE,
+    END_OF_INPUT,
+    FRAME_HEAD,
+    ISOLATED,
+    NAME,
+    OFFSET_BYTES,
+    REQUEST,
+    STDERR,
+    STDOUT,
+)
 from infra.session import MAX_GREETING_BYTES, Answer
 from infra.ssh.connection import Channel
 from infra.supervisor.files import parse_object
@@ -29,9 +41,16 @@ MAX_ANSWER_BYTES = 64 << 20
 """The digests of all chunks of a terabyte are a fifth of it."""
 MAX_FRAME_BYTES = 256 << 10
 """Input is sent in frames of at most this size."""
-_LOADER = "import io, sys; exec(io.BufferedReader(io.FileIO(0, closefd=False), 1).read(int(sys.argv[1])))"
-"""Reads the agent's text and not a byte more."""
+_FIRST_BYTES = b"# rollouts agent"
+_EATEN_CODE = 65
+_LOADER = (
+    "import io, sys; stream = io.BufferedReader(io.FileIO(0, closefd=False), 1); "
+    f"stream.read({len(_FIRST_BYTES)}) == {_FIRST_BYTES!r} or sys.exit({_EATEN_CODE}); "
+    "exec(stream.read(int(sys.argv[1])))"
+)
+"""Reads the agent's text and not a byte more; ends if something else has read the beginning."""
 _RECEIVE_BYTES = 1 << 20
+_NOT_STARTED = "Python did not start there in time, as also where a .bashrc reads standard input to its end"
 
 # Any: requests and answers are JSON objects.
 JsonObject = dict[str, Any]
@@ -56,7 +75,7 @@ class Agent:
         self._channel = open_command(f"exec {shlex.join(loader)}")
         self.programs: set[str] = set()
         """Those that it has loaded."""
-        self._unsent = text  # goes with the first request: who waits for a packet of its own waits twice
+        self._unsent = _FIRST_BYTES + text  # goes with the first request: who waits for a packet of its own waits twice
 
     @property
     def is_alive(self) -> bool:
@@ -144,7 +163,8 @@ class Agent:
                 raise TimeoutError
             chunk = self._channel.receive(max_bytes, timeout_s=timeout_s)
         except TimeoutError as error:
-            raise NodeUnreachableError(self.address, "it did not answer in time") from error
+            reason = "it did not answer in time" if self._has_greeted else _NOT_STARTED
+            raise NodeUnreachableError(self.address, reason) from error
         if not chunk:
             self._raise_early_end()
         return chunk
@@ -159,6 +179,11 @@ class Agent:
         if exit_code in (126, 127):
             raise PermanentInfraError(
                 f"{self.address} cannot run {self._python} ({reason}): install Python there, or set node.python"
+            )
+        if exit_code == _EATEN_CODE and not self._has_greeted:
+            raise PermanentInfraError(
+                f"{self.address}: a file that its shell runs at a login, as .bashrc, reads the input that is meant for "
+                "the command: put `[[ $- == *i* ]] || return` at its beginning, so that it does so for people alone"
             )
         if not self._has_greeted:
             raise LoginShellError(self.address, f"code {exit_code}: {reason or 'without a word'}", self._python)
@@ -234,6 +259,8 @@ class AgentCall:
         """
         while True:
             kind, length = self._agent.receive_frame_head(self._deadline)
+            if (kind, length) == (ALIVE, 0):
+                continue
             if kind not in (STDOUT, STDERR, DONE) or (kind == DONE and length > MAX_ANSWER_BYTES):
                 raise self._nonsense(f"a frame {kind!r} of {length} bytes")
             content = self._agent.receive(length, self._deadline)

@@ -19,7 +19,14 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Literal, TypeVar, get_args
 
-from infra.errors import InfraError, NodeUnreachableError, PermanentInfraError, RequestCutError, TransientInfraError
+from infra.errors import (
+    BannedError,
+    InfraError,
+    NodeUnreachableError,
+    PermanentInfraError,
+    RequestCutError,
+    TransientInfraError,
+)
 from infra.node import SSHAccess
 from infra.ssh import openssh
 from infra.ssh.agent_call import Agent, AgentCall, JsonObject
@@ -36,6 +43,8 @@ assert len(PIECES) == MAX_SENDERS
 
 OPEN_ATTEMPTS = 4
 """So often a request is begun."""
+PAUSE_S, BAN_PAUSE_S = 0.5, 4.0
+"""After the first attempt, twice as long after each further one. The shortest bans of OpenSSH last 15 s."""
 ANSWER_MARGIN_S = 30.0
 """An answer may come this much later than the command's own time limit."""
 MAX_IDLE_AGENTS = 2
@@ -66,6 +75,8 @@ class Agents:
         """With the time since when each waits."""
         self._openssh_client: tuple[OpenSSH, SSHConnection] | None = None
         """With the connection whose host key it demands."""
+        self._key_type = ""
+        """Of the host key that the last connection was shown."""
         self._is_closed = False
         self._lock = threading.Lock()
         self._connecting = {purpose: threading.Lock() for purpose in PURPOSES}
@@ -101,7 +112,7 @@ class Agents:
                 if attempt == OPEN_ATTEMPTS:
                     raise
                 logger.info("attempt %d to reach %s failed: %s", attempt, self.address, error)
-                time.sleep(0.25 * 2.0**attempt)
+                time.sleep((BAN_PAUSE_S if isinstance(error, BannedError) else PAUSE_S) * 2.0 ** (attempt - 1))
         raise AssertionError("the last attempt returns or raises")
 
     def repeated_if_cut(self, ask: Callable[[], AnswerT]) -> AnswerT:
@@ -233,9 +244,10 @@ class Agents:
                 connection.close()
             if self._find_access is not None:
                 self.access = self._find_access()
-            connection = connect(self.access)
+            connection = connect(self.access, likely_type=self._key_type)
             with self._lock:
                 self._connections[purpose] = connection
+                self._key_type = connection.host_key.type
                 if self._is_closed:
                     connection.close()
                 self._check_open()

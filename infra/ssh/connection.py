@@ -20,6 +20,7 @@ from typing import Any, Protocol
 import paramiko
 
 from infra.errors import (
+    BannedError,
     KeyAgentError,
     LoginError,
     NameUnknownError,
@@ -58,6 +59,8 @@ _NEAR_WINDOW_BYTES, _FAR_WINDOW_BYTES = 2 << 20, 16 << 20
 window of what we receive; the server decides on the other."""
 _PROHIBITED = 1
 """Why a channel is not opened: the server's configuration. Others say that it cannot be now."""
+REFUSALS_FOR_NOW = ("Not allowed at this time", "Exceeded MaxStartups")
+"""OpenSSH's words, in place of its greeting, for an address that it has banned and for too many logins at a time."""
 _DROPPED = (paramiko.SSHException, OSError, EOFError)
 
 logger = logging.getLogger(__name__)
@@ -233,10 +236,14 @@ class SSHConnection:
                 _ask_for_sign_of_life(self._transport)
 
 
-def connect(access: SSHAccess) -> SSHConnection:
+def connect(access: SSHAccess, *, likely_type: str = "") -> SSHConnection:
     """Log in on a node.
 
+    Args:
+        likely_type: the type of the host key that an earlier connection was shown; asked for first.
+
     Raises:
+        BannedError: its server takes no connections from here for a while.
         NodeUnreachableError: nobody answers there, or the connection breaks; or nobody knows the name of a node whose
             key is known.
         HostKeyError: somebody answers with the wrong key; no key of ours was used.
@@ -247,7 +254,7 @@ def connect(access: SSHAccess) -> SSHConnection:
     keys, refusal = load_keys(access), ""
     while True:
         try:
-            return _connect(access, keys)
+            return _connect(access, keys, likely_type)
         except SigningRefusedError as error:  # the connection does not outlive that
             refusal = f"{error} with {_fingerprint(error.key)}: unlock it, or allow what it asks"
             keys = keys.without(error.key, refusal)
@@ -259,7 +266,7 @@ def connect(access: SSHAccess) -> SSHConnection:
             raise
 
 
-def _connect(access: SSHAccess, keys: LoginKeys) -> SSHConnection:
+def _connect(access: SSHAccess, keys: LoginKeys, likely_type: str) -> SSHConnection:
     """As `connect`, with these keys.
 
     Raises:
@@ -272,6 +279,8 @@ def _connect(access: SSHAccess, keys: LoginKeys) -> SSHConnection:
         pinned=access.host_key,
         known_hosts=tuple(Path(path).expanduser() for path in access.known_hosts),
         first_use_file=Path(access.first_use_file) if access.first_use_file else None,
+        pinned_file=Path(access.pinned_file) if access.pinned_file else None,
+        likely_type=likely_type,
     )
     try:
         transport, host_key, evidence = _open_verified(access, policy)
@@ -329,16 +338,20 @@ def _measure_round_trip(transport: Any, address: str) -> float:  # Any: paramiko
 def _open_verified(access: SSHAccess, policy: HostKeyPolicy) -> tuple[Any, HostKey, HostKeyEvidence]:
     """A transport whose host key is right.
 
-    A host has keys of several types and shows the first that we ask for. So it is asked for the types that are known;
-    a fingerprint does not tell its type, so then for one after the other.
+    A host has keys of several types and shows the first that we ask for. A fingerprint does not tell its type, so the
+    type is looked up among the noted keys; an unknown one is found by asking for all types but those that were shown.
+    Each miss is a connection without a login, for which OpenSSH bans an address after a while.
     """
     key: HostKey | None = None
     reasons = []
-    for types in _types_to_ask_for(policy):
+    left: tuple[str, ...] = _KEY_TYPES
+    types = policy.likely_types(left) or left
+    while types:
         try:
             transport, key = _open_transport(access, types)
         except paramiko.IncompatiblePeer as error:  # it has none of these types, or another cipher
             reasons.append(describe(error).partition("(")[2].rstrip(")"))
+            types = left = tuple(each for each in left if each not in types)
             continue
         try:
             if not policy.pinned or policy.pinned == key.fingerprint:
@@ -347,6 +360,8 @@ def _open_verified(access: SSHAccess, policy: HostKeyPolicy) -> tuple[Any, HostK
             transport.close()
             raise
         transport.close()
+        is_asked_for = key.type in types
+        types = left = tuple(each for each in left if each != key.type) if is_asked_for else ()
     if key is None:
         reason = min(reasons, key=lambda each: "host key" in each)
         raise PermanentInfraError(
@@ -354,13 +369,6 @@ def _open_verified(access: SSHAccess, policy: HostKeyPolicy) -> tuple[Any, HostK
             f"it, or let its sshd_config allow the cipher {CIPHERS[0]} and the exchange of keys {KEX}"
         )
     raise AssertionError(policy.check(key))  # it is not the pinned one: raises
-
-
-def _types_to_ask_for(policy: HostKeyPolicy) -> list[tuple[str, ...]]:
-    if policy.pinned:
-        return [(key_type,) for key_type in _KEY_TYPES]
-    known = tuple(key.type for key in policy.known_keys() if key.type in _KEY_TYPES)
-    return [known, _KEY_TYPES] if known else [_KEY_TYPES]
 
 
 def _open_transport(access: SSHAccess, key_types: Sequence[str]) -> tuple[Any, HostKey]:
@@ -373,7 +381,8 @@ def _open_transport(access: SSHAccess, key_types: Sequence[str]) -> tuple[Any, H
         paramiko.IncompatiblePeer: the host has no key of these types.
     """
     proxy = open_proxy(access) if access.proxy_jump else None
-    transport = _Transport(proxy or HeardSocket(_open_socket(access)))
+    heard = proxy or HeardSocket(_open_socket(access))
+    transport = _Transport(heard)
     transport.set_log_channel(_paramiko_logger.name)
     transport.packetizer.REKEY_BYTES = _REKEY_BYTES
     transport.banner_timeout = transport.auth_timeout = CONNECT_TIMEOUT_S
@@ -387,10 +396,17 @@ def _open_transport(access: SSHAccess, key_types: Sequence[str]) -> tuple[Any, H
         transport.close()
         raise
     except _DROPPED as error:
-        failure = explain_proxy(access, proxy, describe(error)) if proxy else None
+        failure = explain_proxy(access, proxy, describe(error)) if proxy and not heard.refusal else None
         transport.close()
-        raise failure or NodeUnreachableError(access.address, describe(error)) from error
+        raise failure or _no_greeting(access, heard.refusal or describe(error)) from error
     return transport, HostKey(remote.get_name(), remote.asbytes())
+
+
+def _no_greeting(access: SSHAccess, reason: str) -> NodeUnreachableError:
+    """The error for a server that ended the connection before it showed a key, by what it said."""
+    if any(reason.startswith(refusal) for refusal in REFUSALS_FOR_NOW):
+        return BannedError(access.address, reason)
+    return NodeUnreachableError(access.address, reason)
 
 
 def _open_socket(access: SSHAccess) -> socket.socket:

@@ -16,6 +16,7 @@ import hashlib
 import hmac
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -63,7 +64,11 @@ class HostKeyPolicy:
     known_hosts: tuple[Path, ...]
     """Files in OpenSSH's format; those that do not exist know nothing."""
     first_use_file: Path | None
-    """Where a key is written that is believed because it is the first, or pinned; None refuses unknown hosts."""
+    """Where a key is written that is believed because it is the first; None refuses unknown hosts."""
+    pinned_file: Path | None = None
+    """Where a pinned key is written, so that its type is known the next time; None takes `first_use_file`."""
+    likely_type: str = ""
+    """The type of the key that an earlier connection was shown; empty before the first."""
 
     @property
     def address(self) -> str:
@@ -80,6 +85,18 @@ class HostKeyPolicy:
         """
         return [key for marker, key in self._entries() if marker == ""]
 
+    def likely_types(self, usable: Sequence[str]) -> tuple[str, ...]:
+        """The types of the key that the host will be believed by, among the usable ones; empty if unknown.
+
+        Raises:
+            PermanentInfraError: a file cannot be read.
+        """
+        if self.likely_type in usable:
+            return (self.likely_type,)
+        known = self.known_keys()
+        fitting = [key for key in known if not self.pinned or key.fingerprint == self.pinned]
+        return tuple(dict.fromkeys(key.type for key in fitting if key.type in usable))
+
     def check(self, shown: HostKey) -> HostKeyEvidence:
         """Say why the key is believed; it is remembered, unless a file of the user's has it.
 
@@ -90,8 +107,10 @@ class HostKeyPolicy:
             raise HostKeyError(self.address, shown.fingerprint, "that key is marked as @revoked in known_hosts")
         if self.pinned:
             if hmac.compare_digest(self.pinned.encode(), shown.fingerprint.encode()):
-                if self.first_use_file is not None and shown not in self.known_keys():
-                    self._remember(shown, self.first_use_file)  # for those who read that file, as the user's own client
+                noted_in = self.pinned_file or self.first_use_file
+                if noted_in is not None and shown not in self.known_keys():
+                    with suppress(OSError):  # a store that cannot be written costs connections, and no login
+                        self._remember(shown, noted_in)
                 return HostKeyEvidence.PINNED
             raise HostKeyError(
                 self.address,

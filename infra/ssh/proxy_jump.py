@@ -42,6 +42,7 @@ _OPTIONS = {
 }
 _END_TIMEOUT_S = 2.0
 _NO_NAME = "Could not resolve hostname"
+_NO_GREETING = "kex_exchange_identification"
 _REFUSALS = ("Permission denied", "Host key verification failed", _NO_NAME, "Bad configuration")
 """What the client says where trying again does not help."""
 
@@ -103,6 +104,8 @@ def explain_proxy(
         way = f"no way through {access.proxy_jump} ({problem}): try `{PROGRAM}{there} -J {access.proxy_jump} ...`"
         refusal = LoginError(access.address, f"{way} in a terminal, without being asked anything")
         return NameUnknownError(str(refusal)) if _NO_NAME in problem else refusal
+    if _NO_GREETING in problem:
+        problem += ", as a server ends the connections of an address that it has banned (PerSourcePenalties)"
     return NodeUnreachableError(access.address, f"through {access.proxy_jump}: {problem}")
 
 

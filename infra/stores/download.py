@@ -32,7 +32,7 @@ from infra.errors import (
     StoreUnavailableError,
 )
 from infra.locks import is_locked, locked
-from infra.stores.object_store import ObjectStore
+from infra.stores.object_store import ObjectStore, StoredObject
 from infra.stores.publication import MANIFEST, read_manifest_digests, read_publication
 from infra.sync import receiver
 
@@ -83,7 +83,7 @@ def find_wanted(store: ObjectStore) -> list[WantedFile]:
             for key, (size, sha256) in publication.files.items()
             if key.startswith(f"{publication.checkpoint}/")
         ]
-    objects = store.list()
+    objects = _without_markers(store, _list_with_itself(store))
     if not objects:
         raise ObjectMissingError(f"there is nothing at {store.url}: correct the URL")
     listed = read_manifest_digests(store) if MANIFEST in objects else {}
@@ -100,6 +100,36 @@ def find_wanted(store: ObjectStore) -> list[WantedFile]:
             md5 = "" if "-" in there.md5 else there.md5
             wanted.append(WantedFile(name=name, key=key, size=there.size, identity=there.identity, md5=md5))
     return wanted
+
+
+def _list_with_itself(store: ObjectStore) -> dict[str, StoredObject]:
+    """All below a URL, and under "" the object of that very name; drivers leave it out if there is a folder, too."""
+    objects = store.list()
+    if objects and "" not in objects and (itself := store.find("")) is not None:
+        return {"": itself, **objects}
+    return objects
+
+
+def _without_markers(store: ObjectStore, objects: Mapping[str, StoredObject]) -> dict[str, StoredObject]:
+    """The objects without those of no bytes that mark a folder, which some tools leave.
+
+    Raises:
+        PermanentInfraError: an object and a folder have the same name; a disk has room for one of them.
+    """
+    folders = {folder: key for key in objects for folder in _folders_of(key)}
+    for key in objects.keys() & folders.keys():
+        if objects[key].size:
+            raise PermanentInfraError(
+                f"{store.url_of(key)} is an object, and also a folder with {folders[key]}, which cannot both lie on a "
+                "disk: rename or remove one of them, or give the URL of what is wanted of the folder"
+            )
+    return {key: there for key, there in objects.items() if key not in folders}
+
+
+def _folders_of(key: str) -> list[str]:
+    """The folders that an object's name leads through, from "" on; none for the object at the URL itself."""
+    parts = key.split("/")[:-1]
+    return ["/".join(parts[:depth]) for depth in range(len(parts) + 1)] if key else []
 
 
 def digest_of(wanted: Sequence[WantedFile]) -> str:

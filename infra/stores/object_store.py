@@ -136,25 +136,23 @@ class ObjectStore:
         """
         root = self._key(folder)
         enough = {"max_items": MAX_OBJECTS + 1} if self.protocol == "s3" else {}  # others list all, however many
-        with sorted_failures(self._url_of(folder)):
+        with sorted_failures(self.url_of(folder)):
             found: Mapping[str, Any] = self._fs.find(root, detail=True, **enough)  # Any: drivers say what they like
         if len(found) > MAX_OBJECTS:
-            raise StoreRefusedError(
-                f"{self._url_of(folder)} holds more than {MAX_OBJECTS} objects: name a folder in it"
-            )
+            raise StoreRefusedError(f"{self.url_of(folder)} holds more than {MAX_OBJECTS} objects: name a folder in it")
         start = len(self._root) + 1
         for key, info in found.items():
             # Of a folder of this machine a link, a pipe, ...: one that leads nowhere would pass for an empty file.
             if info["type"] == "other" and not Path(key).is_file():
                 raise PermanentInfraError(
-                    f"{self._url_of(key[start:])} is no file, and no link to one: remove it, or name something else"
+                    f"{self.url_of(key[start:])} is no file, and no link to one: remove it, or name something else"
                 )
         return {key[start:]: _describe(info) for key, info in sorted(found.items()) if not key.endswith("/")}
 
     def find(self, name: str) -> StoredObject | None:
         """One object; None where there is none."""
         try:
-            with sorted_failures(self._url_of(name)):
+            with sorted_failures(self.url_of(name)):
                 try:
                     info = self._fs.info(self._key(name))
                 except OSError as error:
@@ -173,10 +171,10 @@ class ObjectStore:
         """
         if start == end:
             return b""
-        with sorted_failures(self._url_of(name)):
+        with sorted_failures(self.url_of(name)):
             content: bytes = self._fs.cat_file(self._key(name), start=start, end=end)
         if len(content) != end - start:
-            raise StoreUnavailableError(f"{self._url_of(name)} ended after {start + len(content)} bytes: try again")
+            raise StoreUnavailableError(f"{self.url_of(name)} ended after {start + len(content)} bytes: try again")
         return content
 
     def read_small(self, name: str) -> bytes | None:
@@ -185,7 +183,7 @@ class ObjectStore:
         if there is None:
             return None
         if there.size > MAX_SMALL_BYTES:
-            raise StoreRefusedError(f"{self._url_of(name)} is not what it is called: it has {there.size} bytes")
+            raise StoreRefusedError(f"{self.url_of(name)} is not what it is called: it has {there.size} bytes")
         return self.read(name, 0, there.size)
 
     def write(self, name: str, content: bytes) -> None:
@@ -224,7 +222,7 @@ class ObjectStore:
                 raise StoreUnavailableError(f"{path} was removed while it was sent to {self.url}") from error
         there = self.find(name)
         if there is None or not self.holds(name, there, digest):
-            raise StoreUnavailableError(f"{self._url_of(name)} is not {path}, which was sent there: publish it again")
+            raise StoreUnavailableError(f"{self.url_of(name)} is not {path}, which was sent there: publish it again")
 
     def holds(self, name: str, there: StoredObject, digest: FileDigest) -> bool:
         """True when an object is the file with this digest; reads it where the store's own digest does not say so."""
@@ -240,7 +238,7 @@ class ObjectStore:
 
     def remove(self, name: str) -> None:
         """Delete one object."""
-        with sorted_failures(self._url_of(name)):
+        with sorted_failures(self.url_of(name)):
             self._fs.rm_file(self._key(name))
 
     def digest(self, path: Path) -> FileDigest:
@@ -250,13 +248,13 @@ class ObjectStore:
     def call_s3(self, method: str, name: str, **parameters: Any) -> Mapping[str, Any]:  # Any: S3's API
         """What S3 answers to a method of its API, which is called on one object."""
         bucket, key, _ = self._fs.split_path(self._key(name))
-        with sorted_failures(self._url_of(name)):
+        with sorted_failures(self.url_of(name)):
             answer: Mapping[str, Any] = self._fs.call_s3(method, Bucket=bucket, Key=key, **parameters)
         return answer
 
     def sign(self, method: str, name: str, lifetime_s: int, **parameters: Any) -> str:  # Any: S3's API
         """A URL by which whoever has it may call a method of S3's API on one object, for so long: a secret."""
-        with sorted_failures(self._url_of(name)):
+        with sorted_failures(self.url_of(name)):
             return str(self._signing_fs.url(self._key(name), expires=lifetime_s, client_method=method, **parameters))
 
     @cached_property
@@ -283,7 +281,7 @@ class ObjectStore:
     @contextmanager
     def _failures_to_write(self, name: str) -> Iterator[None]:
         """`sorted_failures`, where what is missing is the bucket; not every driver says so."""
-        url = self._url_of(name)
+        url = self.url_of(name)
         try:
             with sorted_failures(url):
                 yield
@@ -293,7 +291,8 @@ class ObjectStore:
     def _key(self, name: str) -> str:
         return f"{self._root}/{name}" if name else self._root
 
-    def _url_of(self, name: str) -> str:
+    def url_of(self, name: str) -> str:
+        """The URL of one object; of the store itself for ""."""
         return f"{self.url}/{name}" if name else self.url
 
 

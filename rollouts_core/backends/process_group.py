@@ -62,10 +62,13 @@ def open_store(address: str, *, multi_tenant: bool = False) -> tuple[TCPStore, i
     return store, port
 
 
-def join_store(address: str, port: int) -> TCPStore:
-    """The store that the trainer opened, over which the members find each other; RuntimeError where it is not."""
-    timeout = timedelta(seconds=TIMEOUT_S)
-    return TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timeout)
+def join_store(address: str, port: int, *, size: int) -> TCPStore:
+    """The store that the trainer opened, over which the members find each other; RuntimeError if it is not there.
+
+    This member is counted in, as `torch.distributed.rendezvous` does: a trainer that opened the store so waits until
+    `size` members were counted. Only the one that opened it waits.
+    """
+    return TCPStore(address, port, world_size=size, is_master=False, timeout=timedelta(seconds=TIMEOUT_S))
 
 
 def name_store(store: TCPStore, name: str, device: str) -> PrefixStore:

@@ -123,7 +123,9 @@ def build_app(scheduler: Scheduler, receiver: WeightReceiver | None = None) -> S
         "/health": (_health, ["GET"]),
         "/health_generate": (_health_generate, ["GET"]),
         "/model_info": (_model_info, ["GET"]),
+        "/get_model_info": (_model_info, ["GET"]),  # the names of older releases of SGLang, which trainers still use
         "/server_info": (_server_info, ["GET"]),
+        "/get_server_info": (_server_info, ["GET"]),
         "/v1/loads": (_loads, ["GET"]),
         "/update_weights_from_disk": (_update_weights_from_disk, ["POST"]),
         "/update_weights_from_segments": (_update_weights_from_segments, ["POST"]),

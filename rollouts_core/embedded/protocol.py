@@ -58,12 +58,14 @@ SENT_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": 
 """Number formats of weights that are sent, as requests name them."""
 
 UNSUPPORTED_FIELDS = (
-    *("input_embeds", "image_data", "video_data", "audio_data", "top_logprobs_num", "token_ids_logprob"),
+    *("input_embeds", "image_data", "video_data", "audio_data"),
     *("return_hidden_states", "return_routed_experts", "return_sampling_mask", "return_entropy", "session_params"),
     *("lora_path", "lora_id", "custom_logit_processor", "positional_embed_overrides", "max_thinking_tokens"),
-    *("return_prompt_token_ids", "return_text_in_logprobs", "watermark"),
+    *("return_prompt_token_ids", "watermark"),
 )
 """Fields of a generate request that ask for something this engine does not have."""
+UNSUPPORTED_LOGPROB_FIELDS = ("top_logprobs_num", "token_ids_logprob", "return_text_in_logprobs")
+"""The same for requests that want log-probs; others may carry them."""
 
 
 LOAD_SECTIONS = ("core", "memory", "spec", "lora", "disagg", "queues", "all")
@@ -117,8 +119,11 @@ def parse_generate(
     for name in ("return_logprob", "logprob_start_len"):
         if count > 1 and isinstance(body.get(name), list):
             raise RequestError(f"Cannot use list {name} with parallel_sample_num > 1")
-    _check_logprob_start(body, prompts)
-    logprobs = {_boolean("return_logprob", value) for value in _spread(body, "return_logprob", len(prompts))}
+    wanted = [_boolean("return_logprob", value) for value in _spread(body, "return_logprob", len(prompts))]
+    if unsupported := [name for name in UNSUPPORTED_LOGPROB_FIELDS if True in wanted and body.get(name)]:
+        raise _unsupported(unsupported[0])
+    _check_logprob_start(body, prompts, wanted)
+    logprobs = set(wanted)
     if len(logprobs) > 1:
         raise RequestError("return_logprob must be the same for all prompts of a request.")
     request_ids = _request_ids(body.get("rid"), len(prompts), count, is_batch=is_batch or count > 1)
@@ -256,7 +261,7 @@ def group_from_json(body: Mapping[str, Json]) -> GroupCall:
     if (backend := body.get("backend", "nccl")) != "gloo":
         raise RequestError(f"backend {_show(backend)} is not supported by the embedded engine: give gloo.")
     address: Json = body.get("master_address")
-    port: Json = body.get("master_port")
+    port: Json = _port(body.get("master_port"))
     rank: Json = body.get("rank_offset")
     size: Json = body.get("world_size")
     if not isinstance(address, str) or not address.isprintable():
@@ -269,7 +274,7 @@ def group_from_json(body: Mapping[str, Json]) -> GroupCall:
         )
     return GroupCall(
         name=group_name_from_json(body),
-        address=address,
+        address=address.strip("[]"),  # trainers write IPv6 as in a URL
         port=port,
         rank=rank,
         size=size,
@@ -313,6 +318,11 @@ def group_name_from_json(body: Mapping[str, Json]) -> str:
     if not isinstance(name, str):
         raise ContractError(f"invalid type: {_show(name)} for `group_name`, expected a string")
     return name
+
+
+def _port(value: Json) -> Json:
+    """A port that is given as text, as AReaL and SGLang's own clients do, as a number; anything else as it is."""
+    return int(value) if isinstance(value, str) and value.isascii() and value.isdecimal() and len(value) < 6 else value
 
 
 def _is_shape(value: Json) -> bool:
@@ -497,14 +507,15 @@ def _request_ids(value: Json, num_prompts: int, per_prompt: int, *, is_batch: bo
     return [f"{own}_{sibling}" for own in value for sibling in range(per_prompt)] if per_prompt > 1 else value
 
 
-def _check_logprob_start(body: Mapping[str, Json], prompts: list[tuple[int, ...]]) -> None:
-    """Logprobs of the prompt are not computed: only starts behind it are accepted."""
-    for start, prompt in zip(_spread(body, "logprob_start_len", len(prompts)), prompts, strict=True):
+def _check_logprob_start(body: Mapping[str, Json], prompts: list[tuple[int, ...]], wanted: list[bool]) -> None:
+    """Logprobs of the prompt are not computed: a start within it is refused, unless no logprobs are wanted."""
+    starts = _spread(body, "logprob_start_len", len(prompts))
+    for start, prompt, is_wanted in zip(starts, prompts, wanted, strict=True):
         if start is None or start == -1:
             continue
         if not _is_integer(start):
             raise ContractError(f"invalid type: {_show(start)}, expected i64")
-        if start < len(prompt):
+        if is_wanted and start < len(prompt):
             raise RequestError(
                 "logprob_start_len within the prompt is not supported by the embedded engine: leave it out, or use "
                 "the engine SGLang."

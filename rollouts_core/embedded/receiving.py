@@ -152,7 +152,7 @@ class WeightReceiver:
 
 
 def _connect(call: GroupCall) -> Any:  # Any: see WeightReceiver
-    store = join_store(call.address, call.port)
+    store = join_store(call.address, call.port, size=call.size)
     address = find_address_towards(call.address, call.port)
     place = name_store(store, call.name, "cpu")
     return connect_gloo(place, rank=call.rank, size=call.size, address=address)

@@ -142,13 +142,15 @@ def require_key(app: ASGIApp, api_key: str) -> ASGIApp:
 def refuse_web_pages(app: ASGIApp) -> ASGIApp:
     """`app`, with 403 for what a page of somebody else's asks from a browser of this machine, which no key keeps out.
 
-    Such a request names the page's origin, or the page's name as the host where that leads to a loopback address.
+    Browsers name the page's origin, or the page's name as the host if it leads to a loopback address, or say that the
+    request is from another site.
     """
 
     async def checked_app(scope: Scope, receive: Receive, send: Send) -> None:
         headers = Headers(scope=scope)
         places = [f"//{headers.get('host', 'localhost')}", headers.get("origin", "//localhost")]
-        if all(map(_is_of_this_machine, places)):
+        is_foreign = headers.get("sec-fetch-site") == "cross-site"  # of a GET, browsers name no origin
+        if all(map(_is_of_this_machine, places)) and not is_foreign:
             await app(scope, receive, send)
         else:
             problem = "a server without a key answers programs of its machine, by 127.0.0.1 or localhost, alone"

@@ -11,13 +11,16 @@ from __future__ import annotations
 
 import inspect
 import json
+import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from rollouts_core.errors import ConfigError, DataError, EnvironmentUnavailableError, InputError
+from rollouts_core.system.files import write_atomically
 from rollouts_core.types import Sample, Status
+from rollouts_core.user_code.failures import describe_raised
 
 
 class VerifiersEnvironment:
@@ -53,15 +56,28 @@ def load_rows(taskset_id: str) -> list[dict[str, Any]]:  # Any: JSON
     """The tasks of an installed taskset as rows of a prompt file.
 
     Raises:
-        ConfigError: it is not installed, has no end, or needs more than an answer to be scored.
+        ConfigError: it is not installed, raises, has no end, or needs more than an answer to be scored.
     """
     _check_installed()
+    try:
+        return _read_rows(taskset_id)
+    except InputError:
+        raise
+    except ImportError as error:
+        missing = (
+            error.__cause__ or error.__context__ or error
+        )  # verifiers calls a taskset that lacks something missing
+        raise ConfigError(f"the taskset {taskset_id!r} cannot be loaded ({missing}): install its package") from error
+    except (Exception, SystemExit) as error:  # a taskset is code of others, which may raise anything
+        raise ConfigError(
+            f"the taskset {taskset_id!r} cannot be read, it {describe_raised(error)}: correct its name or its package"
+        ) from error
+
+
+def _read_rows(taskset_id: str) -> list[dict[str, Any]]:  # Any: JSON
     from verifiers.v1.utils.loaders import load_taskset, taskset_config_type
 
-    try:
-        taskset = load_taskset(taskset_config_type(taskset_id)(id=taskset_id))
-    except ImportError as error:
-        raise ConfigError(f"the taskset {taskset_id!r} cannot be loaded ({error}): install its package") from error
+    taskset = load_taskset(taskset_config_type(taskset_id)(id=taskset_id))
     if not taskset.bounded:
         raise ConfigError(f"the taskset {taskset_id!r} has no end: write rows from a part of it")
     rows = []
@@ -208,13 +224,20 @@ def main(arguments: list[str]) -> int:
     if len(arguments) != 2:
         sys.stderr.write("usage: python -m rollouts_core.environments.verifiers_tasks TASKSET PROMPTS.jsonl\n")
         return 2
+    name, target = arguments[0], Path(arguments[1])
     try:
-        rows = load_rows(arguments[0])
+        rows = load_rows(name)
+        write_atomically(target, "".join(json.dumps(row) + "\n" for row in rows))
     except InputError as error:
         sys.stderr.write(f"rollouts: {error}\n")
         return 2
-    Path(arguments[1]).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    sys.stderr.write(f"wrote {len(rows)} prompts to {arguments[1]}\n")
+    except OSError as error:
+        sys.stderr.write(f"rollouts: {target} cannot be written ({error.strerror or error}): name another file\n")
+        return 2
+    except KeyboardInterrupt:
+        sys.stderr.write(f"rollouts: interrupted, {target} was not written\n")
+        return 128 + signal.SIGINT
+    sys.stderr.write(f"wrote {len(rows)} prompts to {target}\n")
     return 0
 
 

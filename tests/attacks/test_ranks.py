@@ -144,14 +144,14 @@ def test_a_store_between_machines_is_reached_with_the_key_alone() -> None:
         opened_tunnel(host, gate_port, KEY) as own,
         opened_tunnel(host, gate_port, "guess") as other,
     ):
-        join_store("127.0.0.1", own).set("ours", "1")
+        join_store("127.0.0.1", own, size=1).set("ours", "1")
         assert store.get("ours") == b"1"
         for stranger in (gate_port, other):
             with socket.create_connection(("127.0.0.1", stranger)) as connection:
                 connection.settimeout(20)
                 connection.sendall(b"\x00" * 64)
                 assert len(read_to_end(connection)) <= 64, "no more than a nonce and a proof"
-    assert store.num_keys() == 1
+    assert store.num_keys() == 2, "the key and the count of members"
 
 
 def test_strangers_that_say_nothing_hold_nobody_up_for_long() -> None:
@@ -160,7 +160,7 @@ def test_strangers_that_say_nothing_hold_nobody_up_for_long() -> None:
     host, gate_port = listener.getsockname()
     with opened_gate(listener, port, KEY), opened_tunnel(host, gate_port, KEY) as own:
         silent = [socket.create_connection((host, gate_port)) for _ in range(MAX_UNPROVEN // 2)]
-        join_store("127.0.0.1", own).set("ours", "1")
+        join_store("127.0.0.1", own, size=1).set("ours", "1")
         for connection in silent:
             connection.close()
     assert json.loads(store.get("ours")) == 1

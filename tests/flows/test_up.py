@@ -228,6 +228,17 @@ def test_what_an_interrupted_up_began_is_ended_by_down(served: Rollouts) -> None
     wait_until(lambda: not processes_of(served.store), what="the end of everything", timeout_s=30)
 
 
+def test_a_port_that_was_asked_for_is_taken_again(served: Rollouts) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    assert f"http://127.0.0.1:{port}" in up(served, "--port", str(port))
+    assert served.run("down")[0] == 0
+    assert f"http://127.0.0.1:{port}" in up(served)
+    assert served.run("down")[0] == 0
+    with socket.create_server(("127.0.0.1", port)):
+        assert f"http://127.0.0.1:{port}" not in up(served)
+
+
 @pytest.mark.matrix
 def test_what_cannot_be_is_one_sentence(served: Rollouts, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:

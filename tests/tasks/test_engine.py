@@ -6,12 +6,14 @@ loads slowly is ended before its first token.
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -45,7 +47,7 @@ LEASE_S = 10.0
 RENEWED_AS_IF_S = 6.0
 """A lease that is renewed as often as one of this length."""
 SHORT_LEASE_S = 2.0
-"""Shorter than an engine needs to import torch."""
+"""Shorter than an engine needs to import torch and load a model."""
 
 
 @pytest.fixture
@@ -80,6 +82,7 @@ def test_an_engine_survives_its_loading_and_ends_by_itself_when_nobody_renews_it
     rl: Stage, scope: RunScope, node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine, "LEASE_S", SHORT_LEASE_S)
+    monkeypatch.setattr(leases, "LEASE_S", SHORT_LEASE_S / 2)
     session = LocalSession(sys.executable)
     record = engine.launch_engine.fn(rl, 0, scope, node)
     try:
@@ -261,35 +264,92 @@ def lost(node: Node, tmp_path: Path) -> Iterator[Node]:
         yield replace(node, name="lost", provider="ssh", mirror=str(tmp_path / "mirror"), access=access)
 
 
-def test_engines_on_machines_of_their_own_are_kept_until_their_trainer_has_its_gpus(
-    node: Node, lost: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_engines_are_kept_wherever_they_are_as_long_as_the_run_holds_them(
+    rl: Stage, scope: RunScope, node: Node, lost: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A node that is lost does not keep the others from it."""
     monkeypatch.setattr(leases, "LEASE_S", RENEWED_AS_IF_S)
     machines = replace(node, engine_nodes=(lost, replace(node, name="there")))
     session = LocalSession(sys.executable)
-    spec = shell_spec(tmp_path / "engine", "sleep 600", lease_s=LEASE_S)
-    start_or_attach(session, spec)
-    engines = [
-        EngineRecord(url=f"http://{name}:1", run_dir=spec.run_dir, node=name, lease_url="http://there:2")
-        for name in ("lost", "there")
-    ]
-    with pytest.raises(KeyboardInterrupt), engine.kept_alive(engines, machines):  # which does not wait for the lost one
-        time.sleep(1.3 * LEASE_S)
-        assert job_status(session, spec.run_dir).state is JobState.RUNNING
-        raise KeyboardInterrupt
-    wait_until(lambda: job_status(session, spec.run_dir).state is not JobState.RUNNING, what="the end of the engine")
+    specs = {
+        name: shell_spec(tmp_path / f"engine-{name}", "sleep 600", lease_s=LEASE_S)
+        for name in ("lost", "there", node.name)
+    }
+    alive = [specs["there"].run_dir, specs[node.name].run_dir]
+    start_or_attach(session, specs["there"])
+    start_or_attach(session, specs[node.name])
+
+    def states() -> set[JobState]:
+        return {job_status(session, run_dir).state for run_dir in alive}
+
+    def hold() -> None:
+        with ExitStack() as stack:
+            for name, spec in specs.items():
+                record = EngineRecord(url="http://there:1", run_dir=spec.run_dir, node=name)
+                stack.enter_context(engine.kept_alive(rl, record, scope, machines))
+            time.sleep(1.3 * LEASE_S)
+            assert states() == {JobState.RUNNING}
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        hold()
+    wait_until(lambda: JobState.RUNNING not in states(), what="the end of the engines")
 
 
-def test_an_engine_beside_its_trainer_is_kept_while_that_waits_for_machines_that_train_with_it(
-    node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("end", ["lapse", "kill"])
+def test_an_engine_that_lapsed_or_whose_supervisor_was_killed_comes_back_at_its_port(
+    end: str,
+    rl: Stage,
+    scope: RunScope,
+    node: Node,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(leases, "LEASE_S", RENEWED_AS_IF_S)
-    machines = replace(node, trainer_nodes=(replace(node, name="there"),))
     session = LocalSession(sys.executable)
-    spec = shell_spec(tmp_path / "engine", "sleep 600", lease_s=LEASE_S)
-    start_or_attach(session, spec)
-    beside = EngineRecord(url="http://127.0.0.1:1", run_dir=spec.run_dir, node=node.name)
-    with engine.kept_alive([beside], machines):
-        time.sleep(1.3 * LEASE_S)
-        assert job_status(session, spec.run_dir).state is JobState.RUNNING
-    wait_until(lambda: job_status(session, spec.run_dir).state is not JobState.RUNNING, what="the end of the engine")
+    with monkeypatch.context() as patched:
+        patched.setattr(engine, "LEASE_S", LEASE_S)
+        record = engine.launch_engine.fn(rl, 0, scope, node)
+    try:
+        if end == "kill":
+            supervisor = json.loads((Path(record.run_dir) / ".job" / "meta-1.json").read_text())["supervisor_pid"]
+            os.kill(supervisor, signal.SIGKILL)
+        wait_until(
+            lambda: job_status(session, record.run_dir).state is not JobState.RUNNING, what="its end", timeout_s=40
+        )
+        monkeypatch.setattr(leases, "LEASE_S", SHORT_LEASE_S)
+        with engine.kept_alive(rl, record, scope, node) as kept:
+            wait_until(lambda: is_answering(record.url), what="the engine at its former port", timeout_s=60)
+            assert kept.has_lapsed_within(60.0, session)
+            assert not kept.has_lapsed_within(0.0, session)
+        said = " ".join(capsys.readouterr().err.split())
+        reason = "its lease was not renewed" if end == "lapse" else "its supervisor was killed."
+        assert f"{record.url} ended: {reason}" in said
+        assert said.count("It is started again") == 1
+    finally:
+        cancel_job(session, record.run_dir, 1.0)
+
+
+def is_answering(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/model_info", timeout=60.0).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+def test_an_engine_that_failed_by_itself_is_named_and_not_started_again(
+    rl: Stage,
+    scope: RunScope,
+    node: Node,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(leases, "LEASE_S", SHORT_LEASE_S)
+    spec = shell_spec(tmp_path / "engine", "exit 3", lease_s=LEASE_S)
+    start_or_attach(LocalSession(sys.executable), spec)
+    record = EngineRecord(url="http://127.0.0.1:1", run_dir=spec.run_dir, node=node.name)
+    with engine.kept_alive(rl, record, scope, node):
+        wait_until(lambda: "failed by itself" in capsys.readouterr().err, what="the reason")
+        time.sleep(3 * SHORT_LEASE_S)
+    assert capsys.readouterr().err == ""
+    assert job_status(LocalSession(sys.executable), spec.run_dir).attempt == 1

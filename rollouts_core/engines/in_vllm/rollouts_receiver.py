@@ -31,7 +31,7 @@ class WeightReceiver:
         # Each replica of data parallelism numbers its workers from 0.
         parallel = worker.parallel_config
         groups, rank = _groups(), 1 + parallel.data_parallel_index * parallel.world_size + int(worker.rank)
-        store = groups.name_store(groups.join_store(address, port), name, DEVICES[backend])
+        store = groups.name_store(groups.join_store(address, port, size=size), name, DEVICES[backend])
         if backend == "nccl":
             group = groups.connect_nccl(store, rank=rank, size=size)
         else:

@@ -3,12 +3,15 @@
 Without it a run waits for ever for a machine that is gone, or hands its secrets to one that is not the right one.
 """
 
+import itertools
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +22,7 @@ from paramiko.common import cMSG_DISCONNECT
 
 import infra.ssh.connection
 from infra.errors import (
+    BannedError,
     HostKeyError,
     LoginError,
     NameUnknownError,
@@ -26,7 +30,9 @@ from infra.errors import (
     PermanentInfraError,
     TransientInfraError,
 )
-from infra.node import SSHAccess
+from infra.node import SSHAccess, SSHNode
+from infra.providers.ssh import read_access
+from infra.ssh.agents import PURPOSES
 from infra.ssh.connection import connect
 from infra.ssh.host_keys import HostKeyEvidence
 from infra.ssh.login_keys import LoginKeys
@@ -84,6 +90,122 @@ def test_a_pinned_key_is_found_among_the_hosts_other_keys(tmp_path: Path) -> Non
         access = replace(server.access, host_key=fingerprint_of(tmp_path / "rsa"))
         assert evidence_of(access) is HostKeyEvidence.PINNED
         assert evidence_of(server.access) is HostKeyEvidence.PINNED
+
+
+HOST_KEY_TYPES = ("rsa", "ecdsa")
+
+
+@contextmanager
+def server_with_all_types(folder: Path) -> Iterator[SSHServer]:
+    for key_type in HOST_KEY_TYPES:
+        make_key(folder / key_type, key_type=key_type)
+    lines = [f"HostKey {folder}/{key_type}" for key_type in HOST_KEY_TYPES]
+    with running_server(folder / "sshd", more_config="\n".join(["LogLevel VERBOSE", *lines])) as server:
+        yield server
+
+
+def connections_without_login(server: SSHServer) -> int:
+    """OpenSSH counts these against us, and bans us for them; the test's own look at the port is one of them."""
+    return (server.folder / "log").read_text().count("Connection from") - number_of_logins(server) - 1
+
+
+@pytest.mark.parametrize("key_type", HOST_KEY_TYPES)
+def test_the_type_of_a_pinned_key_is_found_once_and_asked_for_at_once_by_every_later_process(
+    key_type: str, tmp_path: Path
+) -> None:
+    with server_with_all_types(tmp_path) as server:
+        fingerprint = fingerprint_of(tmp_path / key_type)
+        settings = SSHNode(
+            host=f"{server.access.user}@127.0.0.1:{server.port}",
+            python=sys.executable,
+            key_file=server.access.key_file,
+            host_key=fingerprint,
+        )
+        evidence_of(read_access(settings, tmp_path / "store"))
+        first = connections_without_login(server)
+        assert first <= len(HOST_KEY_TYPES)
+        for _ in range(3):  # with nothing in memory, as in another process
+            assert evidence_of(read_access(settings, tmp_path / "store")) is HostKeyEvidence.PINNED
+        assert connections_without_login(server) == first
+        assert read_access(settings, tmp_path / "store").first_use_file == ""  # noted, and no other key is believed
+
+
+def test_a_pinned_key_that_known_hosts_has_is_asked_for_at_once(tmp_path: Path) -> None:
+    with server_with_all_types(tmp_path) as server:
+        lines = [known_hosts_line(server, key_file=tmp_path / each) for each in HOST_KEY_TYPES]
+        (tmp_path / "known_hosts").write_text("".join([known_hosts_line(server), *lines]))
+        for key_type in HOST_KEY_TYPES:
+            access = replace(server.access, host_key=fingerprint_of(tmp_path / key_type))
+            assert evidence_of(replace(access, known_hosts=(str(tmp_path / "known_hosts"),))) is HostKeyEvidence.PINNED
+        assert connections_without_login(server) == 0
+
+
+def test_a_session_asks_each_further_connection_for_the_type_that_fitted(tmp_path: Path) -> None:
+    with server_with_all_types(tmp_path) as server:
+        access = replace(server.access, host_key=fingerprint_of(tmp_path / "rsa"))
+        with SSHSession(access, python="python3", programs_dir="/unused") as session:
+            session.run(["true"], timeout_s=60)
+            first = connections_without_login(server)
+            for _ in range(3):
+                session.agents.forget(PURPOSES)
+                session.run(["true"], timeout_s=60)
+            session.agents.connection("bulk")
+        assert connections_without_login(server) == first
+
+
+@pytest.mark.parametrize("said", ["Not allowed at this time", "Exceeded MaxStartups"])
+@pytest.mark.parametrize("is_reset", [False, True])
+def test_a_ban_is_named_and_is_no_wrong_address(said: str, is_reset: bool, ssh_server: SSHServer) -> None:
+    with banning_port(said, is_reset=is_reset) as port, pytest.raises(BannedError) as raised:
+        connect(replace(ssh_server.access, port=port))
+    assert f"takes no connection from this machine for now ('{said}')" in str(raised.value)
+    assert "check its address" not in str(raised.value)
+
+
+def test_a_ban_by_a_machine_on_the_way_is_named(ssh_server: SSHServer) -> None:
+    with banning_port("Not allowed at this time") as port, pytest.raises(NodeUnreachableError, match="PerSourcePenal"):
+        connect(replace(ssh_server.access, proxy_jump=f"somebody@127.0.0.1:{port}"))
+
+
+def test_a_session_outlasts_the_shortest_ban(ssh_server: SSHServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("infra.ssh.agents.BAN_PAUSE_S", 0.5)
+    with banning_port("Not allowed at this time", num_banned=3, then=ssh_server.port) as port:
+        access = replace(ssh_server.access, port=port)
+        with SSHSession(access, python="python3", programs_dir="/unused") as session:
+            assert session.run(["echo", "here"], timeout_s=60).stdout == b"here\n"
+
+
+@contextmanager
+def banning_port(said: str, *, is_reset: bool = False, num_banned: int = 1000, then: int = 0) -> Iterator[int]:
+    """A port of a server that bans its clients, as OpenSSH 9.8 says so; after some of them it leads to another port."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def answer() -> None:
+            for number in itertools.count():
+                try:
+                    client, _ = listener.accept()
+                except OSError:
+                    return
+                if number >= num_banned:
+                    far = socket.create_connection(("127.0.0.1", then))
+                    for pair in ((client, far), (far, client)):
+                        threading.Thread(target=carry, args=pair, daemon=True).start()
+                    continue
+                if is_reset:
+                    client.recv(1, socket.MSG_PEEK)  # what stays unread makes the end a reset
+                client.sendall(f"{said}\r\n".encode())
+                client.close()
+
+        threading.Thread(target=answer, daemon=True).start()
+        yield int(listener.getsockname()[1])
+        listener.shutdown(socket.SHUT_RDWR)
+
+
+def carry(near: socket.socket, far: socket.socket) -> None:
+    with suppress(OSError):
+        while content := near.recv(65536):
+            far.sendall(content)
+        far.shutdown(socket.SHUT_WR)
 
 
 def test_a_key_that_is_not_authorized_is_refused_with_its_fingerprint(ssh_server: SSHServer, tmp_path: Path) -> None:

@@ -543,3 +543,55 @@ def test_new_keys_in_the_middle_of_a_transfer_lose_nothing(
         assert time.monotonic() - started < 60
         assert (server.folder / "log").read_text().count("rekeying") > 4
     assert hashlib.sha256(pulled).digest() == hashlib.sha256(content).digest()
+
+
+@pytest.mark.parametrize("reads", ["read -r line", "read -r a; read -r b", "head -c 3 > /dev/null"])
+def test_a_bashrc_that_reads_what_is_meant_for_the_command_is_named(tmp_path: Path, reads: str) -> None:
+    with session_of_bashrc(tmp_path, reads) as session, pytest.raises(PermanentInfraError) as raised:
+        session.run(["true"], timeout_s=30)
+    assert "a file that its shell runs at a login, as .bashrc, reads the input that is meant for the" in str(
+        raised.value
+    )
+
+
+def test_a_bashrc_that_reads_all_input_is_suspected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("infra.ssh.ssh_session.ANSWER_MARGIN_S", 1.0)
+    with session_of_bashrc(tmp_path, "cat > /dev/null") as session, pytest.raises(NodeUnreachableError) as raised:
+        session.run(["true"], timeout_s=4)
+    assert "a .bashrc reads standard input to its end" in str(raised.value)
+
+
+def test_a_bashrc_that_reads_nothing_of_a_session_is_no_obstacle(tmp_path: Path) -> None:
+    with session_of_bashrc(tmp_path, "[[ $- == *i* ]] || return\nread -r line") as session:
+        assert session.run(["echo", "here"], timeout_s=30).stdout == b"here\n"
+
+
+@contextmanager
+def session_of_bashrc(folder: Path, lines: str) -> Iterator[SSHSession]:
+    """A session of a user whose shell runs these lines at each login."""
+    (folder / ".bashrc").write_text(f"{lines}\n")
+    bash = f"""ForceCommand HOME={folder} SHLVL=0 exec bash -c "source {folder}/.bashrc; $SSH_ORIGINAL_COMMAND\""""
+    with (
+        running_server(folder / "sshd", more_config=bash) as server,
+        SSHSession(server.access, python=sys.executable, programs_dir=str(folder / "programs")) as session,
+    ):
+        yield session
+
+
+def test_a_server_that_closes_silent_channels_does_not_end_what_is_silent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a job that says nothing for long, and of a command; the server's limit here is two beats of the agent."""
+    monkeypatch.setattr("infra.jobs.MAX_BROKEN_STREAMS", 1)
+    with (
+        running_server(tmp_path / "sshd", more_config="ChannelTimeout *=11s") as server,
+        SSHSession(server.access, python=sys.executable, programs_dir=str(tmp_path / "programs")) as session,
+    ):
+        started = time.monotonic()
+        start_or_attach(session, shell_spec(tmp_path / "job", "sleep 25"))
+        status = follow_job(session, str(tmp_path / "job"), on_metrics=lambda _: None, on_event=lambda _: None)
+        assert status.state is JobState.EXITED
+        assert session.run(["sh", "-c", "sleep 15; echo end"], timeout_s=60).stdout == b"end\n"
+        time.sleep(13)  # agents that wait are closed, and noticed
+        assert session.run(["echo", "again"], timeout_s=60).stdout == b"again\n"
+        assert time.monotonic() - started > 50

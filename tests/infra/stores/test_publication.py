@@ -186,6 +186,30 @@ def test_a_folder_of_somebody_else_and_a_single_object_come_as_they_are(
         pull(f"s3://{bucket}/other", tmp_path / "other")
 
 
+def put(s3_server: S3Server, bucket: str, **objects: bytes) -> None:
+    for key, content in objects.items():
+        s3_server.client().put_object(Bucket=bucket, Key=key, Body=content)
+
+
+def test_what_is_an_object_and_a_folder_is_one_sentence(bucket: str, s3_server: S3Server, tmp_path: Path) -> None:
+    put(s3_server, bucket, **{"run": b"an object", "run/a": b"x", "deep/b": b"1", "deep/b/c/d": b"2"})
+    for name, both, within in (("run", "run", "a"), ("deep", "deep/b", "b/c/d"), ("", "run", "run/a")):
+        with pytest.raises(PermanentInfraError) as raised:
+            pull(f"s3://{bucket}/{name}".rstrip("/"), tmp_path / "target")
+        assert f"s3://{bucket}/{both} is an object, and also a folder with {within}, " in str(raised.value)
+        assert not (tmp_path / "target").exists()
+    pull(f"s3://{bucket}/deep/b/c", tmp_path / "inner")
+    assert content_of(tmp_path / "inner") == {"d": b"2"}
+
+
+def test_an_object_of_no_bytes_that_marks_a_folder_is_left_out(
+    bucket: str, s3_server: S3Server, tmp_path: Path
+) -> None:
+    put(s3_server, bucket, **{"run": b"", "run/": b"", "run/a": b"x", "run/b": b"", "run/b/c": b"y", "run/empty": b""})
+    pull(f"s3://{bucket}/run", tmp_path / "run")
+    assert content_of(tmp_path / "run") == {"a": b"x", "b/c": b"y", "empty": b""}
+
+
 @pytest.mark.parametrize("state", ["as it was", "changed", "without an MD5"])
 def test_what_an_earlier_try_left_is_compared_by_the_digest_that_the_store_keeps(
     bucket: str, s3_server: S3Server, tmp_path: Path, state: str

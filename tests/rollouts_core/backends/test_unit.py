@@ -130,7 +130,7 @@ def test_launchers_meet_by_their_key_and_each_beat_renews_the_lease(
     def be_further() -> None:
         with follow(further, node_rank=1, key=KEY, lease_file=lease) as joined:
             met.append(joined.meeting)
-            join_store("127.0.0.1", joined.meeting.store_port).set("from", "afar")
+            join_store("127.0.0.1", joined.meeting.store_port, size=1).set("from", "afar")
             wait_until(lambda: lease.stat().st_mtime > 1.0)
             joined.conclude(0)
 
@@ -142,7 +142,7 @@ def test_launchers_meet_by_their_key_and_each_beat_renews_the_lease(
             pass
     assert lease.stat().st_mtime == 1.0 and met == []
     with socket.create_connection((further.host, further.port)), lead([further], KEY) as joined:  # one says nothing
-        assert join_store("127.0.0.1", joined.meeting.store_port).get("from") == b"afar"
+        assert join_store("127.0.0.1", joined.meeting.store_port, size=1).get("from") == b"afar"
         wait_until(lambda: lease.stat().st_mtime > 1.0)
         joined.conclude(0)
     waiting.join()

@@ -176,9 +176,9 @@ def test_requests_of_the_wrong_form_break_the_contract(body: Any, words: str) ->
         ({"input_ids": [[1], [2]], "sampling_params": [{"n": 2}, {"n": 3}]}, "should be the same for all samples"),
         ({"return_logprob": [True], "sampling_params": {"n": 2}}, "Cannot use list return_logprob"),
         ({"sampling_params": {"logit_bias": {"3": 1e999}}}, "logit_bias must have finite numbers"),
-        ({"top_logprobs_num": 3}, "`top_logprobs_num` is not supported"),
+        ({"return_logprob": True, "top_logprobs_num": 3}, "`top_logprobs_num` is not supported"),
         ({"lora_path": "x"}, "`lora_path` is not supported"),
-        ({"logprob_start_len": 0}, "logprob_start_len within the prompt"),
+        ({"return_logprob": True, "logprob_start_len": 0}, "logprob_start_len within the prompt"),
         ({"rid": ["a", "a"]}, "different ids"),
     ],
 )

@@ -592,6 +592,9 @@ def test_a_request_without_the_key_gets_nothing(scheduler: Scheduler, given: str
         ({"Host": "page.example:30000"}, 403),
         ({"Host": "localhost.page.example"}, 403),
         ({"Host": "[x]"}, 403),
+        ({"Host": "127.0.0.1:30000", "Sec-Fetch-Site": "cross-site"}, 403),
+        ({"Host": "127.0.0.1:30000", "Sec-Fetch-Site": "same-origin"}, 200),
+        ({"Host": "127.0.0.1:30000", "Sec-Fetch-Site": "none"}, 200),
     ],
 )
 def test_a_server_without_a_key_does_nothing_for_pages_in_a_browser(

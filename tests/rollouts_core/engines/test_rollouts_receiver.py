@@ -38,7 +38,7 @@ def test_every_worker_is_another_rank_behind_the_trainer(
     groups = SimpleNamespace(
         connect_gloo=connect,
         connect_nccl=connect,
-        join_store=lambda address, port: None,
+        join_store=lambda address, port, size: None,
         name_store=lambda store, name, device: None,
         find_address_towards=lambda address, port: "127.0.0.1",
     )

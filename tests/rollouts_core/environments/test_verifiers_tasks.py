@@ -163,3 +163,44 @@ def test_a_trace_that_failed_or_has_no_tokens_gives_no_sample() -> None:
 def test_a_taskset_that_is_not_installed_is_a_sentence() -> None:
     with pytest.raises(ConfigError, match=r"no-such-taskset.*install its package"):
         load_rows("no-such-taskset")
+
+
+@pytest.mark.parametrize(
+    ("source", "sentence"),
+    [
+        ("raise ValueError('no key')", "raised ValueError: no key"),
+        ("raise SystemExit(3)", "raised SystemExit: 3"),
+        ("def broken(:", "raised SyntaxError"),
+        ("import nothing_of_that_name", "No module named 'nothing_of_that_name'): install its package"),
+        ("x = 1", "raised AttributeError: taskset module 'broken_taskset'"),
+    ],
+)
+def test_a_taskset_that_cannot_be_read_is_one_sentence(
+    source: str, sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "broken_taskset.py").write_text(source)
+    sys.modules.pop("broken_taskset", None)
+    assert main(["broken_taskset", str(tmp_path / "prompts.jsonl")]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("rollouts: the taskset 'broken_taskset' cannot be ") and sentence in line
+    assert not (tmp_path / "prompts.jsonl").exists()
+
+
+@pytest.mark.parametrize("name", ["", ".", "/", "..", "a b", "json", "\x00", "ü" * 300])
+def test_any_name_of_a_taskset_is_one_sentence(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([name, str(tmp_path / "prompts.jsonl")]) == 2
+    assert capsys.readouterr().err.startswith("rollouts: the taskset ")
+
+
+@pytest.mark.parametrize(
+    "target", [".", "missing/prompts.jsonl", "file/prompts.jsonl", "x" * 300, "/proc/prompts.jsonl"]
+)
+def test_a_file_that_cannot_be_written_is_one_sentence(
+    target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = write_taskset(tmp_path, monkeypatch, "capitals_unwritten")
+    (tmp_path / "file").touch()
+    assert main([name, str(tmp_path / target)]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("rollouts: ") and "cannot be written (" in line
