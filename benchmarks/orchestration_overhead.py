@@ -22,6 +22,7 @@ from pathlib import Path
 
 import httpx
 
+from flows.prefect_api import ask
 from flows.server import local_server
 
 STAGES = ("sft", "select-sft", "rl", "select-rl", "evaluate")
@@ -52,7 +53,7 @@ def run_flow(store: Path) -> float:
     command = [sys.executable, "-m", "flows.cli", "quickstart", "--store", str(store)]
     subprocess.run(command, check=True, capture_output=True)
     with local_server(store) as address:
-        (run,) = httpx.post(f"{address.api_url}/flow_runs/filter", json={}, timeout=30).raise_for_status().json()
+        (run,) = ask(address, "POST", "/flow_runs/filter", {})
     return float(run["total_run_time"])
 
 

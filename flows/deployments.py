@@ -183,7 +183,8 @@ def load_deployments(home: Path) -> dict[str, Deployment]:
     found = {}
     for path in sorted((home / "deployments").glob("*.json")):
         try:
-            found[path.stem] = Deployment(**json.loads(path.read_text()))
+            content = json.loads(path.read_text())
+            found[path.stem] = Deployment(**{**content, "code_folders": tuple(content.get("code_folders", ()))})
         except (ValueError, TypeError) as error:
             raise ConfigError(f"{path} is not a deployment ({error}): delete it") from error
     return found

@@ -218,7 +218,7 @@ def describe_end(run_dir: Path) -> tuple[int, str]:
         at = datetime.fromisoformat(record["ended_at"]).astimezone().strftime("%Y-%m-%d %H:%M:%S")
         if record["cancelled"]:
             return attempt, f"cancelled at {at}"
-        exit_record = JobExit(**{each.name: record[each.name] for each in fields(JobExit)})
+        exit_record = JobExit(**{each.name: record[each.name] for each in fields(JobExit) if each.name in record})
     except (OSError, ValueError, TypeError, KeyError):
         return 0, ""
     return attempt, f"ended at {at}: {describe_exit(exit_record).rstrip('.')}"

@@ -59,6 +59,10 @@ MAX_LOG_RATIO = 20.0
 """|log ratio| is clamped to this before exp, so that a stray token gives a large number instead of infinity."""
 
 
+def _as_number(value: Any) -> float:  # Any: of a user's function
+    return float(value.detach() if isinstance(value, Tensor) else value)
+
+
 def call_loss(loss_fn: LossFn, scores: TokenScores, batch: TrainBatch) -> tuple[Tensor, Metrics]:
     """What a loss function returns, its metrics as numbers.
 
@@ -77,7 +81,7 @@ def call_loss(loss_fn: LossFn, scores: TokenScores, batch: TrainBatch) -> tuple[
         found = ", ".join(map(str, metrics)) or "none"
         raise ConfigError(f'the loss function {name} returned metrics without "loss" ({found}): {expected}')
     try:
-        return loss.reshape(()), {str(key): float(value) for key, value in metrics.items()}
+        return loss.reshape(()), {str(key): _as_number(value) for key, value in metrics.items()}
     except (TypeError, ValueError, RuntimeError) as error:
         wrong = next(key for key, value in metrics.items() if not _is_number(value))
         found = _describe(metrics[wrong])

@@ -6,9 +6,9 @@ Not here: how it computes while it is trained (policy.py).
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Self
+from typing import Annotated, Self
 
-from pydantic import Field, JsonValue, field_validator
+from pydantic import Field, JsonValue, WithJsonSchema, field_validator
 
 from rollouts_core.config.record import PLACEMENT, Record
 
@@ -30,7 +30,9 @@ class ModelConfig(Record):
     allow_pickle: bool = False
     """Start from weights that lie in pickled files alone (pytorch_model.bin), read without running what they hold.
     Checkpoints of the training are safetensors; the embedded engine serves nothing else."""
-    chat_template_kwargs: dict[str, JsonValue] = Field(default_factory=dict)
+    chat_template_kwargs: Annotated[dict[str, JsonValue], WithJsonSchema({"type": "object"})] = Field(
+        default_factory=dict
+    )
     """Values for the model's chat template, as in `{ enable_thinking = false }`. They count in SFT, RL and evaluation,
     and are written into the chat template of every checkpoint, so that whoever serves it renders the same prompts."""
 

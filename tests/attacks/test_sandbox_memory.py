@@ -23,6 +23,7 @@ from rollouts_core.environments.sandbox import SandboxLimits, SandboxResult, run
 MEMORY_MB = 96
 MEMORY_OF_MANY_MB = 192
 """For attacks by 15 processes, of which each counts the pages that it shares with the others."""
+NUM_TRIES = 3
 KERNEL_MB = 250
 """How much more the kernel may hold meanwhile: the limit, and what others on the machine cause."""
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="namespaces are Linux's")
@@ -218,11 +219,16 @@ def run(code: str, **limits: Any) -> SandboxResult:
 @pytest.mark.parametrize("name", ATTACKS)
 def test_no_program_holds_more_memory_than_it_may(name: str) -> None:
     code, memory_mb = ATTACKS[name]
-    with measured_kernel() as measured:
-        result = run(f"{BEGIN}WANTED = {memory_mb + 32} << 20\n{code}", memory_mb=memory_mb, wall_s=8)
-    assert "HELD" not in result.stdout
-    assert result.outcome is not Outcome.OK, "the attack was not tried"
-    assert max(measured) - measured[0] < KERNEL_MB
+    held: list[float] = []
+    for _ in range(NUM_TRIES):  # the kernel's memory is that of all programs of the machine
+        with measured_kernel() as measured:
+            result = run(f"{BEGIN}WANTED = {memory_mb + 32} << 20\n{code}", memory_mb=memory_mb, wall_s=8)
+        assert "HELD" not in result.stdout
+        assert result.outcome is not Outcome.OK, "the attack was not tried"
+        held.append(max(measured) - measured[0])
+        if held[-1] < KERNEL_MB:
+            break
+    assert min(held) < KERNEL_MB
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,7 @@ from flows.cli import app, render_curl, run_pipeline
 from flows.form import Pipeline, load_pipeline
 from flows.pipeline import PipelineResult
 from infra.ledger import LEDGER_FILE, Ledger
+from infra.ledger_file import LedgerFile
 from infra.node import SSHNode
 from rollouts_core.errors import ConfigError
 from rollouts_core.fingerprint import SEMANTICS_VERSION, fingerprint_job
@@ -45,7 +46,7 @@ SURFACE = {
     "evaluate": ["CONFIG", "[MODEL]", "--against", "--data", "--store", "--name", "--fresh", "--port"],
     "quickstart": ["--store", "--seed", "--port"],
     "preset": ["[NAME]"],
-    "validate": ["CONFIG", "--store"],
+    "validate": ["CONFIG", "--store", "--show", "--json"],
     "ui": ["--store", "--port"],
     "serve": ["MODEL_DIR", "--host", "--port", "--threads", "--max-running-requests", "--api-key"],
     "gpus": [
@@ -405,13 +406,13 @@ def test_ui_serves_the_pages_and_the_api_until_it_is_interrupted(tmp_path: Path)
 
 
 def test_what_somebody_may_not_read_or_write_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error is made up: these tests may run as root, who may do everything."""
+    """The error is made up: these tests may run as root, which may do everything."""
 
-    def refused(self: Path, *_: object, **__: object) -> None:
-        raise PermissionError(errno.EACCES, "Permission denied", str(self))
+    def refused(self: LedgerFile) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", str(self.path))
 
     (tmp_path / "ledger.db").touch()
-    monkeypatch.setattr(Path, "touch", refused)
+    monkeypatch.setattr(LedgerFile, "_opened", refused)
     outcome = CliRunner().invoke(app, ["models", "--store", str(tmp_path)])
     ledger = tmp_path / "ledger.db"
     assert outcome.exit_code == 2

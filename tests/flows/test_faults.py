@@ -18,7 +18,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 import tomli_w
 
@@ -367,12 +366,9 @@ def last_run(rollouts: Rollouts) -> dict[str, Any]:  # Any: JSON
 
 def task_states(store: Path, *, of_run: str) -> dict[str, str]:
     """The state of every task run of a flow run, by the task run's name, as Prefect's server tells it."""
-    with local_server(store) as address, httpx.Client(trust_env=False) as client:
-        query = {"flow_runs": {"id": {"any_": [of_run]}}}
-        user, _, password = address.password.partition(":")
-        answer = client.post(f"{address.api_url}/task_runs/filter", json=query, auth=(user, password))
-    answer.raise_for_status()
-    return {task_run["name"]: task_run["state_name"] for task_run in answer.json()}
+    with local_server(store) as address:
+        answer = ask(address, "POST", "/task_runs/filter", {"flow_runs": {"id": {"any_": [of_run]}}})
+    return {task_run["name"]: task_run["state_name"] for task_run in answer}
 
 
 def assert_goes_on(directory: Path) -> None:

@@ -108,7 +108,7 @@ def test_a_file_that_cannot_be_written_is_said_with_what_is_here(scope: RunScope
     checkpoint_there(node, "rl-2", 20)
     here = used_here(scope, "rl-2")
     assert salvage(scope, node)
-    (Path(node.root) / "stages/rl-2" / "notes").write_text("of the job")
-    (here / "notes" / "of somebody").mkdir(parents=True)
+    (Path(node.root) / "stages/rl-2" / "router.txt").write_text("of the job")
+    (here / "router.txt" / "of another program").mkdir(parents=True)
     [said] = salvage(scope, node)
     assert "not all of" in said and f"; step_000020 is the last checkpoint in {here}" in said
