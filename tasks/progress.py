@@ -70,7 +70,7 @@ class StageProgress:
         self._bar.update(self._row, completed=step, numbers=numbers)
         if step == self.num_steps or time.monotonic() - self._last_line_at > LINE_INTERVAL_S:
             self._last_line_at = time.monotonic()
-            self._say(f"step {step} of {self.num_steps}, {numbers}", on_terminal=False)
+            self._say(f"step {step} of {self.num_steps}" + (f", {numbers}" if numbers else ""), on_terminal=False)
 
     def say(self, message: str) -> None:
         """A sentence about the stage, on the console and in Prefect; a machine may have written a part of it."""
