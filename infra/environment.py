@@ -133,7 +133,8 @@ def ensure_environment(
         logger.warning("the environment of %s is made anew: %s does not run any more", node.name, built["python"])
         session.run(["rm", "-f", "--", f"{run_dir}/result.json"], timeout_s=CHECK_TIMEOUT_S, may_repeat=True)
     program = session.place_program(Path(environment_builder.__file__))
-    spec = JobSpec(run_dir=run_dir, argv=(session.python, ISOLATED, program), job=job, timeout_s=BUILD_TIMEOUT_S)
+    argv = (session.python, ISOLATED, program, run_dir)
+    spec = JobSpec(run_dir=run_dir, argv=argv, job=job, timeout_s=BUILD_TIMEOUT_S)
     start_or_attach(session, spec)
     ended = follow_job(session, spec.run_dir, on_metrics=_ignore, on_event=_ignore)
     try:

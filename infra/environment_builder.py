@@ -1,6 +1,6 @@
 """Install exact versions of packages into an environment of their own, on the node itself.
 
-The node's side of environment.py. Runs as a supervised job in its run directory: `python -I environment_builder.py`.
+The node's side of environment.py. Runs as a supervised job: `python -I environment_builder.py RUN_DIR`.
 Standard library only and one file, because it is sent to nodes by content.
 
     job.json      {"installer": "pip" or "uv", "index": URL or "", "requirements": [name==version, ...]}
@@ -32,7 +32,8 @@ PIP = ["-P", "-m", "pip", "install", "--disable-pip-version-check", "--no-input"
 
 
 def main() -> int:
-    """Build the environment of the working directory; returns the exit code."""
+    """Build the environment in the run directory that is given; returns the exit code."""
+    os.chdir(sys.argv[1])  # -I keeps Python from importing what lies there
     directory = Path.cwd()
     job = json.loads((directory / "job.json").read_text())  # Any: JSON
     environment, temporary = directory / "env", directory / TEMPORARY

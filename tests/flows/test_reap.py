@@ -31,7 +31,7 @@ def reap(rollouts: Rollouts, *assignments: str, state: str = "COMPLETED") -> tup
     run_id = trigger(rollouts, "reap", *assignments)
     wait_for_state(rollouts, run_id, state)
     run: dict[str, Any] = api(rollouts, "GET", f"/flow_runs/{run_id}")
-    question = {"artifacts": {"flow_run_id": {"any_": [run_id]}, "key": {"any_": ["machines"]}}}
+    question = {"artifacts": {"flow_run_id": {"any_": [run_id]}, "key": {"any_": [f"machines-{run_id}"]}}}
     [table] = api(rollouts, "POST", "/artifacts/filter", question)
     rows = json.loads(table["data"])
     wait_until(

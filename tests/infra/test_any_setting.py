@@ -186,7 +186,7 @@ def test_a_package_index_is_refused_or_one_argument_of_the_installer(index: str)
         (folder / "uv").chmod(0o755)
         (folder / "job.json").write_text(json.dumps({"installer": "uv", "index": index, "requirements": ["a==1"]}))
         done = subprocess.run(
-            [sys.executable, "-I", environment_builder.__file__],
+            [sys.executable, "-I", environment_builder.__file__, str(folder)],
             cwd=folder,
             env={"PATH": f"{folder}:{os.environ['PATH']}"},
             capture_output=True,
