@@ -1,4 +1,4 @@
-"""What the pipeline costs above its stages: the flow's wall time over the sum of the same commands run by hand.
+"""Measure what the pipeline costs above its stages: the wall time of the flow over that of its commands by hand.
 
     python benchmarks/orchestration_overhead.py [--repeats 3]
 
