@@ -1,41 +1,45 @@
-# make quickstart   the whole pipeline on this machine, with data and a model that it makes itself
-# make test         every test but those of real engines; `make test-fast` leaves out those that start servers, jobs or pipelines
-# make test-matrix  more of what `make test` has a sample of, three hours: every place x every way in which a run can break,
-#                   seeds of the quickstart, machines of engines that are lost, rented ones that are kept
-# make engines      SGLang and vLLM for a CPU, in .engines/, 7 GB; `make test-engines` tests against them
-# make check        lint, format, types
-# make bench        docs/benchmarks.md: this library side by side with others, half an hour on an idle machine
+# make quickstart    run the whole pipeline on this machine with a model and data that it creates
+# make test          fast tests and one slow test per promise of the product, ten minutes on two cores
+# make test-fast     tests that start no servers, jobs or pipelines
+# make test-ci       every test but those of real engines and `make test-nightly`
+# make test-nightly  more seeds, machines and ways to break a run than `make test-ci` samples, three hours
+# make engines       install SGLang and vLLM for CPUs in .engines/, 7 GB; `make test-engines` runs their tests
+# make check         lint, format, types, prose
+# make bench         write docs/benchmarks.md: this library side by side with others, half an hour on an idle machine
 
-# The first interpreter that is new enough; set PYTHON to choose another.
+# The first interpreter that is new enough. Set PYTHON to choose another.
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
 BIN := .venv/bin
-# Tests start thousands of processes, and without bytecode each compiles what it imports anew.
+# Tests start thousands of processes. Without bytecode, each process would compile its imports again.
 unexport PYTHONDONTWRITEBYTECODE
 READY := .venv/.ready
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet --no-compile \
 	--constraint constraints.txt --editable
-# What pip leaves to this, which takes all processors: pip compiles for as long as it takes to install the rest.
+# pip compiles on one processor and needs as long for that as for the installation; this uses all processors.
 COMPILE := $(BIN)/python -m compileall -qq -j 0 .venv/lib >/dev/null 2>&1 || true
-# A file of tests stays in one process: its fixtures train models once for all of them. tests/conftest.py orders the files.
+# The tests of a file share fixtures that train models, so a file stays in one process. tests/conftest.py orders the files.
 PYTEST := $(BIN)/python -m pytest --numprocesses auto --dist loadfile --no-loadscope-reorder
 
-.PHONY: quickstart test test-fast test-matrix test-engines engines check bench install clean
+.PHONY: quickstart test test-fast test-ci test-nightly test-engines engines check bench install clean
 
 quickstart: .venv/.installed
 	$(BIN)/rollouts quickstart
 
 test: $(READY)
-	$(PYTEST) -m "not engine and not matrix"
+	$(PYTEST) -m "(not slow or promise) and not engine and not matrix"
 
 test-fast: $(READY)
-	$(PYTEST) -m "not slow and not engine"
+	$(PYTEST) -m "not slow and not engine and not matrix"
 
-# Half of them lie in one file: they are spread one by one. Those of engines are skipped where these are not installed.
-test-matrix: $(READY)
+test-ci: $(READY)
+	$(PYTEST) -m "not engine and not matrix"
+
+# Half of these tests lie in one file, so they are distributed singly. Tests of engines that are not installed are skipped.
+test-nightly: $(READY)
 	$(BIN)/python -m pytest --numprocesses auto -m matrix
 
-# One after the other: an engine that starts takes all processors, and two workers take as long as one.
+# One test at a time: a starting engine takes all processors, and two workers need as long as one.
 test-engines: $(READY) engines
 	$(BIN)/python -m pytest -m "engine and not matrix" tests/engines
 
@@ -45,13 +49,14 @@ check: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python tools/prose.py
 
 bench: .bench/.ready
 	.bench/bin/python benchmarks/run_all.py --out docs/benchmarks.md
 
 install: $(READY)
 
-# Who only runs pipelines waits for nothing else: the extras and tools of the tests take nearly as long again.
+# Only what pipelines need: the extras and tools of the tests take nearly as long again.
 .venv/.installed: pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed: install it, or name one with PYTHON=..."; exit 2; }
 	$(PYTHON) -m venv .venv
@@ -64,7 +69,7 @@ $(READY): .venv/.installed
 	@$(COMPILE)
 	@touch $@
 
-# An environment of its own: the peers are no part of the project.
+# A separate environment, because the peers are not dependencies of the project.
 .bench/.ready: pyproject.toml constraints.txt benchmarks/requirements.txt
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed: install it, or name one with PYTHON=..."; exit 2; }
 	$(PYTHON) -m venv .bench

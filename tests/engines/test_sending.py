@@ -56,7 +56,7 @@ every_way = pytest.mark.parametrize(
     [
         pytest.param("embedded", "gloo", marks=pytest.mark.slow),
         pytest.param("sglang", "gloo", marks=pytest.mark.engine),
-        # Between machines; the way that GPUs of one machine have is for `make test-matrix`.
+        # Between machines; the way that GPUs of one machine have is for `make test-nightly`.
         pytest.param("sglang", "tensors", marks=[pytest.mark.engine, pytest.mark.matrix]),
     ],
     indirect=["server"],

@@ -199,6 +199,7 @@ def test_credentials_are_saved_in_the_ui_and_a_key_survives_its_field_of_one_lin
     assert public == read_public_key(key_file=str(tmp_path / "key"), key_variable="")
 
 
+@pytest.mark.promise
 def test_a_run_that_failed_in_rl_is_retried_by_a_button_and_sft_is_shown_as_reused(
     served: Rollouts,  # noqa: F811
     page: Page,

@@ -51,6 +51,7 @@ from tests.waiting import wait_until
 pytestmark = pytest.mark.slow
 
 
+@pytest.mark.promise
 def test_a_run_of_a_terminal_that_lives_is_cancelled_and_waited_for(rollouts: Rollouts, tmp_path: Path) -> None:
     process, sft = run_until(rollouts, write_small_pipeline(tmp_path / "small", mode="sft", **LONG), "sft")
     other = dataclasses.replace(rollouts, output=rollouts.output.with_name("other.txt"))

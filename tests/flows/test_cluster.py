@@ -34,6 +34,7 @@ def cluster(rollouts: Rollouts, tmp_path: Path) -> Iterator[Cluster]:
         yield cluster
 
 
+@pytest.mark.promise
 def test_a_run_with_its_engine_on_another_machine_ends_as_on_one_and_its_key_is_seen_nowhere(
     rollouts: Rollouts, served_home: Path, cluster: Cluster, tmp_path: Path
 ) -> None:

@@ -113,6 +113,7 @@ def test_a_run_that_is_tried_again_at_a_new_server_is_told_of_within_a_minute_an
     assert [each["subject"] for each in webhook.messages[1:]] == ["small-1: Completed"]
 
 
+@pytest.mark.promise
 def test_a_webhook_is_told_of_the_states_that_were_asked_for_until_it_is_removed(
     rollouts: Rollouts, server: ServerAddress, webhook: WebhookServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

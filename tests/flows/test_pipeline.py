@@ -18,6 +18,7 @@ from tests.small_pipeline import small_settings, write_small_pipeline
 pytestmark = pytest.mark.slow
 
 
+@pytest.mark.promise
 def test_a_run_leaves_a_report_and_a_checkpoint_and_a_second_one_reuses_all_stages(
     rollouts_alone: Rollouts, tmp_path: Path
 ) -> None:

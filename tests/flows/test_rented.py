@@ -85,6 +85,7 @@ def rows(rollouts: Rollouts) -> list[RentalState]:
         return [rental.state for rental in all_rentals(ledger)]
 
 
+@pytest.mark.promise
 def test_a_run_rents_a_machine_works_on_it_and_gives_it_back(
     rollouts: Rollouts, server: SSHServer, fake: FakeRunPod, tmp_path: Path
 ) -> None:

@@ -7,7 +7,7 @@ go on from half a checkpoint, or pay for a second machine, and would still end w
 A case has four factors: where it breaks, how, on which node, and by what it is asked for again. These cases
 meet all pairs of their values that make sense, every place in every way among them: first, in few cases, every
 place, and all pairs of the other factors and of each of them with whether there is a job at the place. Of these few,
-`make test` takes one, `make test-matrix` the others: a case takes half a minute to two. Rented machines are in
+`make test` takes one, `make test-nightly` the others: a case takes half a minute to two. Rented machines are in
 test_rented.py, too.
 
                  exception  job  flow  serving  sigterm  server  node
@@ -243,6 +243,7 @@ def test_every_place_is_broken_in_every_way_and_few_cases_meet_every_place_and_w
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.promise
 def test_a_run_that_broke_is_completed_by_asking_again(
     case: Case, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

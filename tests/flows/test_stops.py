@@ -31,6 +31,7 @@ RARE: dict[str, Any] = {  # Any: settings of every type
 
 
 @pytest.mark.parametrize("mode", ["sft", pytest.param("rl", marks=pytest.mark.matrix)])
+@pytest.mark.promise
 def test_ctrl_c_saves_the_last_step_and_the_next_run_goes_on_there(
     rollouts: Rollouts, tmp_path: Path, mode: str
 ) -> None:

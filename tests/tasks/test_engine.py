@@ -175,6 +175,7 @@ def test_a_pause_that_a_killed_trainer_left_behind_is_ended_and_that_of_a_living
         cancel_job(session, first.run_dir, 1.0)
 
 
+@pytest.mark.promise
 def test_an_engine_is_shared_by_the_runs_that_want_it_and_ends_with_the_last(
     rl: Stage, scope: RunScope, node: Node
 ) -> None:
