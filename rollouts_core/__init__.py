@@ -11,6 +11,7 @@ from typing import Any
 PUBLIC_NAMES = {
     "rollout.agent": "AgentTurn Trajectory agent_integration",
     "algorithms.presets": "ALGORITHMS",
+    "algorithms.credit": "RolloutScores",
     "algorithms.advantages": "batch_advantages compute_advantages gae_advantages group_advantages whiten",
     "backends.protocol": "ImmediateTrainFuture TrainFuture TrainingBackend",
     "backends.create": "create_backend",
@@ -40,7 +41,7 @@ PUBLIC_NAMES = {
     "backends.pytorch": "PyTorchTrainingBackend create_pytorch_backend",
     "rewards": "REWARDS WeightedRewards compute_reward grade_group",
     "rl": "run_rl_training score_rollouts train_on_rollouts",
-    "rl_batch": "RolloutScores prepare_grpo_batch prepare_updates",
+    "rl_batch": "prepare_grpo_batch prepare_updates",
     "rollout.offline_rollouts": "OfflineRollouts",
     "rollout.plain_rollouts": "generate_rollout_batches",
     "rollout.manager": "AsyncRolloutManager",

@@ -53,9 +53,9 @@ class AdvantageConfig(Record):
 class RewardShapingConfig(Record):
     """What is added to the graded reward before advantages are computed. Reports show the reward as graded."""
 
-    max_response_tokens: int = Field(0, ge=0)
+    max_response_tokens: int = Field(default=0, ge=0)
     """Length limit of a response for the penalty below, usually `rollout.sampling.max_new_tokens`."""
-    overlong_buffer_tokens: int = Field(0, ge=0)
+    overlong_buffer_tokens: int = Field(default=0, ge=0)
     """The penalty grows over this many tokens before the limit; 0 has no penalty."""
     overlong_penalty: Annotated[Finite, Field(ge=0)] = 1.0
     """What is subtracted at the limit."""
@@ -143,7 +143,7 @@ class LossConfig(Record):
     aggregation: Literal["token_mean", "sequence_mean", "prompt_mean", "constant_length"] = "token_mean"
     """Average over all trained tokens of the update, over each completion's mean, over each prompt's mean, or the sum
     divided by the number of completions and `constant_length`."""
-    constant_length: int = Field(0, ge=0)
+    constant_length: int = Field(default=0, ge=0)
     """The length that stands for every completion's, for the aggregation `constant_length`."""
     count_untrained: bool = False
     """Whether completions of which no token is trained count where the loss averages over completions."""

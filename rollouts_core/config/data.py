@@ -22,13 +22,13 @@ class DatasetConfig(Record):
 
     path: str = Field(min_length=1, json_schema_extra=PLACEMENT)
     """JSONL, JSON, CSV or Parquet file, folder of such files or of a Hugging Face dataset, or hub id."""
-    split: str = Field("train", min_length=1)
+    split: str = Field(default="train", min_length=1)
     """Which split, of a folder or hub dataset that has several."""
     subset: str = ""
     """Which configuration of a hub dataset that has several."""
-    revision: str = Field("", json_schema_extra=PLACEMENT)
+    revision: str = Field(default="", json_schema_extra=PLACEMENT)
     """Commit or tag of a hub dataset; empty takes the newest commit when the run is planned."""
-    max_samples: int | None = Field(None, ge=1)
+    max_samples: int | None = Field(default=None, ge=1)
     """Only so many rows, from the start."""
     repeat: Annotated[Finite, Field(gt=0)] = 1.0
     """How often an epoch visits each row. Below 1 an epoch takes a share of them, and the next epoch others."""
@@ -43,7 +43,7 @@ class DataConfig(Record):
     sft: str | tuple[DatasetConfig, ...] = ""
     """Demonstrations: rows with `messages`, with `prompt` and `completion`, or with `text`. One JSONL, JSON, CSV
     or Parquet file, dataset folder or hub id; or a list of such datasets, each with its share."""
-    streaming: bool = Field(False, json_schema_extra=PLACEMENT)
+    streaming: bool = Field(default=False, json_schema_extra=PLACEMENT)
     """Read and tokenize demonstrations while training instead of before: for data larger than memory."""
     sft_eval: str = ""
     """Demonstrations whose loss is taken while SFT trains on others; empty takes none."""

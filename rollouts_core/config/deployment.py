@@ -17,33 +17,33 @@ MAX_PORT = 65535
 class DeploymentConfig(Record):
     """Where things run on the node. Nothing here changes a result."""
 
-    trainer_gpu_ranks: tuple[GpuRank, ...] = Field((), json_schema_extra=PLACEMENT)
+    trainer_gpu_ranks: tuple[GpuRank, ...] = Field(default=(), json_schema_extra=PLACEMENT)
     """GPUs of the trainer, one process on each; empty trains in one process, on the first GPU where there is one, else
     on the CPU, unless trainer_processes says otherwise. Where several machines train together, GPUs of each of them."""
-    trainer_processes: int = Field(0, ge=0, json_schema_extra=PLACEMENT)
+    trainer_processes: int = Field(default=0, ge=0, json_schema_extra=PLACEMENT)
     """Processes that train together, each with a GPU of its own; 0 takes as many as there are trainer_gpu_ranks, or
     one. Without trainer_gpu_ranks, 1 is as 0 but says that the CPU will do, so that a machine is not refused on which
     torch can use no GPU; 2 or more share the CPU, also where there are GPUs, which is for trying things out. Where
     several machines train together, as many on each."""
-    engine_gpu_ranks: tuple[GpuRank, ...] = Field((), json_schema_extra=PLACEMENT)
+    engine_gpu_ranks: tuple[GpuRank, ...] = Field(default=(), json_schema_extra=PLACEMENT)
     """GPUs of the inference engines, shared evenly between them; those of one engine hold its model together. Where
     engines have nodes of their own, GPUs of each of these nodes."""
-    num_engines: int = Field(1, ge=1, json_schema_extra=PLACEMENT)
+    num_engines: int = Field(default=1, ge=1, json_schema_extra=PLACEMENT)
     """Inference engines that sample for RL; when one fails, the others go on. Where engines have nodes of their own, as
     many on each."""
-    colocated: bool = Field(False, json_schema_extra=PLACEMENT)
+    colocated: bool = Field(default=False, json_schema_extra=PLACEMENT)
     """Whether engines and trainer share GPUs: the engines hand their memory over while the trainer trains, and are
     given the weights after each step. SGLang and vLLM can on GPUs alone; the embedded engine has no memory to give."""
-    trainer_threads: int = Field(0, ge=0, json_schema_extra=PLACEMENT)
+    trainer_threads: int = Field(default=0, ge=0, json_schema_extra=PLACEMENT)
     """CPU threads of each trainer process; 0 shares all cores that they may use between them."""
-    engine_threads: int = Field(1, ge=1, json_schema_extra=PLACEMENT)
+    engine_threads: int = Field(default=1, ge=1, json_schema_extra=PLACEMENT)
     """CPU threads of the inference engine."""
-    engine_port: int = Field(0, ge=0, le=MAX_PORT, json_schema_extra=PLACEMENT)
+    engine_port: int = Field(default=0, ge=0, le=MAX_PORT, json_schema_extra=PLACEMENT)
     """Port of the engine on its node, of the first where there are several; 0 chooses free ones. It listens on the
     loopback address, or, where engines have nodes of their own, at the node's address."""
-    max_running_requests: int = Field(128, ge=1, json_schema_extra=PLACEMENT)
+    max_running_requests: int = Field(default=128, ge=1, json_schema_extra=PLACEMENT)
     """Completions that the engine generates at the same time."""
-    stage_timeout_minutes: int = Field(24 * 60, ge=1, json_schema_extra=PLACEMENT)
+    stage_timeout_minutes: int = Field(default=24 * 60, ge=1, json_schema_extra=PLACEMENT)
     """A stage that takes longer is stopped and counts as failed."""
 
     @property

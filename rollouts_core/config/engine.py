@@ -42,31 +42,31 @@ class EngineConfig(Record):
     kind: EngineKind = "embedded"
     """embedded: this project's own, for small models on a CPU. sglang and vllm are installed by you, usually into an
     environment of their own."""
-    python: str = Field("", json_schema_extra=PLACEMENT | RUNS_PROGRAM)
+    python: str = Field(default="", json_schema_extra=PLACEMENT | RUNS_PROGRAM)
     """Python interpreter of the environment that SGLang or vLLM is installed in, as an absolute path on the node; empty
     takes that of the jobs."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Number format of the engine's weights; auto takes that of the model's configuration, on a GPU bfloat16 in place
     of float32, in which checkpoints are saved. The embedded engine always takes float32."""
-    api_key_variable: str = Field("", json_schema_extra=PLACEMENT | SENDS_SECRET | {"sent_to": "router_url"})
+    api_key_variable: str = Field(default="", json_schema_extra=PLACEMENT | SENDS_SECRET | {"sent_to": "router_url"})
     """Environment variable that holds the key without which the engine answers nobody, exported where the run is
     started; empty asks for none. The key itself is in no file that outlives the engine."""
-    context_length: int = Field(0, ge=0)
+    context_length: int = Field(default=0, ge=0)
     """Prompt and completion tokens of a request at most; 0 takes what rollout.max_prompt_tokens and
     rollout.sampling.max_new_tokens need."""
-    extra_args: tuple[str, ...] = Field((), json_schema_extra=RUNS_PROGRAM)
+    extra_args: tuple[str, ...] = Field(default=(), json_schema_extra=RUNS_PROGRAM)
     """Further arguments of the server's command line, for instance ["--mem-fraction-static", "0.7"]."""
-    weight_transfer: WeightTransfer = Field("auto", json_schema_extra=PLACEMENT)
+    weight_transfer: WeightTransfer = Field(default="auto", json_schema_extra=PLACEMENT)
     """How new weights reach the engine. auto: by memory or files of the trainer that it reads. gloo: over the network.
     nccl, to sglang and vllm: over the network, from GPU to GPU. tensors, for sglang: it maps memory of the trainer, of
     the GPU that both share or, without GPUs, of the machine."""
-    router_url: str = Field("", pattern=r"^(https?://[^/]+)?$", json_schema_extra=PLACEMENT)
+    router_url: str = Field(default="", pattern=r"^(https?://[^/]+)?$", json_schema_extra=PLACEMENT)
     """Where a router of sglang-router listens that chooses among the engines, as the trainer reaches it; empty lets the
     trainer choose. Its engines are told to it. Not with vLLM."""
-    router_python: str = Field("", json_schema_extra=PLACEMENT | RUNS_PROGRAM)
+    router_python: str = Field(default="", json_schema_extra=PLACEMENT | RUNS_PROGRAM)
     """Python interpreter of an environment with sglang-router, as an absolute path on the machine that trains: RL
     starts a router there that chooses among the engines, and ends it. Not with vLLM, and not beside router_url."""
-    start_timeout_s: Annotated[Finite, Field(gt=0)] = Field(300.0, json_schema_extra=PLACEMENT)
+    start_timeout_s: Annotated[Finite, Field(gt=0)] = Field(default=300.0, json_schema_extra=PLACEMENT)
     """How long the server may take until it has generated its first token, and to be back after it died. So long it may
     be silent amid its first requests, too."""
 

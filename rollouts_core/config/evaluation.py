@@ -20,13 +20,13 @@ class EvaluationConfig(Record):
     engine: Literal["rollout", "embedded"] = "rollout"
     """Who completes the prompts. rollout: what `rollout.engine` names, started anew for each checkpoint. embedded: this
     project's own engine, on the CPU in float32."""
-    max_prompts: int = Field(1024, ge=1)
+    max_prompts: int = Field(default=1024, ge=1)
     """At most this many rows of a file are used, from its start."""
-    samples_per_prompt: int = Field(1, ge=1)
+    samples_per_prompt: int = Field(default=1, ge=1)
     """Completions per prompt; their rewards are averaged."""
     temperature: Annotated[Finite, Field(ge=0, le=10)] = 0.0
     """Softmax temperature; 0 takes the most likely token."""
-    seed: int = Field(0, ge=0)
+    seed: int = Field(default=0, ge=0)
     """Randomness of sampling, the same for every checkpoint."""
-    max_p_value: Annotated[Finite, Field(gt=0, le=1)] = Field(0.01, json_schema_extra=PLACEMENT)
+    max_p_value: Annotated[Finite, Field(gt=0, le=1)] = Field(default=0.01, json_schema_extra=PLACEMENT)
     """RL must beat the selected SFT checkpoint with at most this p-value, or the run fails; 1 accepts anything."""

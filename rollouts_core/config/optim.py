@@ -25,7 +25,7 @@ class OptimConfig(Record):
     """Decoupled weight decay, on matrices only."""
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     """Shape of the learning rate after warmup."""
-    num_warmup_steps: int = Field(0, ge=0)
+    num_warmup_steps: int = Field(default=0, ge=0)
     """Updates over which the learning rate rises from 0 to its peak. A step of SFT is one; one of RL has up to
     `num_minibatches` x `num_epochs` of them."""
     min_lr_ratio: Annotated[Finite, Field(ge=0, le=1)] = 0.1

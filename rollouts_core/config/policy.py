@@ -16,7 +16,7 @@ class LoRAConfig(Record):
     """Low-rank adapters: only they are trained; checkpoints hold the weights with the adapters merged in. They need
     pip install 'rollouts[lora]'."""
 
-    rank: int = Field(0, ge=0)
+    rank: int = Field(default=0, ge=0)
     """Rank of the adapters; 0 trains all weights instead."""
     alpha: Annotated[Finite, Field(gt=0)] = 32.0
     """Adapters are scaled by alpha / rank."""
@@ -39,7 +39,7 @@ class PolicyConfig(Record):
     attention: Literal["sdpa", "eager", "flash_attention_2", "flash_attention_3"] = "sdpa"
     """Attention kernel; models that cap attention scores (Gemma 2) compute with eager instead of sdpa. Those of flash
     attention run packed rows without a mask; they need a GPU, their package, and the precision bfloat16."""
-    activation_checkpointing: bool = Field(False, json_schema_extra=PLACEMENT)
+    activation_checkpointing: bool = Field(default=False, json_schema_extra=PLACEMENT)
     """Compute the layers' activations again in the backward pass: less memory, about a third more time."""
     compile: bool = False
     """Compile the layers with torch.compile: a slow start, then faster steps on most GPUs."""

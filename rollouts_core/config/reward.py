@@ -72,15 +72,15 @@ class RewardConfig(Record):
     its number, from 0."""
     judge_prompt: str = JUDGE_PROMPT
     """What the judge reads, with {prompt}, {response} and {answer}. Its last "Score: N" from 0 to 10 counts as N/10."""
-    api_key_variable: str = Field("", json_schema_extra=PLACEMENT | SENDS_SECRET | {"sent_to": "url"})
+    api_key_variable: str = Field(default="", json_schema_extra=PLACEMENT | SENDS_SECRET | {"sent_to": "url"})
     """Environment variable that holds the key of the service or judge; empty sends none."""
-    batch_size: int = Field(32, ge=1, json_schema_extra=PLACEMENT)
+    batch_size: int = Field(default=32, ge=1, json_schema_extra=PLACEMENT)
     """Samples that the service, classifier or reward model scores at a time."""
-    max_concurrent: int = Field(32, ge=1, json_schema_extra=PLACEMENT)
+    max_concurrent: int = Field(default=32, ge=1, json_schema_extra=PLACEMENT)
     """Requests to the service or judge that are under way at a time; the others wait."""
-    timeout_s: Annotated[Finite, Field(gt=0)] = Field(60.0, json_schema_extra=PLACEMENT)
+    timeout_s: Annotated[Finite, Field(gt=0)] = Field(default=60.0, json_schema_extra=PLACEMENT)
     """How long one request to a service or judge may take."""
-    max_retries: int = Field(3, ge=0, json_schema_extra=PLACEMENT)
+    max_retries: int = Field(default=3, ge=0, json_schema_extra=PLACEMENT)
     """How often a service or judge that is away or overloaded, or whose answer cannot be read, is asked again: after
     longer and longer pauses, or as late as its Retry-After says."""
 

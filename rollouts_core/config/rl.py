@@ -20,16 +20,16 @@ from rollouts_core.config.record import PLACEMENT, SELECTION, Record
 class RLTrainingConfig(Record):
     """Reinforcement learning from graded completions."""
 
-    algorithm: AlgorithmName = Field("", json_schema_extra=PLACEMENT)
+    algorithm: AlgorithmName = Field(default="", json_schema_extra=PLACEMENT)
     """A system's algorithm by name, like "verl-dapo": fills in whatever of advantage, reward_shaping, loss and
     num_minibatches is not given. It is empty once they are filled in: the settings say everything."""
-    num_steps: int = Field(100, ge=1, json_schema_extra=SELECTION)
+    num_steps: int = Field(default=100, ge=1, json_schema_extra=SELECTION)
     """Steps: one batch of rollouts each, and at most `num_minibatches` x `num_epochs` optimizer updates."""
-    num_minibatches: int = Field(1, ge=1)
+    num_minibatches: int = Field(default=1, ge=1)
     """Optimizer updates per pass over a batch of rollouts, each on as many whole groups."""
-    num_epochs: int = Field(1, ge=1)
+    num_epochs: int = Field(default=1, ge=1)
     """Passes over a batch of rollouts."""
-    max_micro_batch_tokens: int = Field(16384, ge=2, json_schema_extra=PLACEMENT)
+    max_micro_batch_tokens: int = Field(default=16384, ge=2, json_schema_extra=PLACEMENT)
     """Padded tokens per forward and backward pass of a device; smaller needs less memory and gives the same step. On a
     CPU 2048 is faster."""
     packing: bool = True
@@ -43,30 +43,30 @@ class RLTrainingConfig(Record):
     """The policy loss."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """What a loss or gradient that is no finite number does: end the run, or skip its update and count it."""
-    max_skipped_updates: int = Field(10, ge=0, json_schema_extra=PLACEMENT)
+    max_skipped_updates: int = Field(default=10, ge=0, json_schema_extra=PLACEMENT)
     """How many updates in a row may be skipped for that before the run ends; 0 sets no limit."""
-    max_steps_without_signal: int = Field(50, ge=0, json_schema_extra=PLACEMENT)
+    max_steps_without_signal: int = Field(default=50, ge=0, json_schema_extra=PLACEMENT)
     """How many steps in a row may teach nothing because their rewards tell nothing apart, before the run ends with a
     checkpoint; 0 sets no limit. An update by KL or entropy alone teaches nothing. Steps in which a policy that has
     learned gets the highest reward for everything do not count. A run that goes on counts on."""
-    sync_every: int = Field(1, ge=1)
+    sync_every: int = Field(default=1, ge=1)
     """Steps between two publications of the weights to the engines. Above 1 completions are of older weights than the
     trainer's, for which the loss should correct: ratio_base "rollout" does."""
-    log_every: int = Field(1, ge=1, json_schema_extra=PLACEMENT)
+    log_every: int = Field(default=1, ge=1, json_schema_extra=PLACEMENT)
     """Steps between two lines of metrics."""
-    checkpoint_every: int = Field(10, ge=1, json_schema_extra=SELECTION)
+    checkpoint_every: int = Field(default=10, ge=1, json_schema_extra=SELECTION)
     """Steps between two checkpoints; selection chooses among them and the last one. Each is published too."""
-    keep_checkpoints: int = Field(10, ge=1, json_schema_extra=SELECTION)
+    keep_checkpoints: int = Field(default=10, ge=1, json_schema_extra=SELECTION)
     """How many checkpoints stay on disk, the newest ones."""
-    keep_best: int = Field(0, ge=0, json_schema_extra=SELECTION)
+    keep_best: int = Field(default=0, ge=0, json_schema_extra=SELECTION)
     """How many checkpoints stay besides those because they were the best: by the mean reward of the steps since
     the checkpoint before, with that of the groups that a filter dropped."""
-    resume_from: str = Field("", json_schema_extra=PLACEMENT)
+    resume_from: str = Field(default="", json_schema_extra=PLACEMENT)
     """Checkpoint of another run of the same settings to go on from, for instance with a larger num_steps: its
     folder, or that of its stage, which means the newest one there."""
-    allow_changed: tuple[str, ...] = Field((), json_schema_extra=PLACEMENT)
+    allow_changed: tuple[str, ...] = Field(default=(), json_schema_extra=PLACEMENT)
     """Settings in which a checkpoint that is gone on from may differ, by the names that its refusal lists."""
-    replicate: int = Field(0, ge=0)
+    replicate: int = Field(default=0, ge=0)
     """Another number trains the same settings again with other random numbers: the order of prompts, sampling, new
     adapters, dropout. 0 takes `rollout.seed` itself."""
     policy: PolicyConfig = PLAIN_POLICY

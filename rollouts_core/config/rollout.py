@@ -20,7 +20,7 @@ class SamplingConfig(Record):
 
     temperature: Annotated[Finite, Field(ge=0, le=10)] = 1.0
     """Softmax temperature; 0 takes the most likely token."""
-    max_new_tokens: int = Field(512, ge=1)
+    max_new_tokens: int = Field(default=512, ge=1)
     """Token limit of a completion."""
 
 
@@ -28,9 +28,9 @@ class MultiTurnConfig(Record):
     """Limits of a conversation with an environment that answers the policy. All tokens of it, those of the environment
     too, count against `rollout.sampling.max_new_tokens`."""
 
-    max_turns: int = Field(8, ge=1)
+    max_turns: int = Field(default=8, ge=1)
     """Turns of the policy; a conversation that is not over then is cut off."""
-    max_tokens_per_turn: int = Field(0, ge=0)
+    max_tokens_per_turn: int = Field(default=0, ge=0)
     """Token limit of one turn of the policy; 0 leaves it all that the conversation has left."""
     timeout_s: Annotated[Finite, Field(gt=0)] = 3600.0
     """How long the environment may take for all its answers in a conversation, which is cut off then. How long the
@@ -51,16 +51,16 @@ InFlight = Literal["finish", "abort", "continue"]
 class RolloutConfig(Record):
     """How RL gets its data: sample, grade, filter."""
 
-    batch_size: int = Field(16, ge=1)
+    batch_size: int = Field(default=16, ge=1)
     """Prompts per step."""
-    n_samples_per_prompt: int = Field(8, ge=1)
+    n_samples_per_prompt: int = Field(default=8, ge=1)
     """Completions per prompt: the group that shares a baseline."""
     over_sampling_factor: Annotated[Finite, Field(ge=1)] = 1.0
     """Prompts asked for at a time, as a multiple of the batch size: when a step begins, and when so many groups were
     dropped that too few are left. A step trains on the groups that finish first."""
-    max_refills: int = Field(10, ge=1, json_schema_extra=PLACEMENT)
+    max_refills: int = Field(default=10, ge=1, json_schema_extra=PLACEMENT)
     """How often a step may ask for further prompts before it ends with an error."""
-    max_prompt_tokens: int = Field(1024, ge=1)
+    max_prompt_tokens: int = Field(default=1024, ge=1)
     """Prompts longer than this are an error that names the row."""
     sampling: SamplingConfig = SamplingConfig()
     """How completions are sampled."""
@@ -71,25 +71,25 @@ class RolloutConfig(Record):
     `package.module:Class`. May be empty if `reward_fn` or `rewards` grade."""
     multi_turn: MultiTurnConfig = MultiTurnConfig()
     """Limits of conversations, where the environment answers the policy."""
-    max_environment_retries: int = Field(3, ge=0)
+    max_environment_retries: int = Field(default=3, ge=0)
     """How often a conversation is begun again after a failure of the environment's machinery, waiting longer each
     time. Then its group is dropped and counted; nothing is graded."""
     max_environment_failure_share: Annotated[Finite, Field(ge=0, le=1)] = 0.1
     """The run pauses when more than this share of the last 50 groups had such a failure, and ends when that lasts."""
-    max_outage_minutes: Annotated[Finite, Field(ge=0)] = Field(30.0, json_schema_extra=PLACEMENT)
+    max_outage_minutes: Annotated[Finite, Field(ge=0)] = Field(default=30.0, json_schema_extra=PLACEMENT)
     """How long such pauses may take together before the run ends; after each, longer and longer, it asks again. 0 ends
     it at once. Selection and evaluation, which drop nothing, wait so long for a prompt."""
     generate_fn: FunctionName = ""
     """Takes the pending samples of a group and returns them finished, with the log-probs of what was sampled; empty
     asks the engines. Completions that checkpoints are compared by come from an engine all the same."""
-    generate_timeout_s: Annotated[Finite, Field(gt=0)] = Field(3600.0, json_schema_extra=PLACEMENT)
+    generate_timeout_s: Annotated[Finite, Field(gt=0)] = Field(default=3600.0, json_schema_extra=PLACEMENT)
     """A `generate_fn` that takes longer for one call ends the run with a sentence, also where it never waits for
     anything."""
     reward_fn: FunctionName = ""
     """A name of `rollouts_core.rewards.REWARDS` or `package.module:function`; empty takes the environment's grade."""
     rewards: tuple[RewardConfig, ...] = ()
     """Several rewards, added with their weights, in place of `reward_fn`."""
-    reward_timeout_s: Annotated[Finite, Field(gt=0)] = Field(1800.0, json_schema_extra=PLACEMENT)
+    reward_timeout_s: Annotated[Finite, Field(gt=0)] = Field(default=1800.0, json_schema_extra=PLACEMENT)
     """A reward or a filter that takes longer ends the run with a sentence, also where it never waits for anything. The
     wait for a processor of the environment `code` does not count, nor a service's answer, which has its own limit."""
     filter_fn: FunctionName = ""
@@ -100,10 +100,10 @@ class RolloutConfig(Record):
     buffer_filter_fn: FunctionName = ""
     """Which of the groups that were given up when a batch was full are asked for next: `package.module:function`, which
     takes them and how many are wanted, and returns some of them. The others wait. Empty takes all, in order."""
-    max_staleness: int = Field(0, ge=0)
+    max_staleness: int = Field(default=0, ge=0)
     """How many publications of weights the oldest token of a completion may be behind the weights it trains. Above 0,
     so many batches are generated ahead while the trainer trains; 0 generates and trains in turns."""
-    max_partial_staleness: int = Field(0, ge=0)
+    max_partial_staleness: int = Field(default=0, ge=0)
     """With max_staleness 0, what becomes of completions under way when a batch is full, because over-sampling or a
     filter asked for more. 0 begins them anew in the next step. Above 0 they are broken off, and the next weights go on
     from their tokens, the oldest of which may be so many publications behind."""
@@ -111,11 +111,11 @@ class RolloutConfig(Record):
     """What becomes of completions under way when weights are published. finish: the publication waits for them. abort:
     they are broken off, and the new weights go on from their tokens. continue: the engine pauses, takes the weights,
     reads their tokens again with them and goes on; not with vLLM."""
-    seed: int = Field(0, ge=0)
+    seed: int = Field(default=0, ge=0)
     """Order of the prompts and the randomness of sampling."""
-    request_timeout_s: Annotated[Finite, Field(gt=0)] = Field(600.0, json_schema_extra=PLACEMENT)
+    request_timeout_s: Annotated[Finite, Field(gt=0)] = Field(default=600.0, json_schema_extra=PLACEMENT)
     """How long one engine request may take before it is asked again."""
-    silence_timeout_s: Annotated[Finite, Field(gt=0)] = Field(120.0, json_schema_extra=PLACEMENT)
+    silence_timeout_s: Annotated[Finite, Field(gt=0)] = Field(default=120.0, json_schema_extra=PLACEMENT)
     """An engine that has requests and for this long gives no sign of life counts as gone: none of them ended, and it
     did not answer what it answers between two steps, however full its queue is, and also while it is paused.
     Until its first request has ended it has rollout.engine.start_timeout_s, where that is longer. Raise it where one
