@@ -145,7 +145,7 @@ def test_every_fault_of_the_docs_names_a_test_that_shows_it() -> None:
 
 def test_the_docs_name_the_algorithms_that_correct_for_old_completions() -> None:
     text = (DOCS / "async_rl.md").read_text()
-    sentence = text[text.index("Of the named algorithms") : text.index("correct as they are")]
+    sentence = text[text.index("The named algorithms") : text.index("correct by default")]
     named = set(re.findall(r"`([^`]+)`", sentence))
     assert named == {name for name in get_args(AlgorithmName) if name and algorithm_preset(name).corrects_for_age}
 
