@@ -1,18 +1,17 @@
-"""Remember, across processes and restarts, which runs want which job, in one SQLite file, which rentals.py, registry.py
-and retrainings.py share.
+"""The ledger keeps, across processes and restarts, which runs need which job. It is one SQLite file, which rentals.py,
+registry.py and retrainings.py share.
 
-A job is shared: two runs that need the same SFT hold a lease on it each, and who drops the last one stops it. Not here:
-the file itself (ledger_file.py), and the lease by which an engine notices that nobody wants it, which lies on the node
-(`lease_s` of jobs.py).
+Two runs that need the same SFT share its job: each holds a lease, and dropping the last lease stops the job. Not here:
+the file itself (ledger_file.py), and an engine's own lease, which lies on the node (`lease_s` of jobs.py).
 
     add_lease(job, run A), add_lease(job, run B) ── drop_lease(job, run A) -> 1 ── drop_lease(job, run B) -> 0: stop it
 
-A job is done on one node at a time. So a run claims it (`claim`) before it brings anything there, which may take long,
-and adds its lease when it starts the job or attaches to it.
+A job runs on one node at a time. A run therefore claims the job (`claim`) before the upload to the node, which may take
+long, and adds its lease when it starts the job or attaches to it.
 
-A run that was killed drops nothing. So a run holds a lock on ledger.runs/<run> as long as its process lives, which the
-kernel frees; the claims of a run that held one, and holds it no more, do not count, because its node may never come
-back. But its jobs may go on there (`nodes_left`), beside those that another run has on another node.
+A killed run drops nothing. Each run therefore holds a lock on ledger.runs/<run> while its process lives; the kernel
+frees the lock. Claims of a run that lost its lock do not count, because its node may never come back. Its jobs may
+still run there (`nodes_left`), while another run does the same job on another node.
 """
 
 import fcntl
@@ -43,11 +42,11 @@ class Lease:
     created_at: float
     """Seconds since 1970, by the clock of the machine that holds the ledger."""
     is_started: bool
-    """False while the run brings to the node what the job needs: it keeps the job from other nodes, and none alive."""
+    """False during the upload to the node. Such a claim keeps the job from other nodes but does not keep it alive."""
 
 
 class StageUse(NamedTuple):
-    """A stage that a run has come to."""
+    """A run's use of a stage."""
 
     stage: str
     """The name of its directory."""
@@ -56,18 +55,19 @@ class StageUse(NamedTuple):
     """The name of the folder with the run's results."""
     num_steps: int
     used_at: float
-    """When it last came to it; seconds since 1970, as the other one."""
+    """Latest time at which the run reached the stage, in seconds since 1970."""
     began_at: float
-    """When it first did."""
+    """First time at which the run reached the stage, in seconds since 1970."""
 
 
 class Ledger(LedgerFile):
-    """Which run wants what."""
+    """Leases of runs on jobs, uses of stages, and locks of living runs."""
 
     def claim(self, run_dir: str, run_id: str, node: str) -> set[str]:
-        """Claim a job for a run that will start it on a node; returns the other nodes on which others want it, if any.
+        """Claim a job for a run that will start it on a node.
 
-        Then nothing is claimed. Of several runs that claim a job at once, each on a node of its own, one gets it.
+        Returns the other nodes on which other runs need the job. If there are any, nothing is claimed: among concurrent
+        claims on different nodes, only one succeeds.
         """
         with self.transaction():
             elsewhere = self.nodes_at_work(run_dir.rpartition("/")[2], besides=run_id) - {node}
@@ -80,15 +80,15 @@ class Ledger(LedgerFile):
         return elsewhere
 
     def drop_claim(self, run_dir: str, run_id: str) -> None:
-        """Give up a claim on a job that the run has not come to start; does nothing to one that it has."""
+        """Drop the run's claim if it has not started the job; a started job keeps its lease."""
         drop = "DELETE FROM job_leases WHERE run_dir = ? AND run_id = ? AND is_started = 0"
         with self.transaction() as database:
             database.execute(drop, (run_dir, run_id))
 
     def add_lease(self, run_dir: str, run_id: str, node: str) -> None:
-        """Hold a lease for a run that starts the job now; doing it again changes nothing.
+        """Add a lease for a run that starts the job now; idempotent.
 
-        Waits for who ends the job in `dropped_lease`.
+        Waits while another run ends the job in `dropped_lease`.
         """
         with self._changing_leases(run_dir):
             self._hold_lease(run_dir, run_id, node)
@@ -102,10 +102,10 @@ class Ledger(LedgerFile):
             )
 
     def drop_lease(self, run_dir: str, run_id: str) -> int:
-        """Give up a run's lease and return how many leases on the job are left; harmless when there is none.
+        """Drop a run's lease, if it has one, and return how many leases on the job remain.
 
-        Leases on other nodes are of other jobs, and claims of runs that have not come to start it hold none. Leases of
-        runs that died are given up with it. Of several runs that drop theirs at once, exactly one that had one sees 0.
+        Leases on other nodes belong to other jobs, and claims without a start do not count. Leases of dead runs are
+        dropped too. If several runs drop their leases concurrently, exactly one of them gets 0.
         """
         drop = "DELETE FROM job_leases WHERE run_dir = ? AND run_id = ?"
         with self.transaction():  # one at a time: to look whether a run has died is to take its lock for a moment
@@ -121,10 +121,10 @@ class Ledger(LedgerFile):
 
     @contextmanager
     def dropped_lease(self, run_dir: str, run_id: str) -> Iterator[int]:
-        """`drop_lease` for who ends the job where none is left: nobody adds one until the block is left.
+        """`drop_lease` around the end of a job: other runs cannot add a lease within the block.
 
-        Where the block fails the job may go on, so the run keeps its lease: who asks for the job's end again has to
-        find it, and so has who looks what is at work.
+        If the block fails, the job may still run, so the run keeps its lease. A later attempt to end the job needs it,
+        and so does the list of running jobs.
         """
         with self._changing_leases(run_dir):
             held = [lease for lease in self.leases_of(run_id) if lease.run_dir == run_dir]
@@ -136,7 +136,7 @@ class Ledger(LedgerFile):
                 raise
 
     def drop_leases_on(self, node: str) -> None:
-        """Give up everybody's leases and claims on the jobs of a node that is no more."""
+        """Drop all leases and claims on the jobs of a node that no longer exists."""
         with self.transaction() as database:
             database.execute("DELETE FROM job_leases WHERE node = ?", (node,))
 
@@ -148,13 +148,13 @@ class Ledger(LedgerFile):
             yield
 
     def nodes_at_work(self, directory_name: str, *, besides: str = "") -> set[str]:
-        """The nodes on which living runs, but for one of this id, want the job whose run directory has this name."""
+        """Nodes on which living runs other than `besides` need the job with this directory name."""
         claims = self.read("SELECT run_dir, run_id, node FROM job_leases")
         wanted = [claim for claim in claims if claim[0].rpartition("/")[2] == directory_name and claim[1] != besides]
         return {node for _, run_id, node in wanted if not self.has_died(run_id)}
 
     def nodes_left(self, directory_name: str) -> set[str]:
-        """The nodes on which runs that died have started the job whose run directory has this name: it may go on."""
+        """Nodes on which dead runs started the job with this directory name. The job may still run there."""
         with self.transaction():  # one at a time, as in `drop_lease`
             started = [lease for lease in self.leases() if lease.is_started]
             of_job = [lease for lease in started if lease.run_dir.rpartition("/")[2] == directory_name]
@@ -174,7 +174,7 @@ class Ledger(LedgerFile):
         ]
 
     def note_use(self, stage: str, run_id: str, *, run: str = "", num_steps: int = 0) -> None:
-        """Remember that a run has come to a stage: live pages show it, and what a living run uses is not pruned.
+        """Record that a run reached a stage: live pages show it, and the stages of living runs are not pruned.
 
         Args:
             stage: the name of its directory.
@@ -191,26 +191,26 @@ class Ledger(LedgerFile):
             )
 
     def stage_uses(self) -> list[StageUse]:
-        """Which runs came to which stages, and when they last did, oldest first."""
+        """All uses of stages by runs, least recently used first."""
         columns = "stage, run_id, run, num_steps, used_at, began_at"
         return [StageUse(*row) for row in self.read(f"SELECT {columns} FROM stage_uses ORDER BY used_at, stage")]
 
     def first_use(self, stage: str) -> StageUse | None:
-        """The run that came to a stage first; None where nobody knows."""
+        """The run that reached a stage first; None if unknown."""
         uses = [use for use in self.stage_uses() if use.stage == stage and use.run]
         return min(uses, key=lambda use: use.began_at, default=None)
 
     def forget_uses(self, stage: str) -> None:
-        """Forget who came to a stage that is no more."""
+        """Delete the uses of a stage that no longer exists."""
         with self.transaction() as database:
             database.execute("DELETE FROM stage_uses WHERE stage = ?", (stage,))
 
     def is_alive(self, run_id: str) -> bool:
-        """True if the run said that it lives, and its process is there."""
+        """Whether the run registered itself and its process exists."""
         return self._run_lock_path(run_id).is_file() and not self.has_died(run_id)
 
     def living_runs(self) -> dict[str, float]:
-        """When each run that lives began at the latest, seconds since 1970, by its id."""
+        """Living runs by id, each with the latest time at which it can have begun, in seconds since 1970."""
         found = {}
         for path in self._run_lock_path("").glob("*"):
             with suppress(FileNotFoundError):  # it ended meanwhile
@@ -221,9 +221,9 @@ class Ledger(LedgerFile):
 
     @contextmanager
     def living_run(self, run_id: str) -> Iterator[None]:
-        """Let everybody know that the run lives, as long as the block runs and its process is there.
+        """Register the run as living while the block runs and its process exists.
 
-        Several processes of one run may be in such a block: it lives as long as one of them is.
+        Several processes of a run may be in such a block. The run lives until the last of them leaves.
         """
         path = self._run_lock_path(run_id)
         path.parent.mkdir(mode=0o700, exist_ok=True)
@@ -231,20 +231,21 @@ class Ledger(LedgerFile):
             try:
                 yield
             finally:
-                # Else it has to tell that the run left them behind.
+                # The file shows that the run left leases or machines behind.
                 is_needed = self.leases_of(run_id) or self._rents(run_id)
                 if not is_needed and try_lock(lock, fcntl.LOCK_EX):  # else it is another process's as well
                     path.unlink(missing_ok=True)
 
     def has_died(self, run_id: str) -> bool:
-        """True if the run was a living one and is no more; a run that never said that it lives counts as alive.
+        """Whether the run was registered as living and its process is gone. A run that never registered counts as
+        alive.
 
-        So does the run without an id of a machine that was found, and was not in the ledger.
+        The empty id, of a machine that was missing from the ledger, counts as alive too.
         """
         path = self._run_lock_path(run_id)
         if not run_id or not path.exists():
             return False
-        # Who looks has the lock for a moment, in which the run would look alive to another one.
+        # The check takes the run's lock for a moment, and the run would look alive to a concurrent check.
         with _alone_in(path.parent):
             try:
                 lock = os.open(path, os.O_RDWR)
@@ -257,7 +258,7 @@ class Ledger(LedgerFile):
 
     @property
     def identity(self) -> str:
-        """Eight hexadecimal digits that tell this ledger from all others; part of the names of what its runs rent."""
+        """Eight hexadecimal digits, unique to this ledger; part of the names of its rented machines."""
         query = "SELECT id FROM identity"
         if known := self.read(query):
             return str(known[0][0])
@@ -270,14 +271,14 @@ class Ledger(LedgerFile):
 
     @contextmanager
     def renting(self, run_id: str) -> Iterator[None]:
-        """Only one process at a time rents for a run; others wait here."""
+        """Let one process at a time rent for a run; other processes wait."""
         path = self.path.with_suffix(".renting") / run_id
         path.parent.mkdir(mode=0o700, exist_ok=True)
-        with locked(path):  # the file stays: who waits for it must not be left with one that has no name
+        with locked(path):  # the file stays: a waiting process must not hold a deleted file
             yield
 
     def start_lock(self, stage: str) -> Path:
-        """The file whose lock is held by who brings a stage to other machines and starts it there."""
+        """The lock file of a stage's upload to other machines and its start there."""
         path = self.path.with_suffix(".starting") / stage
         path.parent.mkdir(mode=0o700, exist_ok=True)
         return path
@@ -292,7 +293,7 @@ class Ledger(LedgerFile):
 
 @contextmanager
 def _alone_in(folder: Path) -> Iterator[None]:
-    """Be the only one in such a block for a folder, where its file system has locks of folders."""
+    """Hold an exclusive lock on a folder, if its file system supports locks on folders."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         with suppress(OSError):
@@ -304,7 +305,7 @@ def _alone_in(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def _locked_where_it_lies(path: Path) -> Iterator[int]:
-    """Hold a file's shared lock for the block; not that of one that was removed before the lock was had."""
+    """Hold a shared lock on the file at this path; repeated if the file was deleted while waiting for the lock."""
     with ExitStack() as stack:
         while True:
             lock = stack.enter_context(lock_file(path))

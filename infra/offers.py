@@ -1,4 +1,4 @@
-"""What somebody looks for in a machine, what providers offer, and what one knows about a machine that it rents out.
+"""Records of rented machines: the query of a user, a provider's offers, and a machine as its provider describes it.
 
 Not here: how a provider is asked (providers/), how a machine is rented and given back (provision.py).
 
@@ -21,7 +21,7 @@ CLOUD_NAMES: tuple[CloudName, ...] = ("runpod", "lambda", "prime", "shadeform", 
 THROUGH_SKY = ("aws", "gcp", "google", "azure", "kubernetes")
 """Clouds that are reached through the provider `sky`."""
 NETWORKED_CLOUDS: tuple[CloudName, ...] = ("lambda", "sky")
-"""Those whose machines reach each other by private addresses within a region."""
+"""Clouds whose machines reach each other by private addresses within a region."""
 MAX_USD_PER_HOUR = 1e6
 """A price beyond it is a mistake."""
 CUDA_PATTERN = r"^(\d+\.\d+)?$"
@@ -31,14 +31,14 @@ MAKERS_WORDS = {"nvidia", "geforce", "tesla"}
 """Words in names of NVIDIA's GPUs that providers write or leave out."""
 _MEMORY = re.compile(r"(\d+)gb")
 _MEMORY_TOLERANCE = 0.1
-"""Of 48 GB a GPU has 46,068 MiB."""
+"""A GPU sold with 48 GB has 46,068 MiB."""
 _SIZE = re.compile(r"(?<=\d) (?=gb(?![a-z0-9]))")
 _LETTERS_AND_NUMBER = re.compile(r"(?<=[a-z]{2})(?=\d)|(?<=\d)(?!gb(?![a-z0-9]))(?=[a-z]{2})")
 _MODEL = re.compile(r"(?<![a-z0-9])[a-z]?\d+")
 
 
 class GPUQuery(BaseModel):
-    """Which machines come into question."""
+    """Conditions on the machine to rent."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
@@ -55,13 +55,13 @@ class GPUQuery(BaseModel):
     regions: tuple[str, ...] = ()
     """Regions or data centers by the beginning of their names, for example us or EU-RO. Empty takes all."""
     security: Literal["secure", "any"] = "secure"
-    """secure: machines in data centers. any: also those of private people, who could read what runs there."""
+    """secure: machines in data centers. any: also machines of private people, which their owners can read."""
     spot: bool = Field(default=False, strict=True)
     """Rent only machines that the provider may take away at any time; Prime Intellect has some."""
     min_cuda: Annotated[str, Field(pattern=CUDA_PATTERN)] = ""
     """Lowest CUDA version of the machine's driver, for example 12.8, where the provider lets one choose."""
     providers: tuple[CloudName, ...] = CLOUD_NAMES
-    """Providers that are asked. Of offers with the same price the one of the earlier provider is taken."""
+    """Providers to ask. The order decides between offers of the same price."""
 
     @field_validator("providers", mode="before")
     @classmethod
@@ -80,7 +80,7 @@ class GPUQuery(BaseModel):
         return value
 
     def admits(self, offer: "Offer") -> bool:
-        """True when the offer is what was asked for."""
+        """Whether the offer is sane and meets all conditions."""
         return offer.is_sane and not self.misses(offer)
 
     def admits_region(self, region: str) -> bool:
@@ -88,7 +88,7 @@ class GPUQuery(BaseModel):
         return not self.regions or any(is_within(region, name) for name in self.regions)
 
     def misses(self, offer: "Offer") -> list[str]:
-        """The fields that the offer does not answer to, by their names."""
+        """Names of the conditions that the offer fails."""
         types = self.gpu_types
         answers = {
             "gpu_types": any(is_gpu_type(offer.gpu_type, wanted, offer.vram_gb) for wanted in types)
@@ -111,14 +111,14 @@ class InstanceStatus(StrEnum):
     STARTING = "starting"
     RUNNING = "running"
     STOPPED = "stopped"
-    """It does not run, and may cost money all the same."""
+    """Stopped, but may cost money."""
     FAILED = "failed"
-    """It will never run, and may cost money all the same."""
+    """Will never run, but may cost money."""
     ENDING = "ending"
     GONE = "gone"
-    """It is no more, and costs nothing."""
+    """The provider no longer has it, and it costs nothing."""
     UNKNOWN = "unknown"
-    """The provider says something that this version does not know: neither running nor gone."""
+    """The provider reports a status unknown to this version; treated as neither running nor gone."""
 
     @property
     def may_become_usable(self) -> bool:
@@ -128,11 +128,11 @@ class InstanceStatus(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offer:
-    """A kind of machine at a price; that it is to be had is a hint, not a promise."""
+    """A kind of machine at a price. It may be gone when it is requested."""
 
     provider: CloudName
     id: str
-    """What the provider's client needs to create it."""
+    """Identifier for the provider's client."""
     gpu_type: str
     gpu_count: int
     vram_gb: float
@@ -145,13 +145,13 @@ class Offer:
     """It stands in a data center."""
     is_spot: bool = False
     disk_gb: int | None = None
-    """Size of its disk where that is fixed; None where it is asked for."""
+    """Disk size if it is fixed; None if the request chooses it."""
     host: str = ""
-    """The provider's name for the one machine that is offered; empty where it offers a kind."""
+    """The provider's name of the physical machine; empty if the offer is a kind of machine."""
     ends_at: float | None = None
-    """When its provider takes the machine back, in seconds since 1970; None where it does not say."""
+    """Time at which the provider takes the machine back, in seconds since 1970; None if unknown."""
     is_unpriced: bool = False
-    """Nobody says what it costs, as in a cluster that somebody has: its price is 0, and no limit in USD ends it."""
+    """The price is unknown, as in a user's own cluster. It counts as 0, and no limit in USD ends the machine."""
 
     @property
     def gpus(self) -> str:
@@ -177,18 +177,18 @@ class Offer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offered:
-    """What providers answered to a query."""
+    """The providers' answers to a query."""
 
     fitting: list[Offer]
-    """What the query admits, cheapest first."""
+    """Offers that meet the query, cheapest first."""
     others: list[Offer]
     failures: list[InfraError] = field(default_factory=list)
-    """Why providers could not be asked; what those have is unknown, not nothing."""
+    """Errors of providers that could not be asked. Their offers are unknown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostKeyPair:
-    """An SSH host key that is made for a machine before there is one; the private half is written nowhere here."""
+    """An SSH host key created before its machine exists. The private half is not written to this machine's disk."""
 
     private: str = field(repr=False)
     """In OpenSSH's format, down to the last newline."""
@@ -198,20 +198,20 @@ class HostKeyPair:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineSpec:
-    """What a machine is to be created with, besides the offer."""
+    """Parameters of a creation, besides the offer."""
 
     name: str
-    """Unique: the machine can be found by it when the answer to its creation was lost."""
+    """Unique name; finds the machine if the answer to its creation was lost."""
     public_key: str
-    """May log in, as a line of authorized_keys."""
+    """Public key for the login, as a line of authorized_keys."""
     disk_gb: int
     image: str = ""
     """Container image, or operating system, in the provider's own terms; empty takes the provider's usual one."""
     min_cuda: str = ""
     ends_at: float | None = None
-    """When the provider shall end it by itself, in seconds since 1970, where it can; None for never."""
+    """Time at which the provider ends it by itself, if supported, in seconds since 1970; None: never."""
     host_key: HostKeyPair | None = None
-    """The key that its SSH server is to have, where the provider can give it one; None lets it make its own."""
+    """Host key for its SSH server, if the provider can install one; None: the machine makes its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -223,19 +223,19 @@ class Instance:
     name: str
     status: InstanceStatus
     host: str = ""
-    """Where its SSH server answers; empty as long as that is not known. It may change while the machine runs."""
+    """Address of its SSH server; empty while unknown. It may change while the machine runs."""
     port: int = 22
     user: str = "root"
     proxy_jump: str = ""
-    """Where ssh gets to `host` only through another, its name in `ssh_config`; empty where it needs none."""
+    """Name in `ssh_config` of the machine to jump through; empty for a direct connection."""
     ssh_config: str = ""
-    """OpenSSH's configuration for that."""
+    """OpenSSH's configuration for `proxy_jump`."""
     private_address: str = ""
-    """Its IP address in the network of its region; empty where the provider does not say."""
+    """IP address in the network of its region; empty if unknown."""
     region: str = ""
-    """Where it is, of a provider that may choose another place than it was asked for; empty where it does not say."""
+    """Actual region, which may differ from the requested one; empty if unknown."""
     usd_per_hour: float | None = None
-    """What the provider charges; None when it does not say."""
+    """The provider's price; None if unknown."""
 
     @property
     def has_address(self) -> bool:
@@ -244,10 +244,11 @@ class Instance:
 
 
 def describe_closest(query: GPUQuery, offers: Sequence[Offer], named: Callable[[str], str]) -> str:
-    """What comes closest to the query, of offers none of which it admits: the cheapest, where the price alone is amiss.
+    """Describe the nearest offer when none matches: the one that fails the fewest conditions; if only the price fails,
+    the cheapest.
 
     Args:
-        named: what people call a field of the query.
+        named: returns the user's name of a field of the query.
     """
     sane = [offer for offer in offers if offer.is_sane]
     if not sane:
@@ -260,7 +261,7 @@ def describe_closest(query: GPUQuery, offers: Sequence[Offer], named: Callable[[
     if missed[closest] == price:
         return f"the cheapest is {what} for {usd:.2f} USD per GPU and hour: raise {named(price[0])} to that"
     fields = " and ".join(named(field) for field in missed[closest])
-    price_said = "at a price that nobody says" if closest.is_unpriced else f"for {usd:.2f} USD per GPU and hour"
+    price_said = "at an unknown price" if closest.is_unpriced else f"for {usd:.2f} USD per GPU and hour"
     return f"the closest is {what} {price_said}, which does not answer to {fields}"
 
 
@@ -270,7 +271,7 @@ def explain_through_sky(name: str) -> str:
 
 
 def is_gpu_type(name: str, wanted: str, vram_gb: float | None = None) -> bool:
-    """True when every word of `wanted` is in `name`: RTX4090 is a "NVIDIA RTX 4090", and L4 is no "NVIDIA L40".
+    """Whether every word of `wanted` is in `name`: RTX4090 matches "NVIDIA RTX 4090", L4 does not match "NVIDIA L40".
 
     Names write words and numbers together or apart: RTX 6000 Ada is an "RTX6000Ada_48GB". They need not have NVIDIA's
     own words, nor the memory: NVIDIA A100 80GB is an "A100 SXM" with so much of it.

@@ -317,7 +317,7 @@ def describe_rentable(settings: RentedNode, offers: Sequence[Offer]) -> str:
 
 def describe_offer(offer: Offer) -> str:
     """The offer for people."""
-    price = "at a price that nobody says" if offer.is_unpriced else f"for {offer.usd_per_hour:.2f} USD/h"
+    price = "at an unknown price" if offer.is_unpriced else f"for {offer.usd_per_hour:.2f} USD/h"
     return f"{offer.gpus} {offer.where} {price}"
 
 

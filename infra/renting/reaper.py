@@ -1,19 +1,19 @@
-"""End what is rented in our name and wanted by nobody: join the lists of all providers with the ledger.
+"""End rented machines that no run needs: compare the lists of all providers with the ledger.
 
-Not here: renting and giving back (provision.py). Who may be ended:
+Not here: renting and giving back (provision.py). The rules:
 
     named for this ledger   its run lives, and it has not expired            kept
                             its run failed, and keeps it for a while         kept, until that is over
                             its run died, and it has not expired             ended, or kept for the next start (`spare`)
-                            its run died or failed, and it runs no more      ended
+                            its run died or failed, and it has stopped      ended
                             it has expired, or the ledger has no row of it   ended
     named for another one   another store rents it                           shown, ended only when that one is named
     named otherwise         not ours                                         never touched
     a row without machine   looked for again; after an hour it never existed
 
-Several may look at once, by hand, by a schedule and at the start of runs: whoever changes a machine's row first goes on
-with it, others leave it. A provider that cannot be asked is a failure of its own in the report: what it has is unknown,
-not nothing. Where the ledger can be read and not written, for its disk is full, machines are ended all the same.
+Several checks may run at once: by hand, by a schedule, at the start of runs. The first to change a machine's row
+handles the machine. A provider that does not answer is a failure in the report, because its machines are unknown. If
+the ledger's disk is full, machines are ended without writing to it.
 """
 
 import logging
@@ -43,16 +43,16 @@ from infra.renting.rentals import (
 from infra.renting.unanswered import FOUND_NOTE, find_machine
 
 UNSEEN_AFTER_S = 3600.0
-"""A machine that was asked for and has not appeared for this long does not exist; one that does later is ended."""
+"""A requested machine that has not appeared after this time counts as not created. If it appears later, it is ended."""
 
-BEING_CHANGED = "somebody else ends it, or took it over, at this moment"
+BEING_CHANGED = "another process ends it or takes it over at this moment"
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
 class ReapReport:
-    """What was found; one line each."""
+    """Results of a check, one line per machine."""
 
     ended: list[str] = field(default_factory=list)
     kept: list[str] = field(default_factory=list)
@@ -60,10 +60,10 @@ class ReapReport:
     foreign: list[str] = field(default_factory=list)
     """Rented by other stores."""
     failures: list[str] = field(default_factory=list)
-    """What could not be looked at, or not be ended."""
+    """Machines that could not be checked or ended."""
 
     def add(self, other: "ReapReport") -> None:
-        """Take over what another look found."""
+        """Append the results of another check."""
         self.ended += other.ended
         self.kept += other.kept
         self.foreign += other.foreign
@@ -79,15 +79,13 @@ def reap(
     credentials: str = "",
     pace: Pace = PATIENT,
 ) -> ReapReport:
-    """End every machine of ours that nobody wants, of those in the given accounts.
+    """End every machine of this ledger in the given accounts that no run needs.
 
     Args:
-        credentials: the name of those by which the accounts were opened; machines of others are left to them.
-        spare: machines of dead runs are kept as long as the next start may go on with them, which is until shortly
-            before they expire. Those that failed runs keep for a while stay in any case, and are ended in any case when
-            that is over.
-        other_ledger: the identity of another ledger, for instance of a store that was deleted, all of whose machines
-            are ended too.
+        credentials: name of the credentials of the accounts; machines of other credentials are skipped.
+        spare: keep the machines of dead runs while the next start may take them over, until shortly before they expire.
+            Machines that failed runs keep are not affected: they stay until their time is over.
+        other_ledger: identity of another ledger, such as a deleted store's; all its machines are ended too.
     """
     report = ReapReport()
     for name, cloud in clouds.items():
@@ -122,12 +120,12 @@ def reap(
 
 
 def release_named(name: str, ledger: Ledger, clouds: Mapping[CloudName, Cloud], *, pace: Pace = PATIENT) -> Rental:
-    """End one machine of the ledger, whoever uses it, and return its row.
+    """End one machine of the ledger, even while it is used, and return its row.
 
     Raises:
         PermanentInfraError: the ledger has no such machine.
         StillRentedError: its provider still has it.
-        ProviderUnavailableError: it was asked for, and has not appeared so far.
+        ProviderUnavailableError: it was requested and has not appeared yet.
     """
     rental = find_rental(ledger, name)
     if rental is None:
@@ -145,7 +143,7 @@ def release_named(name: str, ledger: Ledger, clouds: Mapping[CloudName, Cloud], 
 
 @contextmanager
 def _failures_noted(report: ReapReport) -> Iterator[None]:
-    """One machine about which nothing can be done hinders no other."""
+    """Report an error about one machine and continue with the others."""
     try:
         yield
     except InfraError as error:
@@ -183,10 +181,10 @@ def _judge_instance(
         except LedgerUnwritableError as error:
             end_unnoted(found, cloud, error, pace=pace)
     began = rental.rented_at or rental.intended_at
-    if rental.state.is_over:  # it was refused, or gone, and is there all the same
+    if rental.state.is_over:  # refused or gone according to the ledger, but it exists
         current = cloud.get(instance.id)
-        if current is not None and current.status is not InstanceStatus.GONE:  # else it ended since it was listed
-            # Its run may be long over, and count as alive: where it does not end now, it is nobody's all the same.
+        if current is not None and current.status is not InstanceStatus.GONE:  # else it ended after the list was read
+            # Its run may count as alive although it is over. Expired, the machine is unwanted in any case.
             changes = {"instance_id": instance.id, "rented_at": began, "ended_at": None, "expires_at": time.time()}
             _end(rental, ledger, cloud, report, pace=pace, note="it is there all the same", **changes)
     elif rental.state is RentalState.INTENDED and not _why_wanted(rental, ledger, spare=False):
@@ -218,7 +216,7 @@ def _end_unless_wanted(
     pace: Pace,
 ) -> None:
     reason = _why_wanted(rental, ledger, spare=spare)
-    # One that was taken away or stopped would only cost its run's money: no next start goes on with it.
+    # No start can use a stopped machine, and it would only cost money.
     if reason and (status.may_become_usable or not ledger.has_died(rental.run_id)):
         report.kept.append(f"{rental.name}: {rental.state}, of run {rental.run_id}, {reason}")
     else:
@@ -234,15 +232,15 @@ def _end(
     pace: Pace,
     **changes: Any,  # values of columns
 ) -> None:
-    """End a machine that is wanted by nobody.
+    """End a machine that no run needs.
 
     Args:
-        changes: what is written into its row besides.
+        changes: further columns to write into its row.
     """
-    # Nothing is written where the row is not the one that was judged: another look ends it, or a run took it over.
+    # Nothing is written if the row has changed: a concurrent check ends the machine, or a run took it over.
     try:
         claimed = change_rental(ledger, rental, state=RentalState.RELEASING, **changes)
-    except LedgerUnwritableError as error:  # so nobody else can have changed the row either
+    except LedgerUnwritableError as error:  # no other process can have changed the row either
         end_unnoted(replace(rental, **changes), cloud, error, pace=pace)
     if claimed is None:
         report.kept.append(f"{rental.name}: {BEING_CHANGED}")
@@ -252,25 +250,25 @@ def _end(
 
 
 def _why_wanted(rental: Rental, ledger: Ledger, *, spare: bool) -> str:
-    """Why a machine stays; "" for one that nobody wants."""
+    """Why a machine stays; empty if no run needs it."""
     now = time.time()
     if rental.expires_at <= now:
         return ""
-    if rental.is_kept and not ledger.is_alive(rental.run_id):  # a run that lives again is about to take it over
+    if rental.is_kept and not ledger.is_alive(rental.run_id):  # a living run is about to take it over
         until = f"which failed and keeps it until {in_utc(rental.ends_at)}: `rollouts nodes release` ends it now"
         return until if rental.ends_at > now else ""
     if not ledger.has_died(rental.run_id):
-        return "which lives"  # it is renting it, uses it, or is giving it back
+        return "which lives"  # the run rents, uses or releases it
     if not spare or rental.state is not RentalState.READY or rental.taken_until <= now:
         return ""
     return f"whose next start may take it until {in_utc(rental.taken_until)}"
 
 
 def _row_of(instance: Instance, credentials: str, *, asked_at: float) -> Rental:
-    """A row for a machine that carries our name and that the ledger does not know: already expired.
+    """An expired row for a machine with this ledger's name and no row.
 
     Args:
-        asked_at: when it was asked for, as its name says; it cost money from then on.
+        asked_at: time of the request, from the machine's name; the machine has cost money since then.
     """
     now = time.time()
     began = min(asked_at, now)

@@ -1,4 +1,4 @@
-"""Remember what is rented, for whom, since when and at what price: the rows of the ledger about machines.
+"""The ledger's rows about rented machines: for which run, since when, at what price.
 
 Not here: the database (ledger_file.py), when a row changes (provision.py, reaper.py).
 
@@ -21,11 +21,11 @@ from infra.run_ids import short_id
 
 NAME_PREFIX = "rollouts-"
 TOO_LATE_S = 1200.0
-"""With less time left no further run goes on with a machine: half of it is for ending its work (tasks/budget.py)."""
+"""No other run takes a machine over with less time left: half of it is needed to end its work (tasks/budget.py)."""
 TOO_LATE_SHARE = 0.2
-"""Of a time so short that `TOO_LATE_S` would leave little of it."""
+"""Used instead of `TOO_LATE_S` if the machine's whole time is short."""
 NEVER_SEEN = "it never appeared"
-"""The note of a machine that was asked for, and given up."""
+"""Note of a machine that was requested and never appeared."""
 NAME = re.compile(r"rollouts-(?P<ledger>[0-9a-f]{8})-(?P<run>[A-Za-z0-9]+)-a(?P<attempt>\d+)-t(?P<epoch>\d+)")
 
 
@@ -33,13 +33,13 @@ class RentalState(StrEnum):
     """How far the rental of a machine has come."""
 
     INTENDED = "intended"
-    """It was or will be asked for; nobody knows whether it exists."""
+    """It was or will be requested; it may exist."""
     RENTED = "rented"
     """It exists and costs money."""
     READY = "ready"
     """It can be used."""
     RELEASING = "releasing"
-    """Its end was asked for; it costs money until its provider has it no more."""
+    """Its end was requested; it costs money until the provider no longer lists it."""
     GONE = "gone"
     REFUSED = "refused"
     """It never existed."""
@@ -52,19 +52,19 @@ class RentalState(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rental:
-    """What the ledger knows about one machine."""
+    """The ledger's row about one machine."""
 
     name: str
     """Unique among all machines of all stores."""
     run_id: str
     provider: CloudName
     purpose: str
-    """Hash of the settings that it was rented by: a later run with the same may take it over."""
+    """Hash of the settings behind the rental: a later run with the same settings may take the machine over."""
     credentials: str = ""
     """Name of the credentials whose account it is in; empty for keys of the environment."""
     state: RentalState = RentalState.INTENDED
     instance_id: str = ""
-    """The provider's name for it; empty as long as nobody knows it."""
+    """The provider's id of the machine; empty while unknown."""
     gpu: str
     """For people: 1x NVIDIA H100."""
     region: str
@@ -74,47 +74,47 @@ class Rental:
     rented_at: float | None = None
     ended_at: float | None = None
     expires_at: float
-    """It is ended then, whoever uses it."""
+    """The machine is ended at this time, even while it is used."""
     kept_until: float | None = None
-    """Its run failed, and so long it stays for a person to look or for a run to go on; None while a run uses it."""
+    """The run failed, and the machine stays until then for inspection or a retry; None while a run uses it."""
     host_key: str = ""
     """Fingerprint of its SSH server's key, from the first login on."""
     note: str = ""
-    """What happened to it last, in words."""
+    """The latest event, for users."""
     vram_gb: float = 0.0
-    """Memory of each GPU as it was offered; 0 where nobody knows."""
+    """Memory of each GPU as offered; 0 if unknown."""
     host: str = ""
-    """The provider's name for the physical machine, where it has told one."""
+    """The provider's name of the physical machine; empty if unknown."""
     is_unfit: bool = False
-    """It was given back fresh, because it could not be used."""
+    """It was given back right after its creation, because it was unusable."""
     expected_key: str = ""
-    """Fingerprint that its host key has to have at the first login; empty where nobody knows it before."""
+    """Fingerprint required of its host key at the first login; empty if it is not known before."""
     believed_by: str = "first_use"
     """Why its host key is believed at the first login: injected, provider or first_use (host_keys.py)."""
 
     @property
     def is_kept(self) -> bool:
-        """True when no run uses it, because its run failed and keeps it for a while."""
+        """Whether it is kept after its run failed."""
         return self.state is RentalState.READY and self.kept_until is not None
 
     @property
     def ends_at(self) -> float:
-        """When it is ended, unless it is given back or taken over before."""
+        """Time at which it is ended, unless it is given back or taken over earlier."""
         return self.expires_at if self.kept_until is None else min(self.kept_until, self.expires_at)
 
     @property
     def taken_until(self) -> float:
-        """Until when a further run may take it over; after that nobody wants one whose run has died."""
+        """Time until which another run may take it over. After that, the machine of a dead run is unwanted."""
         return self.expires_at - too_late_s(self.expires_at - self.intended_at)
 
     def usd(self, now: float) -> float:
-        """What it has cost until `now`."""
+        """Cost in USD until `now`."""
         if self.rented_at is None:
             return 0.0
         return max(0.0, (self.ended_at or now) - self.rented_at) / 3600 * self.usd_per_hour
 
     def usd_within(self, since: float, until: float) -> float:
-        """What it cost between two times."""
+        """Cost in USD between two times."""
         if self.rented_at is None:
             return 0.0
         ended_at = until if self.ended_at is None else min(until, self.ended_at)
@@ -122,17 +122,17 @@ class Rental:
 
 
 def too_late_s(whole_s: float) -> float:
-    """How much is too little to begin with, of so long a time."""
+    """The remaining time that is too short to start with, given the machine's whole time."""
     return min(TOO_LATE_S, TOO_LATE_SHARE * whole_s)
 
 
 def in_utc(seconds: float) -> str:
-    """A time of the ledger, for people."""
+    """A time of the ledger, for users."""
     return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(seconds))
 
 
 def describe_keeping(rental: Rental) -> str:
-    """Until when a machine stays that no run uses; empty where it is not kept."""
+    """A phrase for how long the machine of a failed run is kept; empty if it is not kept."""
     return f"kept until {in_utc(rental.ends_at)} after its run failed" if rental.is_kept else ""
 
 
@@ -140,10 +140,10 @@ _COLUMNS = ", ".join(Rental.__slots__)
 
 
 def machine_name(ledger: Ledger, run_id: str) -> str:
-    """A name that no other machine has, and that tells for whom it is rented."""
-    run = re.sub(r"[^A-Za-z0-9]", "", short_id(run_id, 13))[:12] or "x"  # one of them is a dash
+    """A unique name that contains the ledger's identity and the run's id."""
+    run = re.sub(r"[^A-Za-z0-9]", "", short_id(run_id, 13))[:12] or "x"  # one of the characters is a dash
     stem = f"{NAME_PREFIX}{ledger.identity}-{run}-a"
-    attempt = 1 + len(_select(ledger, "WHERE name LIKE ?", f"{stem}%"))  # also those that other runs took over
+    attempt = 1 + len(_select(ledger, "WHERE name LIKE ?", f"{stem}%"))  # including machines that other runs took over
     return f"{stem}{attempt}-t{int(time.time())}"
 
 
@@ -155,7 +155,7 @@ def add_rental(ledger: Ledger, rental: Rental) -> None:
 
 
 def note_found(ledger: Ledger, rental: Rental) -> Rental:
-    """The row of a machine that was found and had none; that of somebody else who found it in the same moment."""
+    """Add a row for a machine that was found without a row, or return the row of a concurrent finder."""
     with suppress(sqlite3.IntegrityError):
         add_rental(ledger, rental)
     found = find_rental(ledger, rental.name)
@@ -164,10 +164,10 @@ def note_found(ledger: Ledger, rental: Rental) -> Rental:
 
 
 def change_rental(ledger: Ledger, rental: Rental, **changes: Any) -> Rental | None:  # Any: values of columns
-    """Write the changes and return the row as it is now; None, with nothing written, when somebody else was faster.
+    """Write the changes and return the new row; None, with nothing written, if the row has changed since it was read.
 
-    Somebody else was when the row is in another state, belongs to another run, or is kept until another time, than
-    `rental`. Without the last a reaper would end what the Retry of its own run took over since it was judged.
+    A row counts as changed if its state, its run or its `kept_until` differs from `rental`. Without `kept_until`, a
+    reaper would end a machine that a Retry of its run took over in the meantime.
     """
     assert set(changes) <= set(Rental.__slots__), changes
     columns = ", ".join(f"{column} = ?" for column in changes)
@@ -195,23 +195,23 @@ def all_rentals(ledger: Ledger) -> list[Rental]:
 
 
 def open_rentals(ledger: Ledger) -> list[Rental]:
-    """The machines that cost money, or may."""
+    """Machines that cost or may cost money."""
     return [rental for rental in all_rentals(ledger) if not rental.state.is_over]
 
 
 def given_up(ledger: Ledger, since: float) -> list[Rental]:
-    """The machines that were asked for and, since then, given up because they did not appear; one may all the same."""
+    """Machines given up since that time because they did not appear. They may still appear later."""
     return _select(ledger, "WHERE state = ? AND note = ? AND ended_at >= ?", RentalState.REFUSED, NEVER_SEEN, since)
 
 
 def unfit_hosts(ledger: Ledger, since: float) -> set[tuple[CloudName, str]]:
-    """Providers and their names of machines that could not be used when they were rented since then."""
+    """Providers and names of physical machines that were unusable when rented since that time."""
     rows = _select(ledger, "WHERE is_unfit AND host != '' AND intended_at >= ?", since)
     return {(rental.provider, rental.host) for rental in rows}
 
 
 def usd_spent(ledger: Ledger, run_id: str, now: float) -> float:
-    """What the machines of a run have cost until `now`."""
+    """Cost in USD of a run's machines until `now`."""
     return sum(rental.usd(now) for rental in rentals_of(ledger, run_id))
 
 

@@ -157,7 +157,7 @@ A100 = replace(OFFER, gpu_type="NVIDIA A100", region="US-TX-3", usd_per_hour=2.0
         ),
         (
             [replace(OFFER, region="US-TX-3", usd_per_hour=0.0, is_unpriced=True)],
-            "the closest is 2x NVIDIA H100 80GB HBM3 at runpod in US-TX-3 at a price that nobody says, which does not "
+            "the closest is 2x NVIDIA H100 80GB HBM3 at runpod in US-TX-3 at an unknown price, which does not "
             "answer to <regions>",
         ),
     ],

@@ -321,7 +321,7 @@ def test_pods_are_offered_at_no_price_and_those_with_one_at_theirs(kubernetes: s
     pods = [offer for offer in cloud.search(QUERY) if offer.region == kubernetes]
     assert [(offer.id, offer.gpu_count, offer.vram_gb) for offer in pods] == [("kubernetes::H100-80GB", 1, 80.0)]
     assert (pods[0].usd_per_hour, pods[0].is_unpriced, QUERY.admits(pods[0])) == (0.0, True, True)
-    assert describe_offer(pods[0]) == f"1x H100-80GB at sky in {kubernetes} at a price that nobody says"
+    assert describe_offer(pods[0]) == f"1x H100-80GB at sky in {kubernetes} at an unknown price"
     assert not any(offer.is_unpriced for offer in cloud.search(QUERY) if offer.region != kubernetes)
     [priced] = cloud.search(GPUQuery(gpu_types=("L4",)))
     assert (priced.usd_per_hour, priced.is_unpriced) == (0.5, False)
