@@ -1,17 +1,17 @@
-"""Rent machines, so that none is forgotten whatever breaks in between.
+"""Rent machines without losing track of one, whatever fails in between.
 
-Not here: what providers say (providers/), the rows of the ledger (rentals.py), giving machines back (release.py),
-looking for those that may have been made (unanswered.py), those of dead runs (reaper.py).
+Not here: providers' APIs (providers/), the ledger's rows (rentals.py), giving machines back (release.py), requests
+without an answer (unanswered.py), machines of dead runs (reaper.py).
 
     intent written ── one request to create ── id written ── waited until usable ── ready
-         |                   | nobody knows: looked for by its name, and adopted
+         |                   | unclear answer: looked up by name, and adopted
          |                   | refused, or never usable: ended, verified, next offer
-    killed anywhere: the same run goes on from the row; else a run with the same settings, or the reaper, takes it
-    its run failed, and keeps it: the same, and until then the reaper leaves it
-    it goes wrong here, or Ctrl-C: `given_back_on_failure` gives back what the run has, whatever step that was
+    killed at any step: the same run continues from the row; else a run with the same settings takes it, or the reaper
+    its run failed and keeps it: the same, but the reaper waits for that time to end
+    an error here, or Ctrl-C: `given_back_on_failure` releases the run's machines at any step
 
-Several are one unit, of one kind, in one region of one provider: where one of them cannot be had, or is lost and
-nothing beside the others replaces it, all are given back.
+Several machines form a unit of one kind in one region of one provider. If one of them cannot be rented, or is lost
+without a replacement beside the others, all are given back.
 """
 
 import logging
@@ -65,23 +65,23 @@ from infra.ssh.host_keys import HostKeyEvidence, fingerprint_of, make_host_key
 
 MAX_OFFERS = 6
 UNFIT_FOR_S = 24 * 3600.0
-"""A machine that could not be used is not rented again for so long."""
+"""An unusable machine is not rented again for this time."""
 
 logger = logging.getLogger(__name__)
 
 
 def rent_machines(renting: Renting) -> list[Rental]:
-    """Machines that can be used: the run's own, those that an ended run with the same settings left, and new ones.
+    """Return usable machines: the run's own, machines left by an ended run with the same settings, and new ones.
 
     Returns:
-        As many as are wanted, oldest first.
+        The requested number of machines, oldest first.
 
     Raises:
-        NoMachineError: no offer led to them, nothing is rented; says what was tried.
-        StillRentedError: a machine that could not be used could not be ended either.
+        NoMachineError: no offer led to machines, and nothing is rented. The message lists the attempts.
+        StillRentedError: an unusable machine could not be ended.
         ProviderRefusedError: every provider that has offers refuses the key or the account.
-        PermanentInfraError: the money is used up, or the machines lack what the settings promise.
-        MissingKeyError: the run has one where nobody can be asked about it.
+        PermanentInfraError: the money is used up, or the machines do not match the settings.
+        MissingKeyError: the run has a machine in an account without a key.
     """
     num_machines = renting.request.num_machines
     unit: list[Rental] = []
@@ -92,7 +92,7 @@ def rent_machines(renting: Renting) -> list[Rental]:
                 if usable is not None:
                     renting.say(f"goes on with {usable.name}, {usable.gpu} at {usable.provider}")
                     unit.append(usable)
-            elif rental.instance_id:  # one whose creation was not answered, and another one took its place
+            elif rental.instance_id:  # its creation was not answered, and another machine replaced it
                 renting.say(f"gives {rental.name} back: there are others in its place")
                 renting.release(rental)
             else:
@@ -104,10 +104,10 @@ def rent_machines(renting: Renting) -> list[Rental]:
 
 @contextmanager
 def given_back_on_failure(renting: Renting) -> Iterator[None]:
-    """Give back what the run has where the block does not end well: the one place that decides what goes.
+    """Give back the run's machines if the block fails. All decisions about which machines to give back are made here.
 
-    After an error: what is in use. Interrupted by Ctrl-C: everything, with what was just being asked for. Terminated:
-    all but what can be used, which is left to the next start.
+    After an error: the machines in use. After Ctrl-C: all, including requested ones. After SIGTERM: all except usable
+    ones, which the next start takes over.
     """
     try:
         yield
@@ -127,9 +127,9 @@ def given_back_on_failure(renting: Renting) -> Iterator[None]:
 
 
 def _goes_after(error: BaseException, rental: Rental) -> bool:
-    """Whether a machine of the run is given back when its renting ends so."""
+    """Whether this error gives back this machine of the run."""
     if isinstance(error, Exception):
-        return is_in_use(rental)  # what was not answered has been looked for, and what does not end was tried
+        return is_in_use(rental)  # requests without an answer were looked up already, and releases were tried
     return isinstance(error, KeyboardInterrupt) or rental.state is not RentalState.READY
 
 
@@ -137,16 +137,18 @@ def _goes_after(error: BaseException, rental: Rental) -> bool:
 
 
 def _inherited(renting: Renting) -> list[Rental]:
-    """The run's own machines that are not over, and those that dead or failed runs with the same settings left.
+    """Return the run's own machines, or machines left by one dead or failed run with the same settings.
 
-    None in accounts that are not asked: there nothing can be said about them. Of dead runs, those of one.
+    Machines in accounts without a key are skipped.
 
     Raises:
-        MissingKeyError: the run has a machine in such an account, beside which it would have another one.
+        MissingKeyError: the run itself has a machine in such an account, and would rent a second one beside it.
     """
     own = [rental for rental in renting.own_rows() if _is_reached(rental, renting)]
     if own:
-        return sorted(own, key=lambda rental: rental.state is not RentalState.READY)  # these come before what appears
+        return sorted(
+            own, key=lambda rental: rental.state is not RentalState.READY
+        )  # usable machines before machines that appear late
     request, ledger = renting.request, renting.ledger
     mine: list[Rental] = []
     for rental in all_rentals(ledger):
@@ -173,9 +175,9 @@ def _is_reached(rental: Rental, renting: Renting) -> bool:
 
 
 def _take_over(rental: Rental, renting: Renting, *, beside: Sequence[Rental]) -> Rental | None:
-    """The machine of a dead run as one of this run, within its hours and its money.
+    """Assign a dead run's machine to this run, within this run's hours and money.
 
-    None where that would be too short to begin with, or somebody else was faster. What is not taken is the reaper's.
+    None if too little time remains, or if another process was faster. The reaper ends machines that no run takes.
     """
     request, now = renting.request, time.time()
     expires_at = min(rental.expires_at, _allowed_until(rental, renting, now, beside=beside))
@@ -192,16 +194,16 @@ def _left_by(rental: Rental) -> str:
 
 
 def _is_where(rental: Rental, unit: Sequence[Rental]) -> bool:
-    """Whether a machine is of the kind, and in the place, of the others."""
+    """Whether all machines are of one kind in one place."""
     return len({(each.provider, each.region, each.gpu) for each in (rental, *unit)}) == 1
 
 
 def _settle(rental: Rental, renting: Renting, *, beside: Sequence[Rental]) -> Rental | None:
-    """Bring a machine of an earlier process to an end or to use, beside others; None when it is of no use."""
+    """Make a machine of an earlier process usable beside the others, or end it and return None."""
     if rental.kept_until is not None:
         current = change_rental(renting.ledger, rental, kept_until=None) or find_rental(renting.ledger, rental.name)
         if current is None or current.run_id != renting.request.run_id or current.state.is_over:
-            return None  # another run took it over, or it was ended, since the ledger was read
+            return None  # taken over or ended since the ledger was read
         rental = current
     if rental.state is RentalState.INTENDED:
         found = find_machine(rental, renting.cloud_of(rental), renting.pace)
@@ -222,19 +224,19 @@ def _settle(rental: Rental, renting: Renting, *, beside: Sequence[Rental]) -> Re
 
 
 class _NotHadError(Exception):
-    """An offer did not lead to a machine, and another one may."""
+    """The offer did not lead to a machine; other offers may."""
 
 
 class _RefusedError(_NotHadError):
-    """Its provider refuses the key or the account, so that another one's may, and none of its own."""
+    """The provider refuses the key or the account; only other providers' offers may work."""
 
 
 class _UnknownError(_NotHadError):
-    """Its provider may have made a machine, and cannot be asked, so that another one's may, and none of its own."""
+    """The provider may have created a machine and does not answer; only other providers' offers may work."""
 
 
 def _rent_new(unit: list[Rental], renting: Renting) -> None:
-    """Complete the unit, beside the machines that it has or with all of them elsewhere."""
+    """Rent the missing machines beside the present ones, or all machines elsewhere."""
     request = renting.request
     tried: list[str] = []
     offered = search_offers(request.query, renting.clouds)
@@ -242,7 +244,7 @@ def _rent_new(unit: list[Rental], renting: Renting) -> None:
     offers = [offer for offer in offered.fitting if (offer.provider, offer.host) not in unfit]
     if num_unfit := len(offered.fitting) - len(offers):
         tried.append(f"{num_unfit} offered machines could not be used within the last day")
-    # Otherwise in their order.
+    # The sort is stable: the order by price stays within each group.
     offers.sort(key=lambda offer: (bool(unit) and not _is_beside(offer, unit[0]), _is_short(offer, request)))
     refusals: dict[CloudName, str] = {}
     closed: set[CloudName] = set()
@@ -280,7 +282,7 @@ def _rent_new(unit: list[Rental], renting: Renting) -> None:
 
 
 def _few(offers: Sequence[Offer], closed: Set[CloudName]) -> Iterator[Offer]:
-    """The first offers, without those of providers of which meanwhile nothing more is to be had."""
+    """The first `MAX_OFFERS` offers, without providers that were closed meanwhile."""
     num_tried = 0
     for offer in offers:
         if offer.provider not in closed and num_tried < MAX_OFFERS:
@@ -289,21 +291,21 @@ def _few(offers: Sequence[Offer], closed: Set[CloudName]) -> Iterator[Offer]:
 
 
 def _is_beside(offer: Offer, rental: Rental) -> bool:
-    """Whether the offer is for a machine of the same kind in the same place."""
+    """Whether the offer has the machine's kind and place."""
     return (offer.provider, offer.region, offer.gpus) == (rental.provider, rental.region, rental.gpu)
 
 
 def _is_short(offer: Offer, request: RentRequest) -> bool:
-    """Whether the provider takes the machine back before the run's hours or its money are used up there."""
+    """Whether the provider takes the machine back before the run's hours or money are used up."""
     hours = min(request.max_hours, _hours(request.max_usd / request.num_machines, offer.usd_per_hour))
     return offer.ends_at is not None and offer.ends_at < time.time() + 3600 * hours
 
 
 def _rent_at(offer: Offer, unit: Sequence[Rental], renting: Renting) -> list[Rental]:
-    """What the unit lacks, by one offer; all are asked for before any is waited for.
+    """Rent the missing machines by one offer. All are requested before the first is waited for.
 
     Raises:
-        _NotHadError: one of them could not be had, so the others are given back.
+        _NotHadError: one machine could not be rented, so the others are given back.
     """
     request, cloud = renting.request, renting.clouds[offer.provider]
     fresh: list[Rental] = []
@@ -325,10 +327,10 @@ def _rent_at(offer: Offer, unit: Sequence[Rental], renting: Renting) -> list[Ren
 
 
 def search_offers(query: GPUQuery, clouds: Mapping[CloudName, Cloud]) -> Offered:
-    """What all providers that answer have.
+    """Offers of all providers that answer.
 
     Raises:
-        ProviderUnavailableError, ProviderRefusedError: none of them answers.
+        ProviderUnavailableError, ProviderRefusedError: every provider failed.
     """
     order = [name for name in query.providers if name in clouds]
     offers: list[Offer] = []
@@ -352,11 +354,11 @@ def search_offers(query: GPUQuery, clouds: Mapping[CloudName, Cloud]) -> Offered
 
 
 def _intend(offer: Offer, renting: Renting, *, host_key: HostKeyPair | None, beside: Sequence[Rental]) -> Rental:
-    """Write down that the machine will be asked for.
+    """Record the intent to request the machine.
 
     Args:
-        host_key: what it will be given.
-        beside: the machines of the unit so far; what they cost until they expire is left to them.
+        host_key: the host key that it will get.
+        beside: the machines of the unit so far; their cost until they expire is reserved for them.
 
     Raises:
         PermanentInfraError: the run's money is used up.
@@ -393,9 +395,9 @@ def _intend(offer: Offer, renting: Renting, *, host_key: HostKeyPair | None, bes
 
 
 def _allowed_until(rental: Rental, renting: Renting, now: float, *, beside: Sequence[Rental]) -> float:
-    """When a machine's hours, counted from now, or its share of the run's money are used up, at its price.
+    """Time at which the machine's hours, counted from now, or its share of the run's money are used up.
 
-    What it cost so far is the run's, whoever had it. What those beside it cost until they expire is left to them.
+    Its earlier cost counts for this run. The cost of the machines in `beside` until they expire is reserved for them.
     """
     request = renting.request
     others = [each for each in rentals_of(renting.ledger, request.run_id) if each.name != rental.name]
@@ -406,15 +408,15 @@ def _allowed_until(rental: Rental, renting: Renting, now: float, *, beside: Sequ
 
 
 def _hours(usd: float, usd_per_hour: float) -> float:
-    """How long the money lasts."""
+    """Hours that the money pays for."""
     return usd / usd_per_hour if usd_per_hour > 0 else math.inf
 
 
 def _create_once(rental: Rental, offer: Offer, renting: Renting, *, host_key: HostKeyPair | None) -> Rental:
-    """The machine that one request created.
+    """Request the machine once, and return it.
 
     Raises:
-        _NotHadError: there is none.
+        _NotHadError: no machine was created.
     """
     request, ledger, cloud = renting.request, renting.ledger, renting.clouds[offer.provider]
     spec = MachineSpec(
@@ -449,15 +451,15 @@ def _create_once(rental: Rental, offer: Offer, renting: Renting, *, host_key: Ho
 
 
 def _go_on_without(rental: Rental, renting: Renting, *, reason: str = "its creation was not answered") -> None:
-    """Have whoever sees a machine that has not appeared so far end it, also while the run lives; nobody counts it."""
+    """Let the next check end a machine that has not appeared yet, even while the run lives. It counts for no run."""
     now = time.time()
-    if rental.expires_at > now:  # else that was done before
+    if rental.expires_at > now:  # else this was done earlier
         change_rental(renting.ledger, rental, expires_at=now, note=f"{reason}; it did not appear so far")
         renting.say(f"{rental.name} has not appeared, and may be rented: `rollouts reap` ends it when it does")
 
 
 def _adopt_or_release(rental: Rental, instance_id: str, renting: Renting, *, note: str = "") -> Rental:
-    """Write down which machine the row is about; one about which that cannot be written is given back at once."""
+    """Record the machine's id in its row. If the row cannot be written, the machine is given back at once."""
     try:
         adopted = change_rental(
             renting.ledger,
@@ -471,7 +473,7 @@ def _adopt_or_release(rental: Rental, instance_id: str, renting: Renting, *, not
         renting.release(replace(rental, instance_id=instance_id))
         raise
     if adopted is None:
-        raise TransientInfraError(f"somebody else changed {rental.name} at the same moment: try again")
+        raise TransientInfraError(f"another process changed {rental.name} at the same moment: try again")
     return adopted
 
 
@@ -479,16 +481,18 @@ def _adopt_or_release(rental: Rental, instance_id: str, renting: Renting, *, not
 
 
 def _use_or_release(rental: Rental, renting: Renting, *, beside: Sequence[Rental]) -> Rental:
-    """The machine when it can be used, within the run's money at the price that it really has.
+    """Wait until the machine is usable, and limit its time by its real price.
 
     Raises:
-        _NotHadError: it cannot be used, and is given back.
+        _NotHadError: it is unusable and was given back.
         PermanentInfraError: no machine could be used.
     """
     problem, host_key, price = wait_until_usable(rental, renting)
     if problem:
         renting.say(f"gives {rental.name} back: {problem}")
-        is_fresh = rental.state is RentalState.RENTED and time.time() < rental.expires_at  # else it had no chance
+        is_fresh = (
+            rental.state is RentalState.RENTED and time.time() < rental.expires_at
+        )  # otherwise its time was too short to judge it
         renting.release(rental, note=problem, is_unfit=is_fresh)
         raise _NotHadError(problem)
     priced = replace(rental, usd_per_hour=price)
@@ -499,5 +503,5 @@ def _use_or_release(rental: Rental, renting: Renting, *, beside: Sequence[Rental
     changes = {"host_key": host_key, "usd_per_hour": price, "expires_at": expires_at}
     ready = change_rental(renting.ledger, rental, state=RentalState.READY, **changes)
     if ready is None:
-        raise _NotHadError(f"somebody else ended {rental.name} at the same moment")
+        raise _NotHadError(f"another process ended {rental.name} at the same moment")
     return ready
