@@ -1,39 +1,39 @@
-"""What can go wrong with machines, sorted by the one question a caller has: can a retry help?
+"""Errors of machines, sorted by the caller's question: can a retry help?
 
     InfraError
     ├── TransientInfraError       the same call may succeed later
     │   ├── CommandTimeoutError   a command on a node did not end in time
-    │   ├── NodeUnreachableError  a node does not answer; whatever runs there may well run on
-    │   │   ├── BannedError       its SSH server takes no connections from here for a while
-    │   │   ├── KeyAgentError     the SSH agent does not sign with a key that might let us in
+    │   ├── NodeUnreachableError  a node does not answer; its jobs may still run
+    │   │   ├── BannedError       its SSH server refuses connections from here for some time
+    │   │   ├── KeyAgentError     the SSH agent does not sign with a candidate key
     │   │   └── RequestCutError   the connection broke before the answer
-    │   │       └── LoginShellError   what a node begins at a login ended before it ran Python
+    │   │       └── LoginShellError   the login shell of a node ended before it ran Python
     │   ├── JobLostError          a job's supervisor is gone (reboot, kill -9); starting again is the next attempt
     │   ├── ProviderUnavailableError  a provider of machines gives no usable answer
-    │   ├── OfferGoneError        a provider did not create the machine that it offered; nothing was created
+    │   ├── OfferGoneError        a provider did not create an offered machine, and nothing was created
     │   ├── UnclearAnswerError    a provider may or may not have created a machine
-    │   ├── UnfitMachineError     a fresh machine will not do; another one may
-    │   ├── NoMachineError        no offer led to a machine that can be used
-    │   ├── StillRentedError      a machine is not gone although its end was asked for; it may cost money
-    │   ├── LedgerUnwritableError nothing can be written into the ledger: its disk is full, or broken
-    │   └── StoreUnavailableError an object store does not answer, or what was sent did not arrive whole
-    └── PermanentInfraError       somebody has to change something first
-        ├── CommandFailedError    a command on a node ended with another code than 0
+    │   ├── UnfitMachineError     a fresh machine is unusable; another may work
+    │   ├── NoMachineError        no offer led to a usable machine
+    │   ├── StillRentedError      a machine still exists after its end was requested; it may cost money
+    │   ├── LedgerUnwritableError the ledger cannot be written: its disk is full or broken
+    │   └── StoreUnavailableError an object store does not answer, or data arrived incomplete
+    └── PermanentInfraError       the call fails until a user changes something
+        ├── CommandFailedError    a command on a node ended with a code other than 0
         ├── FileMissingError      a file on a node does not exist
         ├── DiskFullError         a node's disk has no room
-        ├── NameUnknownError      nobody knows a host by its name
-        ├── HostKeyError          a host shows another key than it should
-        ├── LoginError            a node does not let us in, or our key cannot be used
+        ├── NameUnknownError      a host name cannot be resolved
+        ├── HostKeyError          a host shows the wrong key
+        ├── LoginError            a node refuses the login, or the key is unusable
         ├── JobFailedError        a job ended without its result.json
         ├── ProviderRefusedError  a provider refuses the key, the account or the request
         ├── MissingKeyError       the key of a provider is in no environment variable
-        ├── MachineGoneError      a rented machine is no more; the same command goes on with another one
-        ├── BudgetUsedUpError     work on a rented machine was ended before its hours or its money were used up
+        ├── MachineGoneError      a rented machine is gone; the same command continues on another
+        ├── BudgetUsedUpError     work on a rented machine was ended, shortly before its hours or money run out
         ├── StoreRefusedError     an object store refuses the credentials, the bucket or the request
         ├── ObjectMissingError    an object store has nothing at a URL
         └── ObjectDamagedError    an object is not the one that its manifest lists
 
-Every exception keeps all its arguments in `args`, so it survives pickling.
+Every exception keeps all its arguments in `args`, so that it can be pickled.
 """
 
 import shlex
@@ -46,7 +46,7 @@ _SHOWN_STDERR_CHARACTERS = 2000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompletedCommand:
-    """How a command on a node ended, and everything it wrote."""
+    """Exit code and output of a command on a node."""
 
     argv: tuple[str, ...]
     exit_code: int
@@ -56,15 +56,15 @@ class CompletedCommand:
 
 
 class InfraError(Exception):
-    """Something about a machine went wrong; raised only as one of its two kinds."""
+    """An error of a machine; only its two subclasses are raised."""
 
 
 class TransientInfraError(InfraError):
-    """The same call may succeed later, without anybody changing anything."""
+    """The same call may succeed later without a change."""
 
 
 class PermanentInfraError(InfraError):
-    """The same call will fail again until somebody changes something."""
+    """The same call fails again until a user changes something."""
 
 
 class CommandTimeoutError(TransientInfraError):
@@ -80,7 +80,7 @@ class CommandTimeoutError(TransientInfraError):
 
 
 class NodeUnreachableError(TransientInfraError):
-    """A node does not answer, or the connection to it broke; never taken for the end of what runs there."""
+    """A node does not answer, or the connection to it broke. Its jobs count as running."""
 
     def __init__(self, address: str, reason: str) -> None:
         super().__init__(address, reason)
@@ -92,22 +92,22 @@ class NodeUnreachableError(TransientInfraError):
 
 
 class BannedError(NodeUnreachableError):
-    """A node's SSH server takes no connections from this address for a while."""
+    """A node's SSH server refuses connections from this address for some time."""
 
     def __str__(self) -> str:
         return (
-            f"the SSH server of {self.address} takes no connection from this machine for now ({self.reason!r}): too "
+            f"the SSH server of {self.address} refuses connections from this machine for now ({self.reason!r}): too "
             "many logins failed or were under way. OpenSSH ends a ban by itself after some seconds to ten minutes: try "
             "again then, or exempt this machine by PerSourcePenaltyExemptList in the server's sshd_config"
         )
 
 
 class RequestCutError(NodeUnreachableError):
-    """The connection broke before the answer; what was asked for may have happened, or happen now."""
+    """The connection broke before the answer. The request may have been carried out, or may be running."""
 
 
 class LoginShellError(RequestCutError):
-    """What a node begins at a login ended before it ran Python; it may be about to start, or to be full."""
+    """The login shell of a node ended before it ran Python. The node may be starting, or overloaded."""
 
     def __init__(self, address: str, reason: str, python: str) -> None:
         super().__init__(address, reason)
@@ -122,38 +122,38 @@ class LoginShellError(RequestCutError):
 
 
 class KeyAgentError(NodeUnreachableError):
-    """The SSH agent does not sign with a key that might do: it is locked, or asks a person, who may come back."""
+    """The SSH agent does not sign with a candidate key: it is locked, or waits for a user's confirmation."""
 
     def __str__(self) -> str:
         return f"no login at {self.address}: {self.reason}"
 
 
 class ProviderUnavailableError(TransientInfraError):
-    """A provider of machines gives no usable answer; what it has is unknown, not nothing."""
+    """A provider of machines gives no usable answer. Its machines are unknown."""
 
 
 class OfferGoneError(TransientInfraError):
-    """A provider did not create the machine that it offered, and nothing was created; another offer may work."""
+    """A provider did not create an offered machine, and nothing was created. Another offer may work."""
 
 
 class UnclearAnswerError(TransientInfraError):
-    """A provider was asked to create a machine, and nobody knows whether it did."""
+    """A provider may or may not have created the requested machine."""
 
 
 class NoMachineError(TransientInfraError):
-    """No offer led to a machine that can be used; nothing is rented."""
+    """No offer led to a usable machine. Nothing is rented."""
 
 
 class StillRentedError(TransientInfraError):
-    """The end of a machine was asked for, and its provider still has it: it may cost money."""
+    """The end of a machine was requested, but its provider still lists it. It may cost money."""
 
 
 class LedgerUnwritableError(TransientInfraError):
-    """Nothing can be written into the ledger, by nobody: its disk is full, read-only or broken."""
+    """The ledger cannot be written: its disk is full, read-only or broken."""
 
 
 class JobLostError(TransientInfraError):
-    """A job's supervisor is gone without having written how the job ended."""
+    """A job's supervisor is gone without an exit record."""
 
     def __init__(self, run_dir: str, attempt: int, reason: str) -> None:
         super().__init__(run_dir, attempt, reason)
@@ -166,7 +166,7 @@ class JobLostError(TransientInfraError):
 
 
 class CommandFailedError(PermanentInfraError):
-    """A command on a node ended with another code than 0; `completed` says what it wrote."""
+    """A command on a node ended with a code other than 0; `completed` has its output."""
 
     def __init__(self, completed: CompletedCommand) -> None:
         super().__init__(completed)
@@ -179,7 +179,7 @@ class CommandFailedError(PermanentInfraError):
 
 
 class FileMissingError(PermanentInfraError):
-    """A file that was to be read does not exist on the node."""
+    """A file does not exist on the node."""
 
     def __init__(self, path: str) -> None:
         super().__init__(path)
@@ -190,7 +190,7 @@ class FileMissingError(PermanentInfraError):
 
 
 class DiskFullError(PermanentInfraError):
-    """The disk under `path` has no room for what was to be written there."""
+    """The disk of `path` has too little room."""
 
     def __init__(self, path: str, needed_bytes: int) -> None:
         super().__init__(path, needed_bytes)
@@ -202,11 +202,11 @@ class DiskFullError(PermanentInfraError):
 
 
 class NameUnknownError(PermanentInfraError):
-    """Nobody knows a host by its name: there is none, or whoever knows it cannot be asked."""
+    """A host name cannot be resolved: it does not exist, or no name server answers."""
 
 
 class HostKeyError(PermanentInfraError):
-    """A host shows a key that is not the right one, or that nobody has confirmed; nothing was sent to it."""
+    """A host shows a wrong or unconfirmed key. Nothing was sent to it."""
 
     def __init__(self, address: str, fingerprint: str, problem: str) -> None:
         super().__init__(address, fingerprint, problem)
@@ -219,7 +219,7 @@ class HostKeyError(PermanentInfraError):
 
 
 class LoginError(PermanentInfraError):
-    """A node does not let us in, or our key cannot be used."""
+    """A node refuses the login, or the key is unusable."""
 
     def __init__(self, address: str, problem: str) -> None:
         super().__init__(address, problem)
@@ -231,7 +231,7 @@ class LoginError(PermanentInfraError):
 
 
 class JobFailedError(PermanentInfraError):
-    """A job ended without the result.json that would mean success."""
+    """A job ended without result.json."""
 
     def __init__(self, run_dir: str, attempt: int, exit_code: int, message: str) -> None:
         super().__init__(run_dir, attempt, exit_code, message)
@@ -253,15 +253,15 @@ class MissingKeyError(PermanentInfraError):
 
 
 class MachineGoneError(PermanentInfraError):
-    """A rented machine is no more, and what ran on it neither; starting again goes on with another one."""
+    """A rented machine and its jobs are gone. The same command continues on another machine."""
 
 
 class UnfitMachineError(TransientInfraError):
-    """A fresh machine will not do, and waiting does not help; another one may."""
+    """A fresh machine is unusable, and waiting does not help. Another machine may work."""
 
 
 class BudgetUsedUpError(PermanentInfraError):
-    """What a run did on a rented machine was ended, because its time or the run's money are nearly used up."""
+    """The run's work on a rented machine was ended because its time or money is nearly used up."""
 
     def __init__(self, machine: str) -> None:
         super().__init__(machine)
@@ -270,13 +270,13 @@ class BudgetUsedUpError(PermanentInfraError):
     def __str__(self) -> str:
         return (
             f"the work on {self.machine} was ended, because its hours (node.max_hours), the run's money (node.max_usd) "
-            "or the time for which its provider lends it are nearly used up: started with more of them, it goes on "
-            "from the last checkpoint"
+            "or its provider's time limit are nearly used up: with more of them, the same command continues from the "
+            "last checkpoint"
         )
 
 
 class StoreUnavailableError(TransientInfraError):
-    """An object store does not answer, or what was sent or fetched did not arrive whole."""
+    """An object store does not answer, or data arrived incomplete."""
 
 
 class StoreRefusedError(PermanentInfraError):
@@ -288,4 +288,4 @@ class ObjectMissingError(PermanentInfraError):
 
 
 class ObjectDamagedError(PermanentInfraError):
-    """An object is not the one that the manifest of its folder lists."""
+    """An object differs from the manifest of its folder."""

@@ -158,7 +158,7 @@ def test_a_session_asks_each_further_connection_for_the_type_that_fitted(tmp_pat
 def test_a_ban_is_named_and_is_no_wrong_address(said: str, is_reset: bool, ssh_server: SSHServer) -> None:
     with banning_port(said, is_reset=is_reset) as port, pytest.raises(BannedError) as raised:
         connect(replace(ssh_server.access, port=port))
-    assert f"takes no connection from this machine for now ('{said}')" in str(raised.value)
+    assert f"refuses connections from this machine for now ('{said}')" in str(raised.value)
     assert "check its address" not in str(raised.value)
 
 
