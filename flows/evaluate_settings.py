@@ -1,4 +1,4 @@
-"""`evaluate`: which models are scored on which rows, beside the settings of the pipeline.
+"""`evaluate`: the models and rows of an evaluation, beside the settings of the pipeline.
 
 Not here: the other settings (form.py, rollouts_core/config/), what a name stands for (tasks/model_names.py).
 """
@@ -15,16 +15,17 @@ from rollouts_core.config import Record
 
 
 class EvaluateConfig(Record):
-    """Which model is scored, against which, on which rows."""
+    """The model to score, the model to compare with, and the rows."""
 
     model: str = Field(min_length=1)
-    """`production` or `candidate` of the registry (small/production where there are several lines), a registered model
-    like small-3, a run or a stage of the store (my-run-5793d50a, or sft-<fingerprint>/checkpoints/step_000100), `base`
-    for the configuration's start model, a folder (./folder beside the configuration), or a URL."""
+    """The model to score: `production` or `candidate` of the registry (small/production if there are several lines), a
+    registered model (small-3), a run or a checkpoint of the store (my-run-5793d50a,
+    sft-<fingerprint>/checkpoints/step_000100), `base` for the configuration's start model, a folder (./folder beside
+    the configuration), or a URL."""
     against: str = ""
-    """The model that it is compared with on the same rows, named in the same way. Empty compares with nothing."""
+    """The model to compare with on the same rows, named in the same way. Empty: no comparison."""
     data: str = ""
-    """File or URL with the rows; empty takes data.heldout."""
+    """File or URL with the rows. Empty: data.heldout."""
 
     def beside(self, folder: Path) -> Self:
         """The same with its data, and models that begin with a dot, made absolute against the folder of its file."""

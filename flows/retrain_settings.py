@@ -1,4 +1,4 @@
-"""`retrain` and `schedule`: what a retraining watches and when it looks, beside the settings of the pipeline.
+"""`retrain` and `schedule`: the watched data and the times of checks, beside the settings of the pipeline.
 
 Not here: the other settings (form.py, rollouts_core/config/), what a retraining does (tasks/retraining.py).
 """
@@ -22,24 +22,23 @@ LINE_PATTERN = r"^([A-Za-z0-9][A-Za-z0-9._-]{0,63})?$"
 
 
 class RetrainConfig(Record):
-    """When data is new, and when a model trained on it goes into production."""
+    """Conditions for training again, and for promoting the new model."""
 
     model: str = Field("", pattern=LINE_PATTERN)
-    """What the models are called in the registry: small-1, small-2 and so on. Empty takes the name of the run."""
+    """Name of the models in the registry: small-1, small-2 and so on. Empty: the run's name."""
     sources: tuple[Annotated[str, Field(min_length=1)], ...] = ()
-    """Files, folders and URLs (s3://bucket/prefix) that are watched. Empty watches the demonstrations and prompts that
-    are trained on."""
+    """Files, folders and URLs (s3://bucket/prefix) to watch. Empty: the demonstrations and prompts of the training."""
     margin: Finite = 0.0
-    """The candidate's mean score must be higher than production's by more than this, beyond noise. Below 0 it may be
-    that much lower: enough where newer data is worth something by itself."""
+    """The candidate's mean score must exceed production's by more than this, beyond noise. A negative margin accepts a
+    slightly worse model, if newer data is valuable by itself."""
     max_p_value: Annotated[Finite, Field(gt=0, le=1)] = 0.01
-    """How sure the comparison must be: the highest p-value that counts; 1 promotes everything."""
+    """Highest p-value of the comparison; 1 promotes every candidate."""
     approval: bool = False
-    """Ask a person, in Prefect's UI, before a better candidate goes into production."""
+    """Ask for approval in Prefect's UI before a better candidate goes into production."""
     force: bool = False
     """Train although no data changed, for example with other settings."""
     max_failures: int = Field(3, ge=1)
-    """After so many failed retrainings on the same data in a row, wait for other data."""
+    """After this many failed retrainings in a row on the same data, wait for other data."""
 
     def beside(self, folder: Path) -> Self:
         """The same with its sources made absolute against the folder of its file."""
@@ -48,16 +47,16 @@ class RetrainConfig(Record):
 
 
 class ScheduleConfig(Record):
-    """When a retraining looks for new data by itself."""
+    """Schedule of the checks for changed data."""
 
     cron: str = ""
     """Cron expression of five fields: "0 3 * * *" is every day at three."""
     interval_minutes: Annotated[Finite, Field(ge=1)] | None = None
-    """In place of `cron`: so many minutes from one look to the next, counted from midnight."""
+    """Instead of `cron`: minutes between two checks, counted from midnight."""
     time_zone: str = "UTC"
     """Name of the time zone of `cron`, for example Europe/Berlin."""
     overlap: Literal["queue", "skip"] = "queue"
-    """What happens to a look whose predecessor is still at work: it waits, or it is skipped."""
+    """For a check that is due while the previous one still runs. queue: it waits. skip: it is skipped."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -14,7 +14,7 @@ from rollouts_core.config.record import Finite, Record
 
 
 class AdvantageConfig(Record):
-    """From the rewards of the completions to how strongly each is reinforced."""
+    """Computes advantages from the rewards of the completions."""
 
     estimator: Literal[
         "group_mean_std",
@@ -27,7 +27,7 @@ class AdvantageConfig(Record):
         "constant",
         "gae",
     ] = "group_mean_std"
-    """What is subtracted from a reward, and what it is divided by. group_mean_std: GRPO. group_mean: Dr. GRPO.
+    """Baseline that is subtracted from a reward, and its divisor. group_mean_std: GRPO. group_mean: Dr. GRPO.
     leave_one_out: RLOO. leave_one_out_std: also divided by the others' deviation. group_mean_batch_std: the deviation
     of the whole batch. batch_mean_std: its mean, too. max_rl: divided by the group's mean. constant: minus `baseline`.
     gae: PPO with a value head."""
@@ -36,12 +36,12 @@ class AdvantageConfig(Record):
     std: Literal["sample", "population"] = "sample"
     """Whether squared deviations are divided by their number less one, or by their number."""
     eps: Annotated[Finite, Field(ge=0)] = 1e-6
-    """Added to what a reward is divided by."""
+    """Added to the divisor of a reward."""
     singleton: Literal["zero", "reward"] = "zero"
-    """The advantage of a completion without any other in its group: none, or its own reward."""
+    """Advantage of the only completion in its group: 0, or its reward."""
     unscored: Literal["error", "exclude"] = "error"
-    """A completion that the reward function returned None for (NaN in a list of rewards): it stops the run, or is left
-    out of its group's baseline and gets the advantage 0."""
+    """For a completion without a score (None from the reward function, NaN in a list). error: end the run. exclude:
+    leave it out of its group's baseline, with advantage 0."""
     whiten: bool = False
     """Shift and scale the advantages to mean 0 and deviation 1 over all trained tokens of the batch."""
     gamma: Annotated[Finite, Field(ge=0, le=1)] = 1.0
@@ -51,19 +51,19 @@ class AdvantageConfig(Record):
 
 
 class RewardShapingConfig(Record):
-    """What is added to the graded reward before advantages are computed. Reports show the reward as graded."""
+    """Changes to the graded reward before advantages are computed. Reports show the graded reward."""
 
     max_response_tokens: int = Field(default=0, ge=0)
     """Length limit of a response for the penalty below, usually `rollout.sampling.max_new_tokens`."""
     overlong_buffer_tokens: int = Field(default=0, ge=0)
     """The penalty grows over this many tokens before the limit; 0 has no penalty."""
     overlong_penalty: Annotated[Finite, Field(ge=0)] = 1.0
-    """What is subtracted at the limit."""
+    """Penalty at the limit."""
     overlong_capped: bool = True
     """A response beyond the limit loses no more than one at the limit."""
     mask_truncated: bool = False
-    """Leave completions that the token limit cut out of the loss; their rewards still count in baselines. The penalty
-    above then teaches by those that end within the buffer alone."""
+    """Leave truncated completions out of the loss; their rewards still count in baselines. The penalty above then acts
+    only through completions that end within the buffer."""
     kl_coef: Annotated[Finite, Field(ge=0)] = 0.0
     """Subtract this times the KL divergence from the model that training starts from, summed over tokens."""
     kl_estimator: Literal["k1", "abs", "k2", "k3"] = "k1"
@@ -127,10 +127,10 @@ class LossConfig(Record):
     gradient of the log-prob, weighted by the clipped ratio. dppo: the free ratio, without tokens whose probability
     moved too far. reinforce: the gradient of the log-prob."""
     ratio_base: Literal["rollout", "old"] = "rollout"
-    """Where the ratio's lower half comes from: the engine's log-probs when sampling, or the trainer's own before the
-    first update of the step."""
+    """Denominator of the ratio: the engine's log-probs at sampling, or the trainer's own before the first update of the
+    step."""
     clip_low: Annotated[Finite, Field(ge=0)] = 0.2
-    """The ratio is clipped below 1 - clip_low; from 1 on there is no lower bound. dppo: how far a probability may
+    """The ratio is clipped below 1 - clip_low; values from 1 on remove the lower bound. dppo: how far a probability may
     fall."""
     clip_high: Annotated[Finite, Field(ge=0)] = 0.2
     """The ratio is clipped above 1 + clip_high. dppo: how far a probability may rise."""
@@ -144,9 +144,9 @@ class LossConfig(Record):
     """Average over all trained tokens of the update, over each completion's mean, over each prompt's mean, or the sum
     divided by the number of completions and `constant_length`."""
     constant_length: int = Field(default=0, ge=0)
-    """The length that stands for every completion's, for the aggregation `constant_length`."""
+    """Length used for every completion by the aggregation `constant_length`."""
     count_untrained: bool = False
-    """Whether completions of which no token is trained count where the loss averages over completions."""
+    """Count completions without a trained token when the loss averages over completions."""
     entropy_coef: Annotated[Finite, Field(ge=0)] = 0.0
     """Bonus for the entropy of the policy."""
     kl_coef: Annotated[Finite, Field(ge=0)] = 0.0
@@ -163,7 +163,7 @@ class LossConfig(Record):
     value_coef: Annotated[Finite, Field(ge=0)] = 0.1
     """Weight of half the squared error of the value head, for the estimator `gae`."""
     value_clip: Annotated[Finite, Field(ge=0)] = 0.2
-    """A value may move this far from what it was before the update; 0 sets no limit."""
+    """Largest change of a value from its value before the update. 0: no limit."""
     mismatch: MismatchConfig = MismatchConfig()
     """Correction for the difference between engine and trainer; with `ratio_base` = "old"."""
 

@@ -12,7 +12,7 @@ from pydantic import Field, model_validator
 from rollouts_core.config.record import PLACEMENT, Finite, Record
 
 ColumnType = Literal["text", "int", "float", "bool", "json"]
-"""What the cells of a CSV column are."""
+"""Types of a CSV column."""
 RowFile = Literal["sft_eval", "prompts", "selection", "heldout"]
 """The settings that name one file of rows."""
 
@@ -23,21 +23,21 @@ class DatasetConfig(Record):
     path: str = Field(min_length=1, json_schema_extra=PLACEMENT)
     """JSONL, JSON, CSV or Parquet file, folder of such files or of a Hugging Face dataset, or hub id."""
     split: str = Field(default="train", min_length=1)
-    """Which split, of a folder or hub dataset that has several."""
+    """Split of a folder or hub dataset with several splits."""
     subset: str = ""
-    """Which configuration of a hub dataset that has several."""
+    """Configuration of a hub dataset with several configurations."""
     revision: str = Field(default="", json_schema_extra=PLACEMENT)
     """Commit or tag of a hub dataset; empty takes the newest commit when the run is planned."""
     max_samples: int | None = Field(default=None, ge=1)
-    """Only so many rows, from the start."""
+    """Use only the first rows, up to this number."""
     repeat: Annotated[Finite, Field(gt=0)] = 1.0
-    """How often an epoch visits each row. Below 1 an epoch takes a share of them, and the next epoch others."""
+    """Visits of each row per epoch. Below 1 an epoch takes this share of the rows, and the next epoch takes others."""
     columns: dict[str, ColumnType] = Field(default_factory=dict)
     """Types of CSV columns, by their names: text, int, float, bool or json. Other columns are text."""
 
 
 class DataConfig(Record):
-    """Where demonstrations and prompts come from. Paths are relative to the configuration's file; in a pipeline they
+    """Files of demonstrations and prompts. Paths are relative to the configuration's file; in a pipeline they
     may also be URLs in an object store, s3://bucket/data/sft.jsonl."""
 
     sft: str | tuple[DatasetConfig, ...] = ""
@@ -46,18 +46,18 @@ class DataConfig(Record):
     streaming: bool = Field(default=False, json_schema_extra=PLACEMENT)
     """Read and tokenize demonstrations while training instead of before: for data larger than memory."""
     sft_eval: str = ""
-    """Demonstrations whose loss is taken while SFT trains on others; empty takes none."""
+    """Demonstrations whose loss is measured during SFT, without training on them. Empty: none."""
     prompts: str = ""
-    """Prompts for RL: rows with `prompt` or `messages`, and `answer` where the reward needs one. One JSONL, JSON, CSV
+    """Prompts for RL: rows with `prompt` or `messages`, and `answer` if the reward needs it. One JSONL, JSON, CSV
     or Parquet file, or dataset folder."""
     rollouts: str = ""
-    """Rollouts for RL in place of prompts and engines: the folder `samples` of an earlier RL stage, whose steps are
-    trained on in their order. Each is a batch, whatever `rollout.batch_size` says."""
+    """Recorded rollouts for RL, instead of prompts and engines: the folder `samples` of an earlier RL stage. Its steps
+    are trained on in order. Each step is one batch, regardless of `rollout.batch_size`."""
     selection: str = ""
     """Prompts, or with `evaluation.metric = "loss"` demonstrations, that choose between checkpoints."""
     heldout: str = ""
-    """Prompts, or with `evaluation.metric = "loss"` demonstrations, for the report. No row of them may be among the
-    selection's."""
+    """Prompts, or with `evaluation.metric = "loss"` demonstrations, for the report. The selection must not have any of
+    its rows."""
     columns: dict[RowFile, dict[str, ColumnType]] = Field(default_factory=dict)
     """Types of CSV columns of the files above, by the settings that name them. A file's own table sets them:
     `prompts = {path = "prompts.csv", columns = {level = "int"}}`. Columns that are not named are text."""

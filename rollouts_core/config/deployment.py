@@ -1,4 +1,4 @@
-"""`deployment`: where things run on the node, which never changes a result.
+"""`deployment`: GPUs, processes and ports on the node. Nothing here changes a result.
 
 Not here: the node itself (infra/node.py), what the engines are (engine.py).
 """
@@ -15,36 +15,35 @@ MAX_PORT = 65535
 
 
 class DeploymentConfig(Record):
-    """Where things run on the node. Nothing here changes a result."""
+    """GPUs, processes and ports on the node. Nothing here changes a result."""
 
     trainer_gpu_ranks: tuple[GpuRank, ...] = Field(default=(), json_schema_extra=PLACEMENT)
-    """GPUs of the trainer, one process on each; empty trains in one process, on the first GPU where there is one, else
-    on the CPU, unless trainer_processes says otherwise. Where several machines train together, GPUs of each of them."""
+    """GPUs of the trainer, one process on each. Empty: one process, on the first GPU or else on the CPU, unless
+    trainer_processes is set. If several machines train together, the GPUs of each machine."""
     trainer_processes: int = Field(default=0, ge=0, json_schema_extra=PLACEMENT)
-    """Processes that train together, each with a GPU of its own; 0 takes as many as there are trainer_gpu_ranks, or
-    one. Without trainer_gpu_ranks, 1 is as 0 but says that the CPU will do, so that a machine is not refused on which
-    torch can use no GPU; 2 or more share the CPU, also where there are GPUs, which is for trying things out. Where
-    several machines train together, as many on each."""
+    """Used without `trainer_gpu_ranks`. 0: use a GPU; refuse the machine if torch cannot. 1: fall back to the CPU. 2 or
+    more: start that many CPU processes, even if GPUs exist (for testing). If several machines train together, the
+    number on each machine."""
     engine_gpu_ranks: tuple[GpuRank, ...] = Field(default=(), json_schema_extra=PLACEMENT)
-    """GPUs of the inference engines, shared evenly between them; those of one engine hold its model together. Where
-    engines have nodes of their own, GPUs of each of these nodes."""
+    """GPUs of the inference engines, divided evenly. The GPUs of one engine hold its model together. If engines have
+    their own nodes, the GPUs of each node."""
     num_engines: int = Field(default=1, ge=1, json_schema_extra=PLACEMENT)
-    """Inference engines that sample for RL; when one fails, the others go on. Where engines have nodes of their own, as
-    many on each."""
+    """Inference engines for RL. If one fails, the others continue. If engines have their own nodes, the number on each
+    node."""
     colocated: bool = Field(default=False, json_schema_extra=PLACEMENT)
-    """Whether engines and trainer share GPUs: the engines hand their memory over while the trainer trains, and are
-    given the weights after each step. SGLang and vLLM can on GPUs alone; the embedded engine has no memory to give."""
+    """Let engines and trainer share GPUs: the engines release their memory during training and get the weights after
+    each step. Only for SGLang and vLLM on GPUs; the embedded engine has no GPU memory."""
     trainer_threads: int = Field(default=0, ge=0, json_schema_extra=PLACEMENT)
-    """CPU threads of each trainer process; 0 shares all cores that they may use between them."""
+    """CPU threads of each trainer process. 0: divide the available cores among the processes."""
     engine_threads: int = Field(default=1, ge=1, json_schema_extra=PLACEMENT)
     """CPU threads of the inference engine."""
     engine_port: int = Field(default=0, ge=0, le=MAX_PORT, json_schema_extra=PLACEMENT)
-    """Port of the engine on its node, of the first where there are several; 0 chooses free ones. It listens on the
-    loopback address, or, where engines have nodes of their own, at the node's address."""
+    """Port of the first engine on its node; further engines use the next ports. 0: free ports. Engines listen on the
+    loopback address, or on the node's address if they have their own nodes."""
     max_running_requests: int = Field(default=128, ge=1, json_schema_extra=PLACEMENT)
-    """Completions that the engine generates at the same time."""
+    """Completions that an engine generates concurrently."""
     stage_timeout_minutes: int = Field(default=24 * 60, ge=1, json_schema_extra=PLACEMENT)
-    """A stage that takes longer is stopped and counts as failed."""
+    """Minutes after which a stage is stopped and counts as failed."""
 
     @property
     def num_trainer_processes(self) -> int:

@@ -18,10 +18,10 @@ class EvaluationConfig(Record):
     metric: Literal["accuracy", "loss"] = "accuracy"
     """Mean reward on prompts, or mean loss on demonstrations."""
     engine: Literal["rollout", "embedded"] = "rollout"
-    """Who completes the prompts. rollout: what `rollout.engine` names, started anew for each checkpoint. embedded: this
-    project's own engine, on the CPU in float32."""
+    """Engine that completes the prompts. rollout: the engine of `rollout.engine`, restarted for each checkpoint.
+    embedded: this project's own engine, on the CPU in float32."""
     max_prompts: int = Field(default=1024, ge=1)
-    """At most this many rows of a file are used, from its start."""
+    """Use only the first rows of a file, up to this number."""
     samples_per_prompt: int = Field(default=1, ge=1)
     """Completions per prompt; their rewards are averaged."""
     temperature: Annotated[Finite, Field(ge=0, le=10)] = 0.0

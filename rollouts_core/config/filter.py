@@ -1,4 +1,4 @@
-"""`rollout.filters`: which groups RL trains on, where it is more than one function, or one with other limits.
+"""`rollout.filters`: several filters of groups, or one filter with its own limits.
 
 Not here: the filters (rollouts_core/filters.py).
 """

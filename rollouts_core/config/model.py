@@ -13,28 +13,28 @@ from pydantic import Field, JsonValue, WithJsonSchema, field_validator
 from rollouts_core.config.record import PLACEMENT, Record
 
 RESERVED_NAMES = ("messages", "tools", "documents", "add_generation_prompt")
-"""Names by which chat templates read what is written, not how."""
+"""Names that chat templates use for content."""
 
 
 class ModelConfig(Record):
     """The model that training starts from."""
 
     path: str = Field(min_length=1, json_schema_extra=PLACEMENT)
-    """Folder with a Hugging Face checkpoint (config.json, weights, tokenizer); with `evaluation.metric = "loss"`, where
-    no engine serves it, or in Python, also a hub id. In a pipeline also the URL of such a folder, or of what a run
-    published: s3://bucket/folder/run."""
+    """Folder with a Hugging Face checkpoint (config.json, weights, tokenizer). Pipelines also take the URL of such a
+    folder or of a published run: s3://bucket/folder/run. A hub id works with `evaluation.metric = "loss"`, without an
+    engine, and in Python."""
     revision: str = ""
     """Commit or tag of a hub model; empty takes the default branch."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model. Leave off unless you have read that code."""
     allow_pickle: bool = False
-    """Start from weights that lie in pickled files alone (pytorch_model.bin), read without running what they hold.
-    Checkpoints of the training are safetensors; the embedded engine serves nothing else."""
+    """Accept a model with pickled weights only (pytorch_model.bin). They are read without running code. Checkpoints of
+    the training are safetensors; the embedded engine serves only safetensors."""
     chat_template_kwargs: Annotated[dict[str, JsonValue], WithJsonSchema({"type": "object"})] = Field(
         default_factory=dict
     )
-    """Values for the model's chat template, as in `{ enable_thinking = false }`. They count in SFT, RL and evaluation,
-    and are written into the chat template of every checkpoint, so that whoever serves it renders the same prompts."""
+    """Values for the model's chat template, as in `{ enable_thinking = false }`. SFT, RL and evaluation use them. The
+    chat template of every checkpoint includes them, so that a server renders the same prompts."""
 
     @field_validator("chat_template_kwargs")
     @classmethod
@@ -42,12 +42,12 @@ class ModelConfig(Record):
         for name in values:
             if not name.isidentifier() or name in RESERVED_NAMES:
                 raise ValueError(
-                    f"{name!r} is no value that a chat template takes: expected a name such as enable_thinking, and "
-                    f"none of {', '.join(RESERVED_NAMES)}"
+                    f"{name!r} cannot be set for a chat template: expected a name such as enable_thinking, other "
+                    f"than {', '.join(RESERVED_NAMES)}"
                 )
         return values
 
     def at(self, path: str | Path) -> Self:
-        """The settings of this model for a checkpoint that was trained from it."""
+        """The same settings for a checkpoint trained from this model."""
         kept = {name: getattr(self, name) for name in ("trust_remote_code", "chat_template_kwargs")}
         return type(self)(path=str(path), **kept)

@@ -25,24 +25,24 @@ class SamplingConfig(Record):
 
 
 class MultiTurnConfig(Record):
-    """Limits of a conversation with an environment that answers the policy. All tokens of it, those of the environment
-    too, count against `rollout.sampling.max_new_tokens`."""
+    """Limits of a conversation with an environment that answers the policy. All its tokens, including the
+    environment's, count against `rollout.sampling.max_new_tokens`."""
 
     max_turns: int = Field(default=8, ge=1)
-    """Turns of the policy; a conversation that is not over then is cut off."""
+    """Most turns of the policy; longer conversations are cut off."""
     max_tokens_per_turn: int = Field(default=0, ge=0)
-    """Token limit of one turn of the policy; 0 leaves it all that the conversation has left."""
+    """Token limit of one turn of the policy. 0: the conversation's remaining tokens."""
     timeout_s: Annotated[Finite, Field(gt=0)] = 3600.0
-    """How long the environment may take for all its answers in a conversation, which is cut off then. How long the
-    engines take does not count: what the policy says is limited in tokens and turns."""
+    """Seconds for all answers of the environment in one conversation, which is cut off after that. The engines' time
+    does not count: tokens and turns limit the policy."""
     reply_timeout_s: Annotated[Finite, Field(gt=0)] = 120.0
-    """How long the environment may take to answer one turn; longer counts as a failure of the environment. One that
-    computes for so long without waiting for anything ends the run: it holds up all other conversations."""
+    """Seconds for the environment's answer to one turn; a longer answer counts as a failure of the environment. If the
+    environment computes that long without awaiting, the run ends, because all other conversations are blocked."""
     form: Literal["interleaved", "branching"] = "interleaved"
-    """Whether a conversation is trained on as one sample, or as one per turn, which share its reward."""
+    """Train on a conversation as one sample, or as one sample per turn with a shared reward."""
     response_template: str = ""
-    """How the policy writes tool calls: `hermes`, `qwen_xml`, `glm`, `llama3`, `gpt_oss`, `deepseek`, `gemma`, `lfm2`,
-    or a response template of transformers as JSON. Empty finds out from the tokenizer and its chat template."""
+    """Dialect of the policy's tool calls: `hermes`, `qwen_xml`, `glm`, `llama3`, `gpt_oss`, `deepseek`, `gemma`,
+    `lfm2`, or a response template of transformers as JSON. Empty: detected from the tokenizer and its chat template."""
 
 
 InFlight = Literal["finish", "abort", "continue"]
@@ -56,70 +56,70 @@ class RolloutConfig(Record):
     n_samples_per_prompt: int = Field(default=8, ge=1)
     """Completions per prompt: the group that shares a baseline."""
     over_sampling_factor: Annotated[Finite, Field(ge=1)] = 1.0
-    """Prompts asked for at a time, as a multiple of the batch size: when a step begins, and when so many groups were
-    dropped that too few are left. A step trains on the groups that finish first."""
+    """Prompts requested at once, as a multiple of the batch size: at the start of a step, and when too few groups are
+    left after drops. A step trains on the groups that finish first."""
     max_refills: int = Field(default=10, ge=1, json_schema_extra=PLACEMENT)
-    """How often a step may ask for further prompts before it ends with an error."""
+    """How often a step may request further prompts before the run ends with an error."""
     max_prompt_tokens: int = Field(default=1024, ge=1)
     """Prompts longer than this are an error that names the row."""
     sampling: SamplingConfig = SamplingConfig()
-    """How completions are sampled."""
+    """Sampling of completions."""
     engine: EngineConfig = EngineConfig()
-    """Who samples."""
+    """The inference engine."""
     environment: EnvironmentName = ""
     """The environment that answers the policy and grades it: a name of `rollouts_core.environments.ENVIRONMENTS` or
     `package.module:Class`. May be empty if `reward_fn` or `rewards` grade."""
     multi_turn: MultiTurnConfig = MultiTurnConfig()
-    """Limits of conversations, where the environment answers the policy."""
+    """Limits of conversations, for environments that answer the policy."""
     max_environment_retries: int = Field(default=3, ge=0)
-    """How often a conversation is begun again after a failure of the environment's machinery, waiting longer each
-    time. Then its group is dropped and counted; nothing is graded."""
+    """How often a conversation is repeated after a failure of the environment, with growing pauses. After that its
+    group is dropped, counted and not graded."""
     max_environment_failure_share: Annotated[Finite, Field(ge=0, le=1)] = 0.1
-    """The run pauses when more than this share of the last 50 groups had such a failure, and ends when that lasts."""
+    """The run pauses if more than this share of the last 50 groups had such a failure, and ends after
+    `max_outage_minutes`."""
     max_outage_minutes: Annotated[Finite, Field(ge=0)] = Field(default=30.0, json_schema_extra=PLACEMENT)
-    """How long such pauses may take together before the run ends; after each, longer and longer, it asks again. 0 ends
-    it at once. Selection and evaluation, which drop nothing, wait so long for a prompt."""
+    """Minutes of all such pauses together before the run ends; 0 ends it at the first. Each pause is longer than the
+    one before. Selection and evaluation drop nothing, and wait this long for a prompt."""
     generate_fn: FunctionName = ""
-    """Takes the pending samples of a group and returns them finished, with the log-probs of what was sampled; empty
-    asks the engines. Completions that checkpoints are compared by come from an engine all the same."""
+    """Function that takes the pending samples of a group and returns them finished, with log-probs of the sampled
+    tokens. Empty: the engines sample. Selection and evaluation always use an engine."""
     generate_timeout_s: Annotated[Finite, Field(gt=0)] = Field(default=3600.0, json_schema_extra=PLACEMENT)
-    """A `generate_fn` that takes longer for one call ends the run with a sentence, also where it never waits for
-    anything."""
+    """Seconds for one call of `generate_fn`. A longer call ends the run, also if it never awaits."""
     reward_fn: FunctionName = ""
     """A name of `rollouts_core.rewards.REWARDS` or `package.module:function`; empty takes the environment's grade."""
     rewards: tuple[RewardConfig, ...] = ()
     """Several rewards, added with their weights, in place of `reward_fn`."""
     reward_timeout_s: Annotated[Finite, Field(gt=0)] = Field(default=1800.0, json_schema_extra=PLACEMENT)
-    """A reward or a filter that takes longer ends the run with a sentence, also where it never waits for anything. The
-    wait for a processor of the environment `code` does not count, nor a service's answer, which has its own limit."""
+    """Seconds for one call of a reward or a filter. A longer call ends the run, also if it never awaits. Waiting for a
+    processor in the environment `code` does not count, and a service's answer has its own limit."""
     filter_fn: FunctionName = ""
-    """Which groups are trained on: a name of `rollouts_core.filters.FILTERS` or `package.module:function`."""
+    """Chooses the groups to train on: a name of `rollouts_core.filters.FILTERS` or `package.module:function`."""
     filters: tuple[FilterConfig, ...] = ()
-    """Several filters, in place of `filter_fn`: a group is trained on that all of them keep. The first that does not
-    gives the reason."""
+    """Several filters, instead of `filter_fn`. A group must pass all of them. The first failing filter gives the reason
+    of a drop."""
     buffer_filter_fn: FunctionName = ""
-    """Which of the groups that were given up when a batch was full are asked for next: `package.module:function`, which
-    takes them and how many are wanted, and returns some of them. The others wait. Empty takes all, in order."""
+    """Chooses the next groups among those left over from full batches: `package.module:function`, which takes the
+    groups and the wanted number, and returns some of them. The others wait. Empty: all, in order."""
     max_staleness: int = Field(default=0, ge=0)
-    """How many publications of weights the oldest token of a completion may be behind the weights it trains. Above 0,
-    so many batches are generated ahead while the trainer trains; 0 generates and trains in turns."""
+    """Limit on a token's age when it is trained on, counted in publications of weights. Above 0, this many batches are
+    generated ahead during training. 0: generate and train in turns."""
     max_partial_staleness: int = Field(default=0, ge=0)
-    """With max_staleness 0, what becomes of completions under way when a batch is full, because over-sampling or a
-    filter asked for more. 0 begins them anew in the next step. Above 0 they are broken off, and the next weights go on
-    from their tokens, the oldest of which may be so many publications behind."""
+    """For completions that over-sampling or a filter leaves unfinished when a batch is full, with max_staleness 0. 0:
+    start them again in the next step. Above 0: the next weights continue from their tokens, of which the oldest may be
+    this many publications behind."""
     in_flight: InFlight = "finish"
-    """What becomes of completions under way when weights are published. finish: the publication waits for them. abort:
-    they are broken off, and the new weights go on from their tokens. continue: the engine pauses, takes the weights,
-    reads their tokens again with them and goes on; not with vLLM."""
+    """Treatment of running completions at a publication of weights. finish: the publication waits for them. abort: they
+    stop, and the new weights continue from their tokens. continue: the engine pauses, loads the weights, recomputes the
+    tokens' keys and values, and continues; not with vLLM."""
     seed: int = Field(default=0, ge=0)
-    """Order of the prompts and the randomness of sampling."""
+    """Seed of the order of prompts and of sampling."""
     request_timeout_s: Annotated[Finite, Field(gt=0)] = Field(default=600.0, json_schema_extra=PLACEMENT)
-    """How long one engine request may take before it is asked again."""
+    """Seconds for one engine request before it is repeated."""
     silence_timeout_s: Annotated[Finite, Field(gt=0)] = Field(default=120.0, json_schema_extra=PLACEMENT)
-    """An engine that has requests and for this long gives no sign of life counts as gone: none of them ended, and it
-    did not answer what it answers between two steps, however full its queue is, and also while it is paused.
-    Until its first request has ended it has rollout.engine.start_timeout_s, where that is longer. Raise it where one
-    step takes as long, for instance because the engine compiles amid a run."""
+    """Seconds after which a busy engine counts as dead: no request finished and no liveness probe was answered. Engines
+    answer probes between decoding steps, also with a full queue and while paused. Until the first request has finished,
+    rollout.engine.start_timeout_s counts if it is longer. Raise it if one step takes longer, for example because the
+    engine compiles during a run."""
 
     @field_validator("reward_fn", mode="before")
     @classmethod
@@ -184,7 +184,7 @@ class RolloutConfig(Record):
 
     @property
     def reward_names(self) -> tuple[str, ...]:
-        """What grades, by name: functions as a configuration writes them, services by their kind; "" for none."""
+        """Names of the rewards: functions as in the configuration, services by their kind; "" if none grades."""
         if not self.rewards:
             return (name_of_function(self.reward_fn) or self.environment_name,)
         return tuple(name_of_function(each.name) or self._unnamed(each) for each in self.rewards)

@@ -20,41 +20,41 @@ class SFTTrainingConfig(Record):
     num_steps: int = Field(default=1000, ge=1, json_schema_extra=SELECTION)
     """Optimizer steps."""
     batch_size: int = Field(default=8, ge=1)
-    """Rows per step; with packing a row holds as many demonstrations as fit into `max_length`."""
+    """Rows per step. With packing, a row holds as many demonstrations as fit into `max_length`."""
     micro_batch_size: int = Field(default=8, ge=1, json_schema_extra=PLACEMENT)
-    """Rows per forward and backward pass of a device; smaller needs less memory and gives the same step."""
+    """Rows per forward and backward pass of a device. Smaller values need less memory and give the same step."""
     max_length: int = Field(default=2048, ge=2)
     """Tokens per row."""
     on_overlong: Literal["cut", "cut_or_drop", "drop"] = "cut"
-    """Demonstrations of more than `max_length` tokens: cut them, where cutting away all that is trained on is an
-    error; cut them, and leave out those; or leave out all of them."""
+    """For demonstrations of more than `max_length` tokens. cut: truncate, with an error if no trained token is left.
+    cut_or_drop: truncate, and drop those without a trained token. drop: drop all of them."""
     packing: bool = True
-    """Fill rows with several demonstrations, which do not see each other."""
+    """Fill each row with several demonstrations, without attention between them."""
     train_on: Literal["last_assistant", "all_assistant", "everything"] = "all_assistant"
-    """Which tokens enter the loss."""
+    """Tokens that enter the loss."""
     seed: int = Field(default=0, ge=0)
-    """Order of the demonstrations, new adapters, and dropout."""
+    """Seed of the order of demonstrations, of new adapters and of dropout."""
     eval_every: int = Field(default=100, ge=1, json_schema_extra=SELECTION)
     """Steps between two evaluations of the loss on `data.sft_eval`."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
-    """What a loss or gradient that is no finite number does: end the run, or skip its update and count it."""
+    """Action if the loss or a gradient is NaN or infinite: end the run, or skip the update and count it."""
     max_skipped_updates: int = Field(default=10, ge=0, json_schema_extra=PLACEMENT)
-    """How many updates in a row may be skipped for that before the run ends; 0 sets no limit."""
+    """Most skipped updates in a row before the run ends. 0: no limit."""
     log_every: int = Field(default=10, ge=1, json_schema_extra=PLACEMENT)
     """Steps between two lines of metrics."""
     checkpoint_every: int = Field(default=200, ge=1, json_schema_extra=SELECTION)
-    """Steps between two checkpoints; selection chooses among them and the last one."""
+    """Steps between two checkpoints. Selection chooses among these and the last."""
     keep_checkpoints: int = Field(default=10, ge=1, json_schema_extra=SELECTION)
-    """How many checkpoints stay on disk, the newest ones."""
+    """Number of newest checkpoints to keep on disk."""
     keep_best: int = Field(default=0, ge=0, json_schema_extra=SELECTION)
-    """How many checkpoints stay besides those because they were the best: by their loss on `data.sft_eval`, or without
-    such rows by the training loss since the checkpoint before. With `data.sft_eval`, `eval_every` must divide
+    """Number of best checkpoints to keep besides those: by their loss on `data.sft_eval`, or without such rows by the
+    training loss since the previous checkpoint. With `data.sft_eval`, `eval_every` must divide
     `checkpoint_every`."""
     resume_from: str = Field(default="", json_schema_extra=PLACEMENT)
-    """Checkpoint of another run of the same settings to go on from, for instance with a larger num_steps: its
-    folder, or that of its stage, which means the newest one there."""
+    """Checkpoint of another run with the same settings to resume from, for example with a larger num_steps. Name its
+    folder, or its stage's folder for the newest one."""
     allow_changed: tuple[str, ...] = Field(default=(), json_schema_extra=PLACEMENT)
-    """Settings in which a checkpoint that is gone on from may differ, by the names that its refusal lists."""
+    """Settings in which `resume_from` may differ from this run, by the names in the refusal."""
     policy: PolicyConfig = PLAIN_POLICY
     """Precision, adapters and memory savings."""
     optim: OptimConfig = OptimConfig()
