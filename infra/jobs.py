@@ -1,7 +1,7 @@
-"""Start, follow and end one detached job on a node, and learn how it ended.
+"""Start, follow and end one detached job on a node, and read how it ended.
 
-A job is its run directory. Everything here is one idempotent call of the supervisor on the node, so that any call may
-be repeated after a broken connection. Not here: how a node is reached (session.py), what the job does.
+A job is its run directory. Every function here is one idempotent call of the supervisor on the node, and may be
+repeated after a broken connection. Not here: connections to nodes (session.py), the job's work.
 
     start_or_attach ── RUNNING ──┬── FINISHED   result.json is there
          ABSENT ┘                ├── EXITED     it ended without one; `exit` says how
@@ -63,14 +63,13 @@ JsonObject = dict[str, Any]
 
 CALL_TIMEOUT_S = 60.0
 MAX_GRACE_S = 600.0
-"""Unless the caller says otherwise, a program has at most this long to save what it has."""
+"""Default limit, in seconds, on the time that a program may take to save before it ends."""
 CANCEL_LOOK_S = 1.0
-"""How long one look waits for the end of a job that is being cancelled."""
+"""Seconds that one call waits for the end of a job that is being cancelled."""
 MAX_BROKEN_STREAMS = 10
-"""So many connections in a row may end without a word before following a job is given up."""
+"""Connections in a row that may end without a message before `follow_job` gives up."""
 STEADY_S = 600.0
-"""One that has lasted so long, longer than it takes to find nobody there, was one all the same: the job had nothing to
-say, as while it waits for a GPU."""
+"""A connection that lasted this long, in seconds, was a working one without messages: the job may wait for a GPU."""
 MAX_RECONNECT_PAUSE_S = 10.0
 _TAIL_LINES = 20
 _SUPERVISOR = Path(supervisor.__file__).parent
@@ -79,18 +78,18 @@ logger = logging.getLogger(__name__)
 
 
 class JobState(StrEnum):
-    """Where a job stands, as far as the node can tell; see the head of this file."""
+    """The state of a job as the node sees it (diagram at the top of this file)."""
 
     ABSENT = "ABSENT"
     """Never started."""
     RUNNING = "RUNNING"
     """Its supervisor lives."""
     FINISHED = "FINISHED"
-    """Its result.json is there."""
+    """It has a result.json."""
     EXITED = "EXITED"
     """It ended without result.json; the exit record says how."""
     LOST = "LOST"
-    """Its supervisor is gone and left no record."""
+    """Its supervisor is gone without an exit record."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,40 +113,40 @@ class JobExit:
     """ISO 8601, UTC, by the node's clock."""
     ended_at: str
     saved_step: int | None = None
-    """The last step that the program has saved, 0 before the first; None if the program does not say."""
+    """The last saved step; 0: none was saved; None: the program does not report it."""
     problem: str = ""
-    """Why the program could not save a later step when it was told to end; else empty."""
+    """Why the program could not save a later step at a requested end; else empty."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobStatus:
-    """What is known about a job at one moment."""
+    """A job's state at one moment."""
 
     run_dir: str
     state: JobState
     attempt: int
     """Counts from 1; 0 before the first."""
     attached: bool
-    """True from `start_or_attach` when nothing had to be started."""
+    """True from `start_or_attach` if the job was running or finished already."""
     pid: int | None
-    """The program's process on the node, while it runs; None while it waits for GPUs."""
+    """Process id of the running program on the node; None while the job waits for GPUs."""
     restarts: int
     waits_for: str
-    """Which GPU it waits for before its program is started, and who has that; else empty."""
+    """The GPU that the job waits for, and the job that holds it; else empty."""
     log_size: int
     """Bytes in log.txt."""
     exit: JobExit | None
     reason: str
     """Why it is LOST; else empty."""
     orphans: tuple[int, ...]
-    """Processes that a LOST job has left behind; the next start, or a cancel, ends them."""
+    """Processes that a LOST job left behind. The next start or cancel ends them."""
     is_ending: bool = False
-    """It is RUNNING, and saves what it has: its end was asked for, or one of its limits is reached."""
+    """It is RUNNING and saving, because its end was requested or a limit is reached."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FollowOffsets:
-    """How far the files of a run directory have been delivered, in bytes."""
+    """Delivered bytes of the files of a run directory."""
 
     log: int = 0
     metrics: int = 0
@@ -155,13 +154,12 @@ class FollowOffsets:
 
 
 def start_or_attach(session: Session, spec: JobSpec) -> JobStatus:
-    """Start the job, unless it is finished or running already; many callers at once start it exactly once.
+    """Start the job unless it is finished or running. Concurrent callers start it exactly once.
 
-    Where it runs and is being ended, because that was asked for or a limit of it is reached, its end is waited for, and
-    the next attempt started.
+    If the job is ending, because of a request or a limit, the call waits for the end and starts the next attempt.
 
     Raises:
-        PermanentInfraError: the command cannot be run, or what is being ended does not end.
+        PermanentInfraError: the command cannot be run, or the ending job does not end.
     """
     assert PurePosixPath(spec.run_dir).is_absolute(), f"run_dir is {spec.run_dir!r}, not an absolute path"
     timeout_s = CALL_TIMEOUT_S + ENDING_WAIT_S + spec.max_grace_s
@@ -171,7 +169,7 @@ def start_or_attach(session: Session, spec: JobSpec) -> JobStatus:
 
 
 def job_status(session: Session, run_dir: str) -> JobStatus:
-    """What is known about the job now."""
+    """The job's state now."""
     return parse_status(_call(session, "status", run_dir))
 
 
@@ -185,16 +183,17 @@ def cancel_job(
     on_wait: Callable[[], None] = lambda: None,
     is_impatient: Callable[[], bool] = lambda: False,
 ) -> JobStatus:
-    """End the job with all its processes and return how it ended; harmless when it has.
+    """End the job with all its processes and return its final status; idempotent.
 
-    Its processes get SIGTERM, and SIGKILL after `grace_s`; a program that says how long it needs to save what it has
-    gets that long, at most `max_grace_s`.
+    Its processes get SIGTERM, and SIGKILL after `grace_s`. A program may ask for more time to save, at most
+    `max_grace_s`.
 
     Args:
-        store: identity of the ledger on whose behalf this is; a job that runs of others follow is left, and is RUNNING.
-            Empty ends it whoever follows it.
-        on_wait: called once if the end takes a while.
-        is_impatient: True stops the waiting; the job saves and ends all the same, and is RUNNING and `is_ending`.
+        store: identity of the caller's ledger. A job that runs of other ledgers follow stays RUNNING. Empty: end it in
+        any
+            case.
+        on_wait: called once if the end takes a while. is_impatient: returns True to stop waiting. The job still saves
+        and ends; its status is RUNNING with `is_ending`.
     """
     on_behalf = (store,) if store else ()
     limits = (str(grace_s), str(max_grace_s), str(CANCEL_LOOK_S))
@@ -210,17 +209,17 @@ def cancel_job(
 
 
 def ask_to_finish(session: Session, run_dir: str, asked_by: str) -> JobStatus:
-    """Ask the job to end by itself, with what it has; returns its status at once.
+    """Ask the job to finish early with its present result; returns its status at once.
 
-    The job finds `asked_by` in the file finish-<attempt> of its directory; it need not heed it.
+    The job finds `asked_by` in the file finish-<attempt> of its directory, and may ignore it.
     """
     return parse_status(_call(session, "finish", run_dir, asked_by))
 
 
 def renew_lease(session: Session, run_dir: str) -> JobStatus:
-    """Tell a job with a lease that it is still wanted, and return its status.
+    """Renew the lease of a job and return its status.
 
-    A process on the same node may as well touch the file `.job/lease` in the run directory.
+    A process on the same node may instead touch the file `.job/lease` in the run directory.
     """
     return parse_status(_call(session, "renew", run_dir))
 
@@ -234,7 +233,7 @@ def read_result(session: Session, run_dir: str) -> JsonObject | None:
 
 
 def read_log_tail(session: Session, run_dir: str, *, max_bytes: int = 16384) -> str:
-    """The end of the job's log as text that may be shown; bytes that are no UTF-8 are replaced."""
+    """The end of the job's log as printable text. Invalid UTF-8 is replaced."""
     answer = _call(session, "tail", run_dir, str(max_bytes))
     return shown_lines(_decoded(answer["log"]).decode(errors="replace"))
 
@@ -249,16 +248,16 @@ def follow_job(
     offsets: FollowOffsets = FollowOffsets(),
     store: str = "",
 ) -> JobStatus:
-    """Deliver what the job writes, each byte and each record once, until it has ended; returns its final status.
+    """Deliver the job's log, metrics and events, each exactly once, until it has ended; returns its final status.
 
-    A broken connection is opened again at the same offsets. Half-written lines are not delivered.
+    After a broken connection, delivery continues at the same offsets. Incomplete lines are not delivered.
 
     Args:
         on_log: None leaves the log on the node.
-        store: identity of the ledger whose run wants the job: meanwhile those of others do not end it.
+        store: identity of the caller's ledger. Runs of other ledgers do not end the job meanwhile.
 
     Raises:
-        TransientInfraError: the node did not answer MAX_BROKEN_STREAMS times in a row; the job may well run on.
+        TransientInfraError: the node did not answer MAX_BROKEN_STREAMS times in a row; the job may still run.
     """
     position = offsets if on_log else dataclasses.replace(offsets, log=NO_LOG)
     broken_streams = 0
@@ -289,7 +288,7 @@ def follow_job(
 
 
 def require_finished(session: Session, status: JobStatus) -> JobStatus:
-    """The same status when the job is FINISHED.
+    """Return the status if the job is FINISHED.
 
     Raises:
         JobLostError: it is LOST; starting it again resumes it.
@@ -304,10 +303,10 @@ def require_finished(session: Session, status: JobStatus) -> JobStatus:
 def raise_failure(
     session: Session, status: JobStatus, *, wanted: JobState, explain_log: Callable[[str], str] = lambda log: ""
 ) -> NoReturn:
-    """Raise what is known about a job that is not in the state that is wanted.
+    """Raise the error for a job that is not in the wanted state.
 
     Args:
-        explain_log: finds out from the end of its log why it ended, a sentence; "" where that tells nothing.
+        explain_log: returns a sentence with the cause, from the end of the job's log; "" if it finds none.
 
     Raises:
         JobLostError: its supervisor is gone.
@@ -319,7 +318,7 @@ def raise_failure(
     if status.state == JobState.ABSENT:
         raise PermanentInfraError(
             f"{status.run_dir} was moved or deleted while its job was under way: put it back and start again, which "
-            "goes on with what it has; without it the next start begins anew"
+            "resumes it; without its directory the next start begins anew"
         )
     if status.exit is None:
         raise JobFailedError(status.run_dir, status.attempt, -1, f"it is {status.state}, not {wanted}")
@@ -337,21 +336,21 @@ def describe_exit(exit_record: JobExit) -> str:
     if exit_record.timeout:
         return (
             f"it was ended by its time limit after {exit_record.seconds:.0f} s: raise "
-            "deployment.stage_timeout_minutes, or start the run again, which goes on from what the stage has saved."
+            "deployment.stage_timeout_minutes, or start the run again, which resumes from its last checkpoint."
         )
     if exit_record.lease_expired:
-        return "it was ended because nobody renewed its lease."
+        return "it was ended because its lease was not renewed."
     if exit_record.oom:
         return "the kernel killed it because memory ran out: use smaller batches or a node with more memory."
     if exit_record.signal is not None:
-        return f"signal {exit_record.signal} killed it, sent by somebody else than its supervisor."
+        return f"signal {exit_record.signal} killed it, and its supervisor did not send that signal."
     if exit_record.code == 0:
         return "it ended without an error, but also without writing result.json."
     return f"it failed by itself after {exit_record.seconds:.0f} s."
 
 
 def describe_saved(exit_record: JobExit) -> str:
-    """Which step a job has saved that was ended from outside, as the rest of a sentence; "" if it does not say."""
+    """The saved step of a job that was ended, as the end of a sentence; "" if unknown."""
     if exit_record.saved_step is None:
         return ""
     problem = f": {exit_record.problem}" if exit_record.problem else ""
@@ -368,10 +367,10 @@ def render_spec(spec: JobSpec) -> bytes:
 
 
 def parse_status(document: JsonObject) -> JobStatus:
-    """The status record in the JSON object that the supervisor prints.
+    """Parse the status that the supervisor prints.
 
     Raises:
-        PermanentInfraError: it is none.
+        PermanentInfraError: the object is not a status.
     """
     try:
         exit_document = document["exit"]
@@ -392,10 +391,10 @@ def parse_status(document: JsonObject) -> JobStatus:
 def _call(
     session: Session, verb: str, run_dir: str, *arguments: str, stdin: bytes = b"", timeout_s: float = CALL_TIMEOUT_S
 ) -> JsonObject:
-    """One verb of the supervisor; its answer is the last line that it prints."""
+    """Call one verb of the supervisor; its answer is the last line of its output."""
 
     parameters = (verb, run_dir, *arguments)
-    if verb == "start":  # it lives on as the job's supervisor, so it is a process with a name of its own
+    if verb == "start":  # this process becomes the job's supervisor, so it has a name of its own
         argv = [session.python, ISOLATED, session.place_program(_SUPERVISOR), *parameters]
         completed = session.run(argv, stdin=stdin, timeout_s=timeout_s, check=False, may_repeat=True)
     else:
@@ -409,7 +408,7 @@ def _call(
 
 
 def _is_message(message: JsonObject) -> bool:
-    """Whether it is one of those that `follow` prints."""
+    """Whether this is a message of the supervisor's `follow`."""
     contents = {"log": str, "metrics": dict, "event": dict, "skipped": str}
     if isinstance(message.get("status"), dict):
         return True
@@ -418,15 +417,15 @@ def _is_message(message: JsonObject) -> bool:
 
 
 def _decoded(log: Any) -> bytes:  # Any: JSON
-    """A piece of a log, as the supervisor encodes it."""
+    """Decode a piece of a log from the supervisor."""
     try:
         return base64.b64decode(log)
     except (TypeError, ValueError) as error:
-        raise PermanentInfraError(f"the node sends a log that is none ({error})") from error
+        raise PermanentInfraError(f"the node sends a log that cannot be decoded ({error})") from error
 
 
 def _messages(session: Session, run_dir: str, position: FollowOffsets, store: str) -> Generator[JsonObject]:
-    """What one connection delivers; ends early, and without an exception, when the connection breaks."""
+    """Messages of one connection. A broken connection ends them without an exception."""
     parameters = [run_dir, str(position.log), str(position.metrics), str(position.events), *([store] if store else [])]
     argv = [session.python, ISOLATED, session.place_program(_SUPERVISOR), "follow", *parameters]
     try:
