@@ -1,7 +1,7 @@
-"""Open one authenticated SSH connection to a node, notice when its peer is dead, and open channels on it.
+"""Open one authenticated SSH connection to a node, detect a dead peer, and open channels.
 
-Not here: what is said on a channel (ssh_session.py), which host key is right (host_keys.py), which keys of ours there
-are (login_keys.py). paramiko's defaults are not for us; each departure is explained where it is made.
+Not here: the protocol on a channel (ssh_session.py), the check of host keys (host_keys.py), login keys (login_keys.py).
+Comments explain each departure from paramiko's defaults.
 
     connect ── TCP ── key exchange ── host key checked ── login ── SSHConnection ── open_command / open_tunnel
 """
@@ -41,40 +41,40 @@ CHANNEL_TIMEOUT_S = 30.0
 EXIT_CODE_TIMEOUT_S = 10.0
 HEARTBEAT_INTERVAL_S = 15.0
 HEARTBEAT_LIMIT_S = 30.0
-"""A peer from which nothing at all has come for this long after a heartbeat is dead; with the interval, found within
-45 s. The answer itself may take longer: over a slow link it comes after what is on its way."""
+"""Seconds of silence after a heartbeat until the peer counts as dead; with the interval, within 45 s. Any received
+bytes count, because over a slow link the answer queues behind other data."""
 
 CIPHERS = ("aes128-gcm@openssh.com", "aes256-gcm@openssh.com", "aes128-ctr", "aes256-ctr")
-"""GCM first: half as fast again as paramiko's first choice."""
+"""GCM first: 1.5 times as fast as paramiko's first choice."""
 KEX = "curve25519-sha256"
-"""One that paramiko and every server of the last ten years know."""
+"""Known to paramiko and to every server of the last ten years."""
 _KEY_TYPES = ("ssh-ed25519", "ecdsa-sha2-nistp256", "ecdsa-sha2-nistp384", "ecdsa-sha2-nistp521", "ssh-rsa")
 SIGNATURES = {"ssh-rsa": ("rsa-sha2-512", "rsa-sha2-256")}
-"""How a host proves to have a key, where that is not called like the key."""
+"""Signature algorithms of key types whose signatures have other names."""
 _REKEY_BYTES = 1 << 35
-"""paramiko asks for new keys every 512 MiB, and then often waits for ever; OpenSSH does it every 64 GiB with AES."""
+"""paramiko renews keys every 512 MiB, and then often hangs; OpenSSH renews them every 64 GiB with AES."""
 _NEAR_S = 0.005
 _NEAR_WINDOW_BYTES, _FAR_WINDOW_BYTES = 2 << 20, 16 << 20
-"""Over a long way the window limits the speed; over a short one a large window costs two fifths of it. This is the
-window of what we receive; the server decides on the other."""
+"""A distant connection needs a large window, because the window limits the speed. A near connection loses two fifths of
+its speed with a large window. The window is for received data; the server chooses the other direction's."""
 _PROHIBITED = 1
-"""Why a channel is not opened: the server's configuration. Others say that it cannot be now."""
+"""Error code of a channel that the server's configuration forbids. Other codes are temporary."""
 REFUSALS_FOR_NOW = ("Not allowed at this time", "Exceeded MaxStartups")
-"""OpenSSH's words, in place of its greeting, for an address that it has banned and for too many logins at a time."""
+"""OpenSSH sends these texts instead of its greeting to a banned address, and during too many logins."""
 _DROPPED = (paramiko.SSHException, OSError, EOFError)
 
 logger = logging.getLogger(__name__)
-# It reports every dropped connection as an error with a traceback; ours are one sentence and reach the caller.
+# paramiko logs every dropped connection as a traceback. Our errors are one sentence and reach the caller.
 _paramiko_logger = logging.getLogger(f"{__name__}.paramiko")
 _paramiko_logger.addHandler(logging.NullHandler())
 _paramiko_logger.propagate = False
 
 
 class _Transport(paramiko.Transport):  # type: ignore[misc]  # paramiko has no types
-    """One that keeps what the server said when it hung up, which paramiko only logs."""
+    """A transport that keeps the server's disconnect message, which paramiko only logs."""
 
     goodbye = ""
-    """Empty where it said nothing, or is still there."""
+    """Empty without a message, or while connected."""
 
     def _parse_disconnect(self, message: Any) -> None:  # Any: as above
         message.get_int()  # a number for the kind of reason
@@ -101,7 +101,7 @@ class Channel(Protocol):
 
 
 class SSHChannel:
-    """Bytes to and from one command, or one port, of a node; its errors are ours, not paramiko's."""
+    """Bytes to and from one command, or one port, of a node. Raises InfraError instead of paramiko's errors."""
 
     def __init__(self, channel: Any, address: str) -> None:  # Any: paramiko has no types
         self._channel = channel
@@ -109,14 +109,14 @@ class SSHChannel:
 
     @property
     def has_ended(self) -> bool:
-        """True when its end, or that of its connection, was noticed."""
+        """Whether the end of the channel or of its connection was noticed."""
         return bool(self._channel.closed or self._channel.eof_received)
 
     def send(self, *parts: bytes | memoryview) -> None:
-        """Send everything, waiting until the other side has room.
+        """Send all parts; blocks until the other side has room.
 
         Raises:
-            NodeUnreachableError: nobody takes it any more.
+            NodeUnreachableError: the other side no longer receives.
         """
         try:
             self._channel.settimeout(None)
@@ -125,7 +125,7 @@ class SSHChannel:
             raise NodeUnreachableError(self._address, describe(error)) from error
 
     def receive(self, max_bytes: int, *, timeout_s: float | None = None) -> bytes:
-        """What has arrived; empty when the channel has ended, or the connection broke, which look alike.
+        """Return received bytes; empty if the channel ended or the connection broke. The two look alike.
 
         Raises:
             TimeoutError: nothing came in time.
@@ -139,30 +139,30 @@ class SSHChannel:
             return b""
 
     def receive_stderr(self) -> bytes:
-        """What has arrived on the other channel, up to 64 KiB; waits for nothing."""
+        """Return up to 64 KiB of received stderr, without waiting."""
         if not self._channel.recv_stderr_ready():
             return b""
         return bytes(self._channel.recv_stderr(64 << 10))
 
     def exit_code(self) -> int | None:
-        """How the command ended; None when the server does not say."""
-        self._channel.status_event.wait(EXIT_CODE_TIMEOUT_S)  # it comes a moment after the end of the output
+        """The command's exit code; None if the server does not report it."""
+        self._channel.status_event.wait(EXIT_CODE_TIMEOUT_S)  # the code arrives shortly after the end of the output
         exit_code = int(self._channel.exit_status)
         return None if exit_code == -1 else exit_code
 
     def end_input(self) -> None:
-        """Say that nothing more will be sent."""
+        """Signal the end of the input."""
         with contextlib.suppress(*_DROPPED):
             self._channel.shutdown_write()
 
     def close(self) -> None:
-        """Give the channel up."""
+        """Close the channel; never fails."""
         with contextlib.suppress(*_DROPPED):
             self._channel.close()
 
 
 class SSHConnection:
-    """An authenticated connection; ends by `close`, or by itself when the peer does not answer any more."""
+    """An authenticated connection. `close` ends it, and so does a peer that no longer answers."""
 
     # Any: paramiko has no types.
     def __init__(
@@ -172,25 +172,25 @@ class SSHConnection:
         self.address = address
         self.host_key = host_key
         self.key_file = key_file
-        """The private key that let us in; empty where the agent has it."""
+        """File of the accepted private key; empty for a key of the agent."""
         round_trip_s = _measure_round_trip(transport, address)
         self.is_far = round_trip_s >= _NEAR_S
-        """Whether a connection's windows limit its speed."""
+        """Whether the round trip is so long that windows limit the speed."""
         self._closed = threading.Event()
         self.host_key_evidence = evidence
         threading.Thread(target=self._watch_peer, name=f"heartbeat of {address}", daemon=True).start()
 
     @property
     def is_alive(self) -> bool:
-        """False once it has broken, which may be noticed late."""
+        """False after it broke; a break may be noticed late."""
         return bool(self._transport.is_active())
 
     def open_command(self, command: str) -> SSHChannel:
-        """A channel on which the node's shell runs a command.
+        """Open a channel on which the node's shell runs a command.
 
         Raises:
             NodeUnreachableError: the connection has broken.
-            TransientInfraError: the server allows no more channels now; the connection lives.
+            TransientInfraError: the server allows no further channel now; the connection still works.
         """
         channel = self._open("session")
         try:
@@ -201,17 +201,17 @@ class SSHConnection:
         return SSHChannel(channel, self.address)
 
     def open_tunnel(self, port: int, host: str) -> SSHChannel:
-        """A channel to where the node finds host and port.
+        """Open a channel to a host and port as seen from the node.
 
         Raises:
             NodeUnreachableError: the connection has broken.
-            TransientInfraError: nobody listens there.
-            PermanentInfraError: the server forwards no connections, or none to there.
+            TransientInfraError: no program listens there.
+            PermanentInfraError: the server forbids forwarding, or forbids this address.
         """
         return SSHChannel(self._open("direct-tcpip", (host, port), ("127.0.0.1", 0)), self.address)
 
     def close(self) -> None:
-        """Drop the connection with everything on it."""
+        """Close the connection with all its channels."""
         self._closed.set()
         self._transport.close()
 
@@ -222,15 +222,15 @@ class SSHConnection:
         except paramiko.ChannelException as error:
             if addresses and error.code == _PROHIBITED:
                 raise PermanentInfraError(
-                    f"{self.address} forwards no connections, by which engines there are reached: let its sshd_config "
+                    f"{self.address} does not forward connections, and engines there need it: let its sshd_config "
                     "allow TCP forwarding (AllowTcpForwarding, DisableForwarding, PermitOpen), and authorized_keys, too"
                 ) from error
-            raise TransientInfraError(f"{self.address} opens no more channels now ({error}): try again") from error
+            raise TransientInfraError(f"{self.address} opens no further channel now ({error}): try again") from error
         except _DROPPED as error:
             raise NodeUnreachableError(self.address, describe(error)) from error
 
     def _watch_peer(self) -> None:
-        """Ask for a sign of life now and then; TCP alone does not notice a server that hangs."""
+        """Send heartbeats: TCP alone does not detect a hanging server."""
         with contextlib.suppress(*_DROPPED):
             while not self._closed.wait(HEARTBEAT_INTERVAL_S) and self._transport.is_active():
                 _ask_for_sign_of_life(self._transport)
@@ -240,22 +240,22 @@ def connect(access: SSHAccess, *, likely_type: str = "") -> SSHConnection:
     """Log in on a node.
 
     Args:
-        likely_type: the type of the host key that an earlier connection was shown; asked for first.
+        likely_type: type of the host key in an earlier connection; requested first.
 
     Raises:
-        BannedError: its server takes no connections from here for a while.
-        NodeUnreachableError: nobody answers there, or the connection breaks; or nobody knows the name of a node whose
+        BannedError: its server refuses connections from here for some time. NodeUnreachableError: it does not answer,
+        the connection breaks, or its name cannot be resolved although its host
             key is known.
-        HostKeyError: somebody answers with the wrong key; no key of ours was used.
-        LoginError: the node does not let us in, or our key cannot be used.
-        KeyAgentError: the SSH agent does not sign with a key that it might let in.
-        NameUnknownError: nobody knows the name of one whose key is not.
+        HostKeyError: the host key is wrong; no login key was used.
+        LoginError: the node refuses the login, or the key is unusable.
+        KeyAgentError: the SSH agent does not sign with a candidate key.
+        NameUnknownError: its name cannot be resolved, and its host key is unknown.
     """
     keys, refusal = load_keys(access), ""
     while True:
         try:
             return _connect(access, keys, likely_type)
-        except SigningRefusedError as error:  # the connection does not outlive that
+        except SigningRefusedError as error:  # the connection is closed then
             refusal = f"{error} with {_fingerprint(error.key)}: unlock it, or allow what it asks"
             keys = keys.without(error.key, refusal)
             if not keys.keys:
@@ -267,10 +267,10 @@ def connect(access: SSHAccess, *, likely_type: str = "") -> SSHConnection:
 
 
 def _connect(access: SSHAccess, keys: LoginKeys, likely_type: str) -> SSHConnection:
-    """As `connect`, with these keys.
+    """`connect` with these keys.
 
     Raises:
-        SigningRefusedError: the agent does not sign with one of them.
+        SigningRefusedError: the agent refuses to sign with one of them.
     """
     policy = HostKeyPolicy(
         host=access.host,
@@ -287,7 +287,7 @@ def _connect(access: SSHAccess, keys: LoginKeys, likely_type: str) -> SSHConnect
     except NameUnknownError as error:
         if not (policy.pinned or policy.known_keys()):
             raise
-        # It has answered to its name before: what knows that is away, a company's network or any at all.
+        # The name worked before: its name server is unreachable, for example outside a company's network.
         raise NodeUnreachableError(access.address, str(error)) from error
     try:
         key_file = _log_in(transport, access, keys)
@@ -299,7 +299,7 @@ def _connect(access: SSHAccess, keys: LoginKeys, likely_type: str) -> SSHConnect
 
 
 def _ask_for_sign_of_life(transport: Any) -> None:  # Any: paramiko has no types
-    """Return when the peer has answered, or nothing has come from it for too long: then the connection is closed."""
+    """Send a heartbeat and wait for the answer. A peer that stays silent for too long is disconnected."""
     is_answered = threading.Event()
     threading.Thread(target=_close_if_silent, args=(transport, is_answered), daemon=True).start()
     try:
@@ -318,17 +318,18 @@ def _close_if_silent(transport: Any, is_answered: threading.Event) -> None:  # A
 
 
 def _measure_round_trip(transport: Any, address: str) -> float:  # Any: paramiko has no types
-    """Seconds to the server and back; not those of the TCP connection, which a proxy may end nearby.
+    """Measure the round trip to the server in seconds. TCP's round trip is not enough, because a proxy may end it
+    nearby.
 
     Raises:
-        NodeUnreachableError: it let us in and says nothing more, as where the home that it opens for us hangs.
+        NodeUnreachableError: the server accepted the login and then hangs, for example on the user's home folder.
     """
     round_trip_s = float("inf")
-    for attempt in range(6):  # those on a short way may have waited for a processor
+    for attempt in range(6):  # a near server may have waited for a processor
         started = time.monotonic()
         _ask_for_sign_of_life(transport)
         if not transport.is_active():
-            raise NodeUnreachableError(address, "it lets us in and does not answer then")
+            raise NodeUnreachableError(address, "it accepts the login and then does not answer")
         round_trip_s = min(round_trip_s, time.monotonic() - started)
         if round_trip_s < _NEAR_S or (attempt > 0 and round_trip_s > 4 * _NEAR_S):
             break
@@ -336,11 +337,11 @@ def _measure_round_trip(transport: Any, address: str) -> float:  # Any: paramiko
 
 
 def _open_verified(access: SSHAccess, policy: HostKeyPolicy) -> tuple[Any, HostKey, HostKeyEvidence]:
-    """A transport whose host key is right.
+    """Open a transport with the right host key.
 
-    A host has keys of several types and shows the first that we ask for. A fingerprint does not tell its type, so the
-    type is looked up among the noted keys; an unknown one is found by asking for all types but those that were shown.
-    Each miss is a connection without a login, for which OpenSSH bans an address after a while.
+    A host has keys of several types and shows the first requested type. A fingerprint does not tell its type, so the
+    type is looked up among the noted keys. Without a note, further connections request the types that were not shown
+    yet. Each miss is a connection without a login, and OpenSSH bans an address after several of them.
     """
     key: HostKey | None = None
     reasons = []
@@ -349,7 +350,7 @@ def _open_verified(access: SSHAccess, policy: HostKeyPolicy) -> tuple[Any, HostK
     while types:
         try:
             transport, key = _open_transport(access, types)
-        except paramiko.IncompatiblePeer as error:  # it has none of these types, or another cipher
+        except paramiko.IncompatiblePeer as error:  # it has no key of these types, or no common cipher
             reasons.append(describe(error).partition("(")[2].rstrip(")"))
             types = left = tuple(each for each in left if each not in types)
             continue
@@ -365,19 +366,19 @@ def _open_verified(access: SSHAccess, policy: HostKeyPolicy) -> tuple[Any, HostK
     if key is None:
         reason = min(reasons, key=lambda each: "host key" in each)
         raise PermanentInfraError(
-            f"{access.address} has an SSH server with which we have nothing in common that is safe ({reason}): update "
+            f"{access.address} has an SSH server without a safe algorithm in common ({reason}): update "
             f"it, or let its sshd_config allow the cipher {CIPHERS[0]} and the exchange of keys {KEX}"
         )
-    raise AssertionError(policy.check(key))  # it is not the pinned one: raises
+    raise AssertionError(policy.check(key))  # raises, because the key is not the pinned one
 
 
 def _open_transport(access: SSHAccess, key_types: Sequence[str]) -> tuple[Any, HostKey]:
-    """A connection with nothing sent over it yet, and the key that the host has proved to have.
+    """Open a transport before the login, and return it with the host's proven key.
 
     Raises:
-        NodeUnreachableError: nobody answers, or the answer breaks off.
-        LoginError: a machine on the way there does not let us in.
-        NameUnknownError: nobody knows its name, or that of a machine on the way.
+        NodeUnreachableError: it does not answer, or the answer breaks off.
+        LoginError: a jump host refuses the login.
+        NameUnknownError: its name, or a jump host's, cannot be resolved.
         paramiko.IncompatiblePeer: the host has no key of these types.
     """
     proxy = open_proxy(access) if access.proxy_jump else None
@@ -391,7 +392,7 @@ def _open_transport(access: SSHAccess, key_types: Sequence[str]) -> tuple[Any, H
     options.key_types = tuple(signature for t in key_types for signature in SIGNATURES.get(t, (t,)))
     try:
         transport.start_client(timeout=CONNECT_TIMEOUT_S)
-        remote = transport.get_remote_server_key()  # fails after a timeout, which the line above keeps to itself
+        remote = transport.get_remote_server_key()  # fails after a timeout, which the line above hides
     except paramiko.IncompatiblePeer:
         transport.close()
         raise
@@ -403,22 +404,22 @@ def _open_transport(access: SSHAccess, key_types: Sequence[str]) -> tuple[Any, H
 
 
 def _no_greeting(access: SSHAccess, reason: str) -> NodeUnreachableError:
-    """The error for a server that ended the connection before it showed a key, by what it said."""
+    """The error for a server that disconnected before it showed a key, by its message."""
     if any(reason.startswith(refusal) for refusal in REFUSALS_FOR_NOW):
         return BannedError(access.address, reason)
     return NodeUnreachableError(access.address, reason)
 
 
 def _open_socket(access: SSHAccess) -> socket.socket:
-    """A socket that sends at once and notices a dead link."""
+    """Open a socket without send delay that detects a dead link."""
     try:
         tcp = socket.create_connection((access.host, access.port), CONNECT_TIMEOUT_S)
     except socket.gaierror as error:
         if error.errno == socket.EAI_NONAME:
             raise NameUnknownError(f"there is no host called {access.host}: check node.host") from error
         raise NodeUnreachableError(access.address, error.strerror or str(error)) from error
-    except UnicodeError as error:  # two dots in a row, or more letters between two than names can have
-        raise PermanentInfraError(f"{access.host} is no name that a host can have: check node.host") from error
+    except UnicodeError as error:  # two dots in a row, or a label that is too long
+        raise PermanentInfraError(f"{access.host} is not a valid host name: check node.host") from error
     except OSError as error:
         raise NodeUnreachableError(access.address, error.strerror or str(error)) from error
     tcp.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # paramiko leaves it off: 14 times slower
@@ -438,13 +439,13 @@ def _open_socket(access: SSHAccess) -> socket.socket:
 
 
 def _log_in(transport: Any, access: SSHAccess, keys: LoginKeys) -> str:  # Any: paramiko has no types
-    """Offer the keys in turn; returns the file of the one that is taken.
+    """Offer the keys in turn; returns the file of the accepted key.
 
     Raises:
-        LoginError: the node takes none of them, or none alone.
-        SigningRefusedError: the agent does not sign with one of them.
-        KeyAgentError: it says neither yes nor no.
-        NodeUnreachableError: the connection broke, or the node says neither yes nor no.
+        LoginError: the node accepts no key, or requires more than a key.
+        SigningRefusedError: the agent refuses to sign with a key.
+        KeyAgentError: the agent does not answer in time.
+        NodeUnreachableError: the connection broke, or the node does not answer in time.
     """
     wanted_besides: list[str] = []
     for num_offered, key in enumerate(keys.keys, start=1):
@@ -468,7 +469,7 @@ def _log_in(transport: Any, access: SSHAccess, keys: LoginKeys) -> str:  # Any: 
                     f"the SSH agent has not signed with {_fingerprint(key.key)} for {SIGNING_TIMEOUT_S:g} s: allow "
                     "what it asks, or name another key as node.key_file",
                 ) from error
-            # So it also calls a connection that breaks just now, and a server that says neither yes nor no in time.
+            # paramiko raises the same error for a connection that breaks now, and for a server that times out.
             if not transport.is_active() or "timeout" in describe(error):
                 raise NodeUnreachableError(access.address, describe(error)) from error
         except SigningRefusedError:
@@ -490,7 +491,7 @@ def _fingerprint(key: Any) -> str:  # Any: paramiko has no types
 
 
 def describe(error: BaseException) -> str:
-    """The reason in words, for errors that sometimes have none."""
+    """The error's message, or its type if it has none."""
     if isinstance(error, OSError) and error.errno:
         return os.strerror(error.errno)
     return str(error).strip() or type(error).__name__

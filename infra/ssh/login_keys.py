@@ -1,4 +1,4 @@
-"""Find the keys of ours that a machine is logged in to with: in a file, in an environment variable, with the agent.
+"""Find the keys for the login on a machine: in a file, in an environment variable, in the SSH agent.
 
 Not here: the login (connection.py), keys of machines (host_keys.py).
 """
@@ -29,41 +29,41 @@ _KEY_TYPES = (paramiko.Ed25519Key, paramiko.ECDSAKey, paramiko.RSAKey)
 _PEM = re.compile(r"-----BEGIN (?P<label>[A-Z ]*PRIVATE KEY)-----(?P<body>.*?)-----END (?P=label)-----", re.DOTALL)
 _PEM_WIDTH = 64
 _PUBLIC = ("ssh-", "ecdsa-", "sk-")
-"""How the file of a public key begins."""
+"""Beginnings of a public key's file."""
 _OPENSSH_MAGIC = b"openssh-key-v1\0"
 
 
 @dataclass(frozen=True, slots=True)
 class LoginKey:
-    """A key of ours."""
+    """A key for the login."""
 
     key: Any  # paramiko has no types
     file: str = ""
-    """Where it lies in the clear; empty where the agent or a variable has it."""
+    """File of the unencrypted key; empty for a key of the agent or of a variable."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoginKeys:
-    """Those that a machine is offered, in this order."""
+    """Keys to offer, in this order."""
 
     keys: tuple[LoginKey, ...]
     left_out: tuple[str, ...] = ()
-    """What is wrong with others that there are, a sentence each."""
+    """Why other existing keys are unusable, one sentence per key."""
 
     def without(self, key: Any, reason: str) -> LoginKeys:  # Any: paramiko has no types
-        """The others, where one of them turns out to be of no use."""
+        """The same keys without one that turned out unusable."""
         return LoginKeys(
             keys=tuple(each for each in self.keys if each.key is not key), left_out=(*self.left_out, reason)
         )
 
 
 def load_keys(access: SSHAccess) -> LoginKeys:
-    """The keys to log in with: the one of the settings, or those of the agent and of ~/.ssh.
+    """Return the keys to log in with: the key of the settings, or the keys of the agent and of ~/.ssh.
 
-    Of several files those that cannot be used are left out, as OpenSSH does.
+    Unusable files among several are skipped, as by OpenSSH.
 
     Raises:
-        LoginError: the key of the settings cannot be used, or there is none at all.
+        LoginError: the key of the settings is unusable, or no key exists.
     """
     if access.key_variable:
         try:
@@ -91,10 +91,10 @@ def load_keys(access: SSHAccess) -> LoginKeys:
 
 
 def read_key_variable(variable: str) -> Any:  # Any: paramiko has no types
-    """The private key that an environment variable holds.
+    """Read a private key from an environment variable.
 
     Raises:
-        PermanentInfraError: it holds none that can be used; nothing of what it holds is repeated.
+        PermanentInfraError: it holds no usable key. The message does not contain the value.
     """
     text = os.environ.get(variable, "")
     if not text:
@@ -119,10 +119,10 @@ def read_key_variable(variable: str) -> Any:  # Any: paramiko has no types
 
 
 def require_login_key(*, key_file: str, key_variable: str) -> None:
-    """Return if the private key of the settings can be used, for a machine that there is not yet.
+    """Check the private key of the settings before a machine exists.
 
     Raises:
-        PermanentInfraError: it cannot be used.
+        PermanentInfraError: the key is unusable.
     """
     if key_variable:
         read_key_variable(key_variable)
@@ -131,17 +131,17 @@ def require_login_key(*, key_file: str, key_variable: str) -> None:
 
 
 def read_public_key(*, key_file: str, key_variable: str) -> str:
-    """The public half of the key of the settings, as a line of authorized_keys.
+    """Return the public half of the settings' key, as a line of authorized_keys.
 
     Raises:
-        PermanentInfraError: there is none.
+        PermanentInfraError: it cannot be read.
     """
     if key_variable:
         key = read_key_variable(key_variable)
         return f"{key.get_name()} {key.get_base64()}"
     path = Path(f"{key_file}.pub").expanduser()
     try:
-        words = path.read_text(encoding="utf-8", errors="replace").split()  # its comment may be anything
+        words = path.read_text(encoding="utf-8", errors="replace").split()  # the comment may have any encoding
     except OSError as error:
         raise PermanentInfraError(
             f"the public key {path} cannot be read ({error}): make a key by `ssh-keygen -t ed25519`, or name "
@@ -153,9 +153,9 @@ def read_public_key(*, key_file: str, key_variable: str) -> str:
 
 
 def _restore_lines(text: str) -> str:
-    """The key with its lines, which fields of one line and some services' secrets take away."""
+    """Restore the line breaks of a key, which one-line fields and some secret stores remove."""
     match = _PEM.search(text.replace("\\n", "\n"))
-    if match is None or "Proc-Type" in match["body"]:  # headers of old encrypted keys: lines are part of them
+    if match is None or "Proc-Type" in match["body"]:  # the headers of old encrypted keys need their lines
         return text
     body = "".join(match["body"].split())
     lines = [body[start : start + _PEM_WIDTH] for start in range(0, len(body), _PEM_WIDTH)]
@@ -163,9 +163,10 @@ def _restore_lines(text: str) -> str:
 
 
 def _load_key(path: Path, address: str, of_agent: Sequence[Any]) -> list[LoginKey]:  # Any: paramiko has no types
-    """The private key in a file; the agent's copy where the file is encrypted, of a security key, or only public.
+    """Load the private key of a file, or the agent's copy of an encrypted key, a security key or a public key.
 
-    With a certificate beside it, it is offered with that, and by itself: it may have expired, or be for other machines.
+    A key with a certificate beside it is offered with and without the certificate, which may have expired or be for
+    other machines.
     """
     try:
         key = _read_key(path, address)
@@ -197,10 +198,10 @@ def _read_key(path: Path, address: str) -> Any:  # Any: paramiko has no types
         raise LoginError(address, f"the key {path} is encrypted: give it to the agent by `ssh-add {path}`") from error
     except OSError as error:
         raise LoginError(address, f"the key {path} cannot be read: {error.strerror}") from error
-    except (UnsupportedAlgorithm, paramiko.UnknownKeyType) as error:  # one of a security key, or of a type of long ago
+    except (UnsupportedAlgorithm, paramiko.UnknownKeyType) as error:  # a security key, or an obsolete type
         raise LoginError(
             address,
-            f"{path} is a key of a type that cannot be used here: make one by `ssh-keygen -t ed25519`, or have the SSH "
+            f"{path} has an unsupported type of key: make one by `ssh-keygen -t ed25519`, or have the SSH "
             f"agent use it (`ssh-add {path}`)",
         ) from error
     except (ValueError, paramiko.SSHException) as error:
@@ -209,9 +210,9 @@ def _read_key(path: Path, address: str) -> Any:  # Any: paramiko has no types
 
 
 def _read_public_blob(path: Path) -> bytes | None:
-    """The public half of a key: what its file holds of it in the clear, or the one beside it; None where neither is."""
+    """The public half of a key, from its own file or the `.pub` beside it; None if neither has it."""
     for each in (path, Path(f"{path}.pub")):
-        with contextlib.suppress(OSError, ValueError):  # ValueError: no base64
+        with contextlib.suppress(OSError, ValueError):  # ValueError: not base64
             text = each.read_text(encoding="utf-8", errors="replace")
             words = text.split()
             if len(words) > 1 and words[0].startswith(_PUBLIC):
@@ -222,6 +223,6 @@ def _read_public_blob(path: Path) -> bytes | None:
                 head = paramiko.Message(content[len(_OPENSSH_MAGIC) :])
                 for _ in ("cipher", "derivation of its key", "options of that"):
                     head.get_binary()
-                head.get_int()  # how many keys follow: one
+                head.get_int()  # the number of keys: one
                 return bytes(head.get_binary())
     return None

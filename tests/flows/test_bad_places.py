@@ -118,7 +118,7 @@ def test_a_machine_whose_engines_could_not_be_asked_is_named_before_anything_sta
             "host_key": server.access.host_key,
             "min_free_gb": 0.1,
         }
-        assert_refused(write_config(folder, node=node), "forwards no connections, by which engines there are reached")
+        assert_refused(write_config(folder, node=node), "does not forward connections, and engines there need it")
 
 
 def test_a_server_port_in_use_is_named(folder: Path) -> None:

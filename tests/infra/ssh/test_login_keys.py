@@ -130,7 +130,7 @@ def old_key() -> str:
 def test_a_key_of_a_type_that_cannot_be_used_is_said_to_be_one(tmp_path: Path, make: Callable[[], str]) -> None:
     (tmp_path / "key").write_text(make())
     (tmp_path / "key").chmod(0o600)
-    with pytest.raises(LoginError, match=r"key is a key of a type that cannot be used here: make one by"):
+    with pytest.raises(LoginError, match=r"key has an unsupported type of key: make one by"):
         require_login_key(key_file=str(tmp_path / "key"), key_variable="")
 
 

@@ -209,7 +209,7 @@ def test_a_server_that_forwards_nothing_is_said_at_once(tmp_path: Path, by: str)
             keys = server.folder / "authorized_keys"
             keys.write_text(f"{by} {keys.read_text()}")
         assert session.run(["echo", "there"], timeout_s=30).stdout == b"there\n"
-        with pytest.raises(PermanentInfraError, match=r"forwards no connections.*AllowTcpForwarding"):
+        with pytest.raises(PermanentInfraError, match=r"does not forward connections.*AllowTcpForwarding"):
             session.forward(1).__enter__()
 
 
