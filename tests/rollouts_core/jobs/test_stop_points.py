@@ -65,7 +65,9 @@ SFT_TRAINING = SFTTrainingConfig(
     optim=OptimConfig(lr=1e-3, num_warmup_steps=5),
 )
 
-RL_TRAINING = RLTrainingConfig(num_steps=24, checkpoint_every=10, keep_checkpoints=2, optim=RLOptimConfig(lr=1e-3))
+RL_TRAINING = RLTrainingConfig(
+    num_steps=24, checkpoint_every=10, keep_checkpoints=2, sync_every=3, optim=RLOptimConfig(lr=1e-3)
+)
 
 
 def events_of(directory: Path, name: str) -> list[dict[str, Any]]:
