@@ -80,7 +80,7 @@ class RunCheckpoints:
         scored_by: what `score_steps` reads; a checkpoint of steps that do not have it has no score.
         is_end_asked: looked at after every step; True ends the training there, with a checkpoint.
         before_save: called before a checkpoint is written, when its steps are done and logged.
-        write_served: called then, too; gives the file of the weights that engines serve, if they are of an earlier step.
+        write_served: called then, too; the file of the weights that engines serve, if they are of an earlier step.
         stop: asked after every step, too; then the training is saved there, and ends by StoppedError.
     """
 
