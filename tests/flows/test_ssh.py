@@ -20,8 +20,8 @@ import pytest
 from rollouts_core.checkpoint import list_checkpoints, verify_checkpoint
 from rollouts_core.metrics import read_metrics
 from tests.flows.conftest import ROOT, Rollouts, clean_environment, join_home, processes_of
-from tests.infra.ssh_server import SSHServer, running_server
 from tests.flows.test_cancel import run_that_holds
+from tests.infra.ssh_server import SSHServer, running_server
 from tests.small_pipeline import write_small_pipeline
 from tests.waiting import wait_until
 
