@@ -43,6 +43,7 @@ from prefect.logging.loggers import flow_run_logger
 from prefect.states import Cancelled, Crashed, Scheduled
 
 from flows.cancellation import release_for
+from flows.earlier_states import recall_states
 from flows.form import RunOptions
 from flows.run_ends import RunEnd, forget_end, read_ends
 from flows.server import named_url
@@ -145,11 +146,11 @@ class LostRuns:
         unbegun = [run for run in runs if self._never_lived(run)]
         now, known = time.monotonic(), self._waiting_since
         self._waiting_since = {(run.id, run.state_id): known.get((run.id, run.state_id), now) for run in unbegun}
-        limits = {StateType.PENDING: PENDING_S}
         return [
             run
             for run in unbegun
-            if now - self._waiting_since[run.id, run.state_id] >= limits.get(run.state_type, UNBEGUN_S)
+            if now - self._waiting_since[run.id, run.state_id]
+            >= (PENDING_S if run.state_type is StateType.PENDING else UNBEGUN_S)
         ]
 
     async def _without_deployment(self, client: PrefectClient) -> list[FlowRun]:
@@ -233,6 +234,7 @@ class LostRuns:
 async def _tried(act: Callable[[PrefectClient, FlowRun], Awaitable[None]], client: PrefectClient, run: FlowRun) -> None:
     """Do something about a run; where that fails, for somebody may have deleted it meanwhile, the others come next."""
     try:
+        await asyncio.to_thread(recall_states, str(run.id))
         await act(client, run)
     except (httpx.HTTPError, PrefectException) as error:
         logger.warning("run %s (%s) could not be marked, and is looked at again: %s", run.name, run.id, error)

@@ -22,6 +22,7 @@ from prefect.client.schemas.objects import State, StateType
 from prefect.exceptions import TerminationSignal
 from prefect.runtime import flow_run
 
+from flows.earlier_states import recall_states
 from flows.server import held_server
 from infra.ledger import LEDGER_FILE, Ledger
 from rollouts_core.config.messages import first_line
@@ -99,6 +100,8 @@ def with_noted_end(flow_function: Callable[FlowP, ResultT]) -> Callable[FlowP, R
         except (KeyboardInterrupt, TerminationSignal):
             note_end(store, run_id, State(type=StateType.CRASHED, message="its process was told to end"))
             raise
+        finally:
+            recall_states(run_id)
         note_end(store, run_id, result if isinstance(result, State) else State(type=StateType.COMPLETED))
         return result
 
