@@ -284,7 +284,7 @@ asyncio.run(main(Path(sys.argv[1])))
 def test_a_tool_whose_process_is_killed_is_found_gone_and_started_again(rollouts: Rollouts) -> None:
     """`finish` and `reap` hold nothing by which it would be found otherwise."""
     again = "AwaitingRetry started again, because its process was killed (1 of 2); it attaches to its jobs"
-    assert run_with_server(KILLED_TOOLS, rollouts) == [f"reap {again}", f"finish {again}"]
+    assert run_with_server(KILLED_TOOLS, rollouts) == [f"reap {again}", f"finish small {again}"]
 
 
 CANCELLED_WHILE_QUEUED = """
