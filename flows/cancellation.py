@@ -228,6 +228,7 @@ def release_beside(settings: NodeSettings, scope: RunScope) -> None:
         node=settings,
         stop_timeout_s=scope.stop_timeout_s,
     )
+    scope.output_dir.parent.mkdir(parents=True, exist_ok=True)
     with (scope.output_dir.parent / f"{scope.output_dir.name}-release.txt").open("ab") as said:
         subprocess.Popen(
             [sys.executable, "-P", "-m", __spec__.name, held.model_dump_json()],

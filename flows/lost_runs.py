@@ -3,7 +3,7 @@
 Prefect does not notice a process that vanished together with the one that served it, or that could not report its end:
 a run that stays Running can neither be retried nor cancelled.
 
-    Running    and no process  ->  Crashed
+    Running    and no process  ->  Crashed; also where the process never came to say that it lives
     Pending    for minutes        ->  AwaitingRetry: who took it up to start it is gone
     Cancelling and no process  ->  its jobs end, Cancelled
     Cancelled, Failed or Completed  while no process of it lives  ->  its jobs end
@@ -43,8 +43,10 @@ from prefect.logging.loggers import flow_run_logger
 from prefect.states import Cancelled, Crashed, Scheduled
 
 from flows.cancellation import release_for
+from flows.earlier_states import recall_states
 from flows.form import RunOptions
 from flows.run_ends import RunEnd, forget_end, read_ends
+from flows.server import named_url
 from flows.silent_runs import was_silent
 from infra.errors import TransientInfraError
 from infra.ledger import Ledger
@@ -57,6 +59,8 @@ UNDER_WAY = FlowRunFilter(
 )
 PENDING_S = 300.0
 """A process that begins needs seconds for its imports, on a busy machine a minute."""
+UNBEGUN_S = 120.0
+"""A process takes its run's lock a moment after it made the run Running, on a busy machine some seconds."""
 GONE = "its process is gone; its jobs, if any, go on, and Retry attaches to them"
 GONE_FROM_TERMINAL = "its process is gone; its jobs, if any, go on, and the same command attaches to them"
 """Prefect retries no run that has no deployment."""
@@ -95,8 +99,8 @@ class LostRuns:
 
     def __init__(self, store: Path, deployments: Collection[UUID] = ()) -> None:
         self._deployments = deployments
-        self._pending_since: dict[tuple[UUID, UUID | None], float] = {}
-        """By runs and their states, when they were first found so, by this process's clock."""
+        self._waiting_since: dict[tuple[UUID, UUID | None], float] = {}
+        """By runs that never lived and their states, when they were first found so, by this process's clock."""
         self._store = store
         self._ledger_path = store / "ledger.db"
         self._suspects: set[tuple[UUID, UUID]] = set()
@@ -112,10 +116,10 @@ class LostRuns:
                 suspects = {(run.id, run.state_id): run for run in runs if run.state_id and self._is_lost(run)}
                 for known in suspects.keys() & self._suspects:
                     await _tried(_mark, client, suspects[known])
-                for run in await self._left_pending(client):
-                    await _tried(_begin_anew, client, run)
+                for run in await self._never_begun(client):
+                    await _tried(_begin_anew if run.state_type is StateType.PENDING else _mark, client, run)
                 for run in await client.read_flow_runs(flow_run_filter=crashed_since(self._began - AWAY), limit=200):
-                    if self._is_new(run) and self._is_lost(run):  # of this store, and its process is gone by now
+                    if self._is_new(run) and self._is_gone(run):
                         await _tried(_start_again, client, run)
                 for run in await self._without_deployment(client):
                     await _tried(_give_up_retry, client, run)
@@ -129,20 +133,25 @@ class LostRuns:
             return
         self._suspects = set(suspects)
 
-    async def _left_pending(self, client: PrefectClient) -> list[FlowRun]:
-        """Runs of ours that somebody took up to start them, for so long that nobody does any more."""
-        if not self._deployments:
+    async def _never_begun(self, client: PrefectClient) -> list[FlowRun]:
+        """Runs of ours that somebody took up to start them, and that have been without a process for so long since."""
+        if named_url() and not self._deployments:
             return []
-        pending = FlowRunFilter(
-            state=FlowRunFilterState(type=FlowRunFilterStateType(any_=[StateType.PENDING])),
-            deployment_id=FlowRunFilterDeploymentId(any_=list(self._deployments)),
+        begun = [StateType.PENDING, StateType.RUNNING, StateType.CANCELLING]
+        taken_up = FlowRunFilter(
+            state=FlowRunFilterState(type=FlowRunFilterStateType(any_=begun)),
+            deployment_id=FlowRunFilterDeploymentId(any_=list(self._deployments)) if named_url() else None,
         )
-        runs = await client.read_flow_runs(flow_run_filter=pending, limit=200)
-        now = time.monotonic()
-        self._pending_since = {
-            key: self._pending_since.get(key, now) for key in ((run.id, run.state_id) for run in runs)
-        }
-        return [run for run in runs if now - self._pending_since[run.id, run.state_id] >= PENDING_S]
+        runs = await client.read_flow_runs(flow_run_filter=taken_up, limit=200)
+        unbegun = [run for run in runs if self._never_lived(run)]
+        now, known = time.monotonic(), self._waiting_since
+        self._waiting_since = {(run.id, run.state_id): known.get((run.id, run.state_id), now) for run in unbegun}
+        return [
+            run
+            for run in unbegun
+            if now - self._waiting_since[run.id, run.state_id]
+            >= (PENDING_S if run.state_type is StateType.PENDING else UNBEGUN_S)
+        ]
 
     async def _without_deployment(self, client: PrefectClient) -> list[FlowRun]:
         """Runs of ours that are to be tried again by a deployment that is no more."""
@@ -208,10 +217,24 @@ class LostRuns:
         with Ledger(self._ledger_path) as ledger:
             return ledger.has_died(str(run.id))
 
+    def _never_lived(self, run: FlowRun) -> bool:
+        """Whether a run that only this store's processes start has no process, and never said that it has one."""
+        with Ledger(self._ledger_path) as ledger:
+            has_lived = ledger.is_alive(str(run.id)) or ledger.has_died(str(run.id))
+        is_started_here = run.deployment_id in self._deployments or (
+            run.deployment_id is None and not named_url() and self._is_ours(run)
+        )
+        return is_started_here and not has_lived and str(run.id) not in read_ends(self._store, older_than_s=0.0)
+
+    def _is_gone(self, run: FlowRun) -> bool:
+        """Whether a crashed run is one of this store, and its process is gone by now."""
+        return self._is_lost(run) or self._never_lived(run)
+
 
 async def _tried(act: Callable[[PrefectClient, FlowRun], Awaitable[None]], client: PrefectClient, run: FlowRun) -> None:
     """Do something about a run; where that fails, for somebody may have deleted it meanwhile, the others come next."""
     try:
+        await asyncio.to_thread(recall_states, str(run.id))
         await act(client, run)
     except (httpx.HTTPError, PrefectException) as error:
         logger.warning("run %s (%s) could not be marked, and is looked at again: %s", run.name, run.id, error)

@@ -19,9 +19,10 @@ from pathlib import Path
 from typing import ParamSpec, TypeVar
 
 from prefect.client.schemas.objects import State, StateType
-from prefect.exceptions import TerminationSignal
+from prefect.exceptions import Pause, TerminationSignal
 from prefect.runtime import flow_run
 
+from flows.earlier_states import recall_states
 from flows.server import held_server
 from infra.ledger import LEDGER_FILE, Ledger
 from rollouts_core.config.messages import first_line
@@ -95,11 +96,16 @@ def with_noted_end(flow_function: Callable[FlowP, ResultT]) -> Callable[FlowP, R
             result = flow_function(*args, **kwargs)
         except Exception as error:
             note_end(store, run_id, State(type=StateType.FAILED, message=first_line(error)))
+            recall_states(run_id)
             raise
         except (KeyboardInterrupt, TerminationSignal):
             note_end(store, run_id, State(type=StateType.CRASHED, message="its process was told to end"))
             raise
+        except Pause:  # the run is suspended, which is told, too
+            recall_states(run_id)
+            raise
         note_end(store, run_id, result if isinstance(result, State) else State(type=StateType.COMPLETED))
+        recall_states(run_id)
         return result
 
     return run_and_note

@@ -29,10 +29,12 @@ from rollouts_core.algorithms.loss import Metrics
 from rollouts_core.algorithms.mismatch import ENGINE_METRICS, MISMATCH_METRICS
 from rollouts_core.backends.protocol import TrainingBackend, TrainingState
 from rollouts_core.backends.threaded import beside_event_loop, run_with
+from rollouts_core.backends.training_state import SERVED_WEIGHTS
 from rollouts_core.batch import build_batch, place_samples, split_by_sample
 from rollouts_core.config import RLTrainingConfig
 from rollouts_core.data.data_buffer import DataBuffer
 from rollouts_core.engines import InferenceEngine, PublishTarget, memory_handed_over, open_target, publish_weights
+from rollouts_core.engines.weight_sync import EarlierVersion, write_newest_version
 from rollouts_core.environments.protocol import Outcome
 from rollouts_core.errors import DataError, RewardError
 from rollouts_core.metrics import EventLog, MetricsLogger, average_metrics, keep_logged, read_json_lines
@@ -106,6 +108,7 @@ async def run_rl_training(
             events=events,
             is_end_asked=is_end_asked,
             before_save=partial(keep_logged, metrics_logger),
+            write_served=partial(write_served, backend, own_target),
             stop=stop,
         ) as checkpoints,
     ):
@@ -116,7 +119,7 @@ async def run_rl_training(
         cursors = partial(read_cursors, data_buffer, rollout_manager, skips, signal)
         conclude = partial(conclude_step, checkpoints, signal, cursors, history, metrics_logger)
         began = perf_counter()
-        published = await publish()
+        published = await publish(earlier=find_earlier(checkpoints, state, inference_engines))
         await checkpoints.begin()
         if pending := state.get("pending"):  # a stop could not wait for the publication
             await conclude(state["step"], {**pending, "publish_s": perf_counter() - began})
@@ -209,17 +212,40 @@ async def publish_version(
     rollout_manager: AsyncRolloutManager | OfflineRollouts,
     step: int = 0,
     events: EventLog | None = None,
+    *,
+    earlier: EarlierVersion | None = None,
 ) -> int:
-    """Bring the engines to the trainer's version, and tell who asks them; returns it.
+    """Bring the engines to the trainer's version, and tell the rollout manager; returns it.
 
     Args:
         events: gets a line that it was after this step; not where a run begins or goes on.
+        earlier: brings the engines to this version instead.
     """
-    name = await publish_weights(trainer, inference_engines, target)
-    rollout_manager.weights_published(trainer.weight_version)
+    version = earlier.number if earlier else trainer.weight_version
+    name = await publish_weights(trainer, inference_engines, target, earlier=earlier)
+    rollout_manager.weights_published(version)
     if events:
         events.write("weights_published", step=step, version=name)
-    return trainer.weight_version
+    return version
+
+
+def write_served(backend: TrainingBackend, target: PublishTarget) -> Path | None:
+    """The file of the weights that the engines serve, if the backend is ahead of them."""
+    if target.newest.version == target.version_of(backend.weight_version):
+        return None
+    return write_newest_version(target)
+
+
+def find_earlier(
+    checkpoints: RunCheckpoints, state: TrainingState, inference_engines: Sequence[InferenceEngine]
+) -> EarlierVersion | None:
+    """The version that was served when the checkpoint was saved; None for that of the checkpoint itself."""
+    if checkpoints.resumed_from is None or "pending" in state:
+        return None
+    published, file = state["rollout"].get("published"), checkpoints.resumed_from / SERVED_WEIGHTS
+    if not published or (inference_engines and not file.is_file()):
+        return None
+    return EarlierVersion(number=published[-1], file=file)
 
 
 def note_batch(step: int, batch: RolloutBatch, events: EventLog | None, on_batch: OnBatch | None) -> None:

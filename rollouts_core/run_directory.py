@@ -102,6 +102,16 @@ class RunDirectory:
         """Out: the stage's record, written last; absent means not finished."""
         return self.root / "result.json"
 
+    def last_end(self) -> dict[str, Any] | None:  # Any: JSON
+        """How the last attempt ended, as its supervisor wrote; None while one is under way, and before the first."""
+        begun = [int(path.stem.removeprefix("meta-")) for path in (self.root / ".job").glob("meta-*.json")]
+        record = self.root / f"exit-{max(begun, default=0)}.json"
+        try:
+            end: dict[str, Any] = json.loads(record.read_text(encoding="utf-8"))  # Any: JSON
+        except (OSError, ValueError):
+            return None
+        return end
+
     def write_samples(self, name: str, samples: Sequence[Sample], *, temperature: float) -> None:
         """Write samples/<name>.jsonl, each sample with the temperature that its log-probs are of.
 

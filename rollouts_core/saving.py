@@ -26,6 +26,7 @@ from rollouts_core.algorithms.loss import Metrics
 from rollouts_core.backends.protocol import TrainFuture, TrainingBackend, TrainingState
 from rollouts_core.backends.random_state import RandomState, get_random_state, remembered
 from rollouts_core.backends.threaded import without_thread
+from rollouts_core.backends.training_state import SERVED_FILE
 from rollouts_core.checkpoint import (
     adopt_checkpoint,
     find_checkpoint,
@@ -79,6 +80,7 @@ class RunCheckpoints:
         scored_by: what `score_steps` reads; a checkpoint of steps that do not have it has no score.
         is_end_asked: looked at after every step; True ends the training there, with a checkpoint.
         before_save: called before a checkpoint is written, when its steps are done and logged.
+        write_served: called then, too; the file of the weights that engines serve, if they are of an earlier step.
         stop: asked after every step, too; then the training is saved there, and ends by StoppedError.
     """
 
@@ -93,6 +95,7 @@ class RunCheckpoints:
         events: EventLog | None = None,
         is_end_asked: Callable[[], bool] = lambda: False,
         before_save: Callable[[], None] = lambda: None,
+        write_served: Callable[[], Path | None] = lambda: None,
         stop: TrainingStop | None = None,
     ) -> None:
         self.backend = backend
@@ -103,9 +106,12 @@ class RunCheckpoints:
         self.events = events
         self.is_end_asked = is_end_asked
         self.before_save = before_save
+        self.write_served = write_served
         self.stop = stop or TrainingStop(can_abandon=False)
         self.changed: list[str] = []
         """Settings and inputs that differ, as is allowed, from those of the checkpoint that `resume` went on from."""
+        self.resumed_from: Path | None = None
+        """The checkpoint that `resume` went on from."""
         self._saving: _Save | None = None
         self._window: list[Metrics] = []
         self._step_began = perf_counter()
@@ -158,6 +164,7 @@ class RunCheckpoints:
         )
         check_step(manifest.step, self.config.num_steps, checkpoint=checkpoint)
         state = await self.backend.load_checkpoint(checkpoint).result()
+        self.resumed_from = checkpoint
         self._window = list(state["window"]) if is_same_task(self.changed) else []
         details = {"changed": self.changed} if self.changed else {}
         self._write_event("resumed", step=manifest.step, checkpoint=checkpoint.name, **details)
@@ -230,9 +237,16 @@ class RunCheckpoints:
         if step % self.config.checkpoint_every == 0:
             self._window = []
         state = {**self._state_of(step, window, cursors()), "window": list(self._window)}
+        self._saving = self._save(self.backend, step, state)
+
+    def _save(self, backend: TrainingBackend, step: int, state: Mapping[str, Any]) -> _Save:  # Any: JSON
+        """Begin to write a checkpoint."""
+        assert self.directory is not None, "nothing is written without a directory"
         self.before_save()
-        path = step_directory(self.directory, step)
-        self._saving = _Save(path, step, self.backend.save_checkpoint(path, state), time())
+        served = None if "pending" in state else self.write_served()
+        path, began_at = step_directory(self.directory, step), time()
+        whole_state = {**state, SERVED_FILE: str(served)} if served else state
+        return _Save(path, step, backend.save_checkpoint(path, whole_state), began_at)
 
     def _state_of(
         self, step: int, window: Sequence[Metrics], cursors: Mapping[str, Any]
@@ -271,18 +285,15 @@ class RunCheckpoints:
         random: RandomState,
     ) -> None:
         """Write the checkpoint of a step that is done, while the next one is under way: the process ends afterwards."""
-        assert self.directory is not None, "nothing is written without a directory"
         if self._saving is not None:
             asyncio.run(_result_of(self._saving.future))
             self._note_saved(self._saving)
         if self.stop.saved_step == step and "pending" not in state:
             return
-        self.before_save()
-        path, began_at = step_directory(self.directory, step), time()
         with remembered(random):  # what the step under way has taken from it, it takes again
-            future = without_thread(self.backend).save_checkpoint(path, state)
-        asyncio.run(_result_of(future))
-        self._note_saved(_Save(path, step, future, began_at))
+            saving = self._save(without_thread(self.backend), step, state)
+        asyncio.run(_result_of(saving.future))
+        self._note_saved(saving)
 
     def _note_saved(self, saving: _Save) -> None:
         self.stop.note_saved(saving.step, max(0.0, saving.path.stat().st_ctime - saving.began_at))

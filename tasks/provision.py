@@ -148,7 +148,7 @@ def release_now(
     with StageProgress("release") as progress:
         done = give_back(node, scope, keep_minutes=keep_minutes, say=progress.say, is_impatient=is_impatient)
         if node.is_rented and keep_minutes == 0:
-            done += give_back_unknown(scope)
+            done += give_back_unknown(scope, known=node)
         for sentence in done:
             progress.say(sentence)
 
@@ -160,14 +160,16 @@ def release_unknown(scope: RunScope, *, since: float = 0.0) -> None:
             progress.say(sentence)
 
 
-def give_back_unknown(scope: RunScope, *, since: float = 0.0) -> list[str]:
+def give_back_unknown(scope: RunScope, *, since: float = 0.0, known: Node | None = None) -> list[str]:
     """Give back what was rented for a run that was not told of it; returns what was done and is left, a sentence each.
 
     Args:
         since: what the run has had for longer stays.
+        known: the machine that the run was told of, which is given back, or still saves its last step.
     """
+    spared = [each.name for each in (known, *known.further_nodes)] if known else []
     try:
-        return release_rentals(Path(scope.store), scope.run_id, since=since, pace=LOOKED_ALREADY)
+        return release_rentals(Path(scope.store), scope.run_id, since=since, spared=spared, pace=LOOKED_ALREADY)
     except InfraError as error:
         return [f"what the run has rented, if anything, could not be given back ({error}): `rollouts reap` ends it"]
 

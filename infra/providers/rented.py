@@ -14,7 +14,7 @@ import hashlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -217,11 +217,14 @@ def keep_rented(node: Node, minutes: float) -> list[str]:
     ]
 
 
-def release_rentals(store: Path, run_id: str, *, since: float = 0.0, pace: Pace = PATIENT) -> list[str]:
+def release_rentals(
+    store: Path, run_id: str, *, since: float = 0.0, spared: Collection[str] = (), pace: Pace = PATIENT
+) -> list[str]:
     """Give back what a run that is over has rented, or asked for; returns what was done and is left, a sentence each.
 
     Args:
         since: what it has had for longer stays.
+        spared: names of machines that stay.
 
     Raises:
         PermanentInfraError: no key of any of it is here; one that is missing hinders nothing at other providers.
@@ -231,7 +234,7 @@ def release_rentals(store: Path, run_id: str, *, since: float = 0.0, pace: Pace 
     clouds: dict[CloudName, Cloud] = {}
     with Ledger(store / LEDGER_FILE) as ledger, ExitStack() as stack:
         for rental in rentals_of(ledger, run_id):
-            if rental.state.is_over or rental.intended_at < since:
+            if rental.state.is_over or rental.intended_at < since or rental.name in spared:
                 continue
             try:
                 clouds[rental.provider] = stack.enter_context(account_of(rental))

@@ -198,9 +198,15 @@ class FSDPTrainingBackend:
 
     def _forward_backward(self, share: Share) -> Metrics:
         batch = share.batch.to(self.ranks.device)
-        loss, own_metrics = call_loss(self.loss_fn, self.policy(batch), batch)
+        scores = self.policy(batch)
+        error: Exception | None = None
+        loss, own_metrics = torch.zeros(()), dict[str, float]()
+        try:
+            loss, own_metrics = call_loss(self.loss_fn, scores, batch)
+        except Exception as raised:  # noqa: BLE001 - a user's function: the others learn of it, then it is raised
+            error = raised
         # Before the backward pass: a rank that left it out would let the others wait for its gradients.
-        gathered = self.ranks.gather(None if share.is_idle else own_metrics)
+        gathered = self.ranks.gather_unless_failed(None if share.is_idle else own_metrics, error)
         metrics = sum_metrics([metrics for metrics in gathered if metrics is not None])
         if not math.isfinite(metrics["loss"]):
             self._drop_gradients()

@@ -144,7 +144,8 @@ class TrainingBackend(Protocol):
         next save.
 
         Args:
-            state: `step`, and where known `score` and `settings`, go into the manifest too.
+            state: `step`, and where known `score` and `settings`, go into the manifest too. The file that
+                `served_file` names, if any, becomes `trainer/served.safetensors`.
         """
         ...
 

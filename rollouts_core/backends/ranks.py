@@ -15,6 +15,7 @@ import logging
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from io import BytesIO
 from pickle import UnpicklingError
@@ -26,7 +27,8 @@ from torch import Tensor
 
 from rollouts_core.backends.launch import is_launched
 from rollouts_core.config.messages import first_line
-from rollouts_core.errors import NonFiniteError, TrainingError
+from rollouts_core.errors import ConfigError, InputError, NonFiniteError, TrainingError
+from rollouts_core.user_code.failures import describe_raised
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +39,16 @@ once, because its connections close."""
 
 class LeaderGoneError(TrainingError):
     """A follower has nobody to follow any more."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Failure:
+    """An error that one rank tells the others."""
+
+    sentence: str
+    """Its rank and what it raised."""
+    is_of_input: bool
+    """Whether the user has to change something."""
 
 
 class Ranks:
@@ -61,7 +73,7 @@ class Ranks:
         dist.init_process_group("nccl" if self.device.type == "cuda" else "gloo")
         # Objects are small and on the CPU; and a wait in NCCL would occupy the GPU and time out.
         self._objects = dist.new_group(backend="gloo", timeout=MAX_WAIT)
-        self._types: list[type] = []
+        self._types: list[type] = [_Failure]
         self.followers_wait = True
         """Whether every follower waits in `scatter`: nothing may be sent to them otherwise."""
 
@@ -109,6 +121,26 @@ class Ranks:
     def gather(self, value: object) -> list[Any]:  # Any: whatever the ranks send
         """Every rank's object, in order, on every rank."""
         return [self._unpack(content) for content in self._gather_bytes(_pack(value))]
+
+    def gather_unless_failed(self, value: object, error: Exception | None) -> list[Any]:  # Any: as in `gather`
+        """`gather`, or an error on every rank if one of them has one: none waits for a rank that gave up.
+
+        Args:
+            error: the error because of which this rank has no value.
+
+        Raises:
+            ConfigError, TrainingError: another rank has an error; names the rank and the error.
+        """
+        failure = error and _Failure(
+            sentence=f"rank {self.rank} {describe_raised(error)}", is_of_input=isinstance(error, InputError)
+        )
+        gathered = self.gather(failure or value)
+        if error is not None:
+            raise error
+        for each in gathered:
+            if isinstance(each, _Failure):
+                raise (ConfigError if each.is_of_input else TrainingError)(each.sentence)
+        return gathered
 
     def allow(self, *types: type) -> None:
         """Let objects of these types pass between the ranks, beside tensors, numbers, texts and their containers."""

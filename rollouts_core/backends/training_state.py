@@ -4,6 +4,7 @@ Not here: the directory and its manifest (checkpoint.py), gathering what is spre
 
     trainer/state.json             schedule, counters, random state of Python and numpy, the loop's state
     trainer/tensors.safetensors    `<parameter>/<quantity>` of the optimizer, `weight/<parameter>`, `rng/...`
+    trainer/served.safetensors     RL between two publications: the weights that the engines serve
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from rollouts_core.config.messages import first_line
 from rollouts_core.data.chat import stop_token_ids
 from rollouts_core.errors import CheckpointError
 from rollouts_core.model.lora import base_weights, is_adapter_weight
+from rollouts_core.system.files import link_or_copy
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -35,6 +37,9 @@ if TYPE_CHECKING:
 
 TRAINER_STATE = "trainer/state.json"
 TRAINER_TENSORS = "trainer/tensors.safetensors"
+SERVED_WEIGHTS = "trainer/served.safetensors"
+SERVED_FILE = "served_file"
+"""What the loop's state calls the file that becomes `SERVED_WEIGHTS`."""
 HF_KEY = "hf/"
 """Marks the tensors of a snapshot that go into the Hugging Face files."""
 WEIGHT_KEY = "weight/"
@@ -106,6 +111,8 @@ def write_training_checkpoint(
         (directory / "trainer").mkdir()
         (directory / TRAINER_STATE).write_text(trainer, encoding="utf-8")
         save_file(others, directory / TRAINER_TENSORS)
+        if served := state.get(SERVED_FILE):
+            link_or_copy(Path(served), directory / SERVED_WEIGHTS)
 
 
 def write_ends_of_turn(directory: Path, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -259,7 +259,11 @@ def group_from_json(body: Mapping[str, Json]) -> GroupCall:
         RequestError: a backend that this engine does not have.
     """
     if (backend := body.get("backend", "nccl")) != "gloo":
-        raise RequestError(f"backend {_show(backend)} is not supported by the embedded engine: give gloo.")
+        raise RequestError(
+            f"backend {_show(backend)} is not supported by the embedded engine, which has no GPU: open the group with "
+            "gloo in the trainer, too (the source of slime names nccl), or save the weights and call "
+            "/update_weights_from_disk."
+        )
     address: Json = body.get("master_address")
     port: Json = _port(body.get("master_port"))
     rank: Json = body.get("rank_offset")

@@ -23,13 +23,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import anyio
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from rollouts_core.backends.protocol import TrainingBackend
 from rollouts_core.config import RolloutConfig, WeightTransfer
 from rollouts_core.config.messages import first_line
-from rollouts_core.engines.canary import Canary, backend_canary
+from rollouts_core.engines.canary import Canary, backend_canary, published_canary
 from rollouts_core.engines.content import version_of_copy
 from rollouts_core.engines.in_flight import InFlightEngine
 from rollouts_core.engines.protocol import InferenceEngine, SegmentAccess
@@ -49,6 +49,7 @@ PUBLISH_MARGIN_S = 60.0
 """By so much a publication waits longer than a pool, which leaves an engine behind that does not take a version."""
 VERSION_CHARS = 16
 """Hexadecimal digits that tell the default versions of different weights, or of different trainings, apart."""
+WEIGHTS_FILE = "model.safetensors"
 KEPT_VERSIONS = 2
 """Published directories that stay: the newest, and the one that a slow engine may still be reading."""
 
@@ -63,6 +64,25 @@ class WeightSyncResult:
     """The version it was given."""
     error: str
     """Empty when the engine proved that it serves the version."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EarlierVersion:
+    """Weights that were published before, and are published again although the trainer is ahead of them."""
+
+    number: int
+    """Optimizer steps behind them."""
+    file: Path
+    """The weights by their Hugging Face names, as safetensors."""
+
+
+@dataclass(slots=True, kw_only=True)
+class PublishedVersion:
+    """The version that the engines of one training were given last."""
+
+    version: str = ""
+    weights: Weights | None = None
+    """None before the first publication, and without engines."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +103,12 @@ class PublishTarget:
     """What is published instead, where every engine has access to it."""
     copies: HostCopies = field(default_factory=HostCopies, compare=False)
     """What engines are sent."""
+    newest: PublishedVersion = field(default_factory=PublishedVersion, compare=False)
+    """The version that was published last."""
+
+    def version_of(self, number: int) -> str:
+        """The name of the weights after so many optimizer steps."""
+        return f"{self.prefix}-{number}"
 
 
 async def sync_weights_to_engines(
@@ -193,27 +219,36 @@ async def open_target(
         )
 
 
-async def publish_weights(backend: TrainingBackend, engines: Sequence[InferenceEngine], target: PublishTarget) -> str:
+async def publish_weights(
+    backend: TrainingBackend,
+    engines: Sequence[InferenceEngine],
+    target: PublishTarget,
+    *,
+    earlier: EarlierVersion | None = None,
+) -> str:
     """Publish the backend's weights as a new version and load them into all engines; returns the version.
 
     Without engines nothing is written.
 
+    Args:
+        earlier: published instead of the backend's weights.
+
     Raises:
         WeightSyncError: names every engine that does not serve the version.
     """
-    version = f"{target.prefix}-{backend.weight_version}"
+    version = target.version_of(earlier.number if earlier else backend.weight_version)
     if not engines:
         return version
-    weights = await backend.get_weights().result()
+    weights = load_file(earlier.file) if earlier else await backend.get_weights().result()
     access = await common_access(engines)
-    canary: Canary | None = None  # tensors of segments are always compared
     published: Weights
+    canary: Canary | None = None  # tensors of segments are always compared
     if target.transfer != "auto":
         published = sent = await _copy(weights, version, target, target.transfer)
-        canary = backend_canary(backend, sent, temperature=target.temperature)
+        canary = _canary(backend, sent, target, is_earlier=earlier is not None)
     elif access is SegmentAccess.NONE:
         published = directory = await _write_directory(weights, version, target)
-        canary = backend_canary(backend, directory, temperature=target.temperature)
+        canary = _canary(backend, directory, target, is_earlier=earlier is not None)
     else:
         published = await _write_segments(weights, version, target, in_memory=access is SegmentAccess.MEMORY)
     results = await sync_weights_to_engines(
@@ -221,8 +256,39 @@ async def publish_weights(backend: TrainingBackend, engines: Sequence[InferenceE
     )
     if failed := [result for result in results if result.error]:
         raise WeightSyncError("; ".join(f"{result.engine}: {result.error}" for result in failed))
-    remove_old_versions(target.weights_dir, newest=version)
+    target.newest.version, target.newest.weights = version, published
+    num_kept = KEPT_VERSIONS if isinstance(published, Path) else 0
+    remove_old_versions(target.weights_dir, newest=version, num_kept=num_kept)
     return version
+
+
+def _canary(
+    backend: TrainingBackend, published: Path | SentWeights, target: PublishTarget, *, is_earlier: bool
+) -> Canary:
+    """The canary of published weights: the backend answers it, unless it has later weights."""
+    if not is_earlier:
+        return backend_canary(backend, published, temperature=target.temperature)
+    num_tokens = getattr(backend, "num_tokens", None)
+    return published_canary(published, temperature=target.temperature, num_tokens=num_tokens)
+
+
+def write_newest_version(target: PublishTarget) -> Path | None:
+    """The file of the weights that the engines serve; None where there are no engines.
+
+    It lies where versions are published as files, and is removed with them: the caller links it where it is to stay.
+    """
+    weights, directory = target.newest.weights, target.weights_dir / target.newest.version
+    if weights is None:
+        return None
+    if not isinstance(weights, Path):
+        _write_tensors(_tensors_of(weights), directory, target)
+    return directory / WEIGHTS_FILE
+
+
+def _tensors_of(weights: SegmentedWeights | SentWeights) -> Mapping[str, Tensor]:
+    if isinstance(weights, SentWeights):
+        return weights.tensors
+    return {name: placed.segment.tensors[name] for name, placed in weights.placed.items()}
 
 
 async def common_access(engines: Sequence[InferenceEngine]) -> SegmentAccess:
@@ -254,31 +320,34 @@ def _folder_with_config(target: PublishTarget) -> Path:
 
 
 async def _write_directory(weights: Mapping[str, Tensor], version: str, target: PublishTarget) -> Path:
-    def write() -> None:
-        with new_directory(target.weights_dir / version) as directory:
-            on_host = {name: value.contiguous().cpu() for name, value in weights.items()}
-            save_file(on_host, directory / "model.safetensors")
-            shutil.copyfile(target.model_config, directory / "config.json")
-
-    await in_short_thread(write)
+    await in_short_thread(partial(_write_tensors, weights, target.weights_dir / version, target))
     return target.weights_dir / version
 
 
-def remove_old_versions(weights_dir: Path, *, newest: str) -> None:
+def _write_tensors(weights: Mapping[str, Tensor], path: Path, target: PublishTarget) -> None:
+    with new_directory(path) as directory:
+        on_host = {name: value.contiguous().cpu() for name, value in weights.items()}
+        save_file(on_host, directory / WEIGHTS_FILE)
+        shutil.copyfile(target.model_config, directory / "config.json")
+
+
+def remove_old_versions(weights_dir: Path, *, newest: str, num_kept: int = KEPT_VERSIONS) -> None:
     """Delete published directories but the newest and those that came last before it, and passing copies of the others.
 
     Args:
         newest: what engines serve: it stays whatever the clock said when it, and others, were written.
+        num_kept: how many stay; none if engines read no directories.
     """
     folders = [path for path in weights_dir.iterdir() if path.is_dir()]
     versions = sorted(
         (path for path in folders if not path.name.startswith(".")),
         key=lambda path: (path.name == newest, path.stat().st_mtime),
     )
-    for path in versions[:-KEPT_VERSIONS]:
+    num_old = max(0, len(versions) - num_kept)
+    for path in versions[:num_old]:
         shutil.rmtree(path)
     # An engine may be reading a copy of a version that stays. One of another consists of links that lead nowhere now.
-    kept = {path.name for path in versions[-KEPT_VERSIONS:]}
+    kept = {path.name for path in versions[num_old:]}
     for path in folders:
         if (version := version_of_copy(path)) and version not in kept:
             shutil.rmtree(path, ignore_errors=True)  # whoever made it may be removing it, too

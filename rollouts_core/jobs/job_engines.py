@@ -26,6 +26,7 @@ from rollouts_core.engines import (
 )
 from rollouts_core.engines.in_flight import InterruptibleEngine
 from rollouts_core.engines.router_process import started_router
+from rollouts_core.errors import EngineError, EngineUnavailableError
 from rollouts_core.job import EngineAddress, RLJob
 from rollouts_core.keys import key_header, read_key
 from rollouts_core.run_directory import RunDirectory
@@ -56,9 +57,36 @@ async def open_engines(job: RLJob, directory: RunDirectory) -> AsyncIterator[lis
         engines = connect_engines(job, route)
         for each in engines:
             stack.push_async_callback(each.aclose)
-        for each in engines:
-            await each.wait_until_ready(engine.start_timeout_s)
-        yield engines
+        with lapses_named(job.engines):
+            for each in engines:
+                await each.wait_until_ready(engine.start_timeout_s)
+            yield engines
+
+
+@contextmanager
+def lapses_named(addresses: Sequence[EngineAddress]) -> Iterator[None]:
+    """Name a lapsed lease as the reason if the block fails because an engine of this machine ended by it.
+
+    Raises:
+        EngineUnavailableError: an engine failed, and had ended because its lease was not renewed.
+    """
+    try:
+        yield
+    except EngineError as error:
+        if lapsed := [address.url for address in addresses if has_lapsed(address)]:
+            raise EngineUnavailableError(
+                f"the engine {lapsed[0]} ended because its lease was not renewed: the run was killed or stood still "
+                f"before this process renewed it. Start the run again, which starts the engine, too ({error})"
+            ) from error
+        raise
+
+
+def has_lapsed(address: EngineAddress) -> bool:
+    """True if an engine of this machine has ended because its lease was not renewed, and was not started again."""
+    if address.lease_url:  # the file is on another machine
+        return False
+    end = RunDirectory(Path(address.lease_file).parents[1]).last_end()
+    return end is not None and bool(end["lease_expired"])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -72,15 +72,39 @@ def test_an_rl_that_gave_up_on_an_engine_that_lapsed_is_started_again_with_it(
     assert [each["code"] for each in attempts(rollouts.store, "rl")] == [1, 0]
 
 
+@pytest.mark.matrix
+def test_an_rl_whose_run_was_killed_names_the_lapsed_lease_and_the_next_start_has_both_go_on(
+    rollouts: Rollouts, tmp_path: Path
+) -> None:
+    config = write(tmp_path, loads_s=LONGER_THAN_A_LEASE_S, start_timeout_s=20.0)
+    process = rollouts.start("run", str(config))
+    wait_for_rl(rollouts)
+    process.kill()
+    process.wait()
+    wait_until(lambda: attempts(rollouts.store, "rl") != [], what="the end of RL", timeout_s=240.0, every_s=1.0)
+    (log,) = rollouts.store.glob("stages/rl-*/log.txt")
+    assert "ended because its lease was not renewed: the run was killed or stood still" in log.read_text()
+    (tmp_path / "warm").touch()
+    code, output = rollouts.run("run", str(config))
+    assert code == 0, output
+    assert [each["code"] for each in attempts(rollouts.store, "rl")] == [1, 0]
+    assert [each["lease_expired"] for each in attempts(rollouts.store, "engine")] == [True, False]
+
+
+def wait_for_rl(rollouts: Rollouts) -> None:
+    """Return when the process of RL loads."""
+    wait_until(
+        lambda: any("rollouts_core rl " in each for each in pids_of(rollouts.store).values()),
+        what="the process of RL",
+        timeout_s=120.0,
+    )
+
+
 def stand_still(rollouts: Rollouts, config: Path, still_s: float = LONGER_THAN_A_LEASE_S) -> str:
     """Stop the run while RL loads, as a suspended machine does, and let it go on; returns what it says by its end."""
     process = rollouts.start("run", str(config))
     try:
-        wait_until(
-            lambda: any("rollouts_core rl " in each for each in pids_of(rollouts.store).values()),
-            what="the process of RL",
-            timeout_s=120.0,
-        )
+        wait_for_rl(rollouts)
         process.send_signal(signal.SIGSTOP)
         time.sleep(still_s)
     finally:

@@ -26,6 +26,7 @@ from flows.notify import DEFAULT_STATES, RunState, render_automation
 from flows.prefect_api import ask
 from flows.server import ServerAddress, local_server, prefect_environment, run_url
 from tests.flows.conftest import Rollouts
+from tests.flows.shared_server import AUTH, SharedServer, free_port
 from tests.flows.test_server import keeper_pid, processes_of
 from tests.waiting import wait_until
 
@@ -110,6 +111,54 @@ def test_a_run_that_is_tried_again_at_a_new_server_is_told_of_within_a_minute_an
             set_state(address, run, state, name=name)
         wait_until(lambda: len(webhook.messages) > 1, what="the message", timeout_s=60.0)
         time.sleep(2 * EARLIER_EVENT_WAIT.total_seconds())
+    assert [each["subject"] for each in webhook.messages[1:]] == ["small-1: Completed"]
+
+
+FLOW_OF_OURS = """
+import sys
+from types import SimpleNamespace
+from uuid import UUID
+from prefect import flow
+from prefect.client.orchestration import get_client
+from prefect.flow_engine import run_flow
+from flows.run_ends import with_noted_end
+
+@flow(name="sft-rl")
+@with_noted_end
+def nothing(run: object) -> None: ...
+
+with get_client(sync_client=True) as client:
+    options = {"run": SimpleNamespace(store=sys.argv[2])}
+    run_flow(nothing, flow_run=client.read_flow_run(UUID(sys.argv[1])), parameters=options)
+"""
+
+
+@pytest.mark.matrix
+def test_at_a_teams_server_that_was_started_again_a_run_is_told_of_within_a_minute_and_once(
+    webhook: WebhookServer, tmp_path: Path
+) -> None:
+    """Prefect's server is as everybody starts it, and waits 15 minutes for an event that it has not seen."""
+    url = f"http://127.0.0.1:{free_port()}"
+    address = ServerAddress(api_url=f"{url}/api", ui_url=url, is_local=False, password=AUTH)
+    server = SharedServer(address, tmp_path, f"sqlite+aiosqlite:///{tmp_path}/prefect.db")
+    notifies = f"{sys.executable} -m flows.cli notify team --url-variable TEAM_URL --on completed".split()
+    try:
+        server.start()
+        environment = server.environment | {"TEAM_URL": webhook.url}
+        subprocess.run([*notifies, "--store", str(tmp_path / "store")], env=environment, check=True)
+        run = make_run(address, "small-1")
+        for state in ("pending", "running", "crashed"):
+            set_state(address, run, state)
+        server.kill()
+        server.start()
+        set_state(address, run, "scheduled", name="AwaitingRetry")
+        program = [sys.executable, "-c", FLOW_OF_OURS, run, str(tmp_path / "store")]
+        subprocess.run(program, env=environment, check=True, timeout=120)
+        assert ask(address, "GET", f"/flow_runs/{run}")["state_type"] == "COMPLETED"
+        wait_until(lambda: len(webhook.messages) > 1, what="the message", timeout_s=60.0)
+        time.sleep(5)
+    finally:
+        server.kill()
     assert [each["subject"] for each in webhook.messages[1:]] == ["small-1: Completed"]
 
 

@@ -26,7 +26,7 @@ from infra.renting.rentals import RentalState, all_rentals, change_rental
 from rollouts_core.checkpoint import list_checkpoints, verify_checkpoint
 from tests.flows.breaking import rent, rented_node
 from tests.flows.conftest import Rollouts, pids_of
-from tests.flows.test_faults import events_of, program_of
+from tests.flows.test_faults import events_of, paused, program_of
 from tests.flows.test_up import logs_of, served, set_state, state_of, trigger, up, wait_for_state  # noqa: F401
 from tests.infra.fake_cloud import KEY
 from tests.infra.fake_runpod import FakeRunPod
@@ -150,6 +150,29 @@ def test_ctrl_c_fetches_the_last_checkpoint_and_gives_the_machine_back(
     assert process.wait(120) == 130, rollouts.said()
     assert fake.alive() == [] and rows(rollouts) == [RentalState.GONE]
     assert_last_checkpoint_is_here(rollouts, tmp_path / "machine", said=rollouts.said())
+
+
+@pytest.mark.matrix
+def test_after_a_second_ctrl_c_the_last_step_is_fetched_and_the_machine_given_back_in_the_background(
+    rollouts: Rollouts, server: SSHServer, fake: FakeRunPod, tmp_path: Path
+) -> None:
+    _, process = train_until_checkpoint(rollouts, server, tmp_path)
+    [there] = (tmp_path / "machine").glob("stages/sft-*")
+    with paused(program_of(there)):
+        process.send_signal(signal.SIGINT)
+        rollouts.wait_until_said(f"waits until the job in {there} has saved its last step", process)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) == 130, rollouts.said()
+        assert len(fake.alive()) == 1 and not (there / "exit-1.json").exists()
+    wait_until(lambda: fake.alive() == [], what="the end of the machine", timeout_s=120.0)
+    wait_until(lambda: rows(rollouts) == [RentalState.GONE], what="the ledger's row")
+    wait_until(lambda: pids_of(rollouts.store) == {}, what="the end of the process in the background")
+    assert "Traceback" not in rollouts.said()
+    [said] = [path.read_text() for path in (rollouts.store / "runs").glob("*-release.txt")]
+    saved = json.loads((there / "exit-1.json").read_text())["saved_step"]
+    [here] = (rollouts.store / "stages").glob("sft-*")
+    assert verify_checkpoint(list_checkpoints(here / "checkpoints")[-1]).step == saved, said
+    assert "Traceback" not in said and "gave back" in said, said
 
 
 @pytest.mark.matrix

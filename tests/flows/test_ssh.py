@@ -17,10 +17,13 @@ from typing import Any
 
 import pytest
 
-from rollouts_core.checkpoint import verify_checkpoint
+from rollouts_core.checkpoint import list_checkpoints, verify_checkpoint
+from rollouts_core.metrics import read_metrics
 from tests.flows.conftest import ROOT, Rollouts, clean_environment, join_home, processes_of
+from tests.flows.test_cancel import run_that_holds
 from tests.infra.ssh_server import SSHServer, running_server
 from tests.small_pipeline import write_small_pipeline
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -120,6 +123,36 @@ def test_a_module_of_the_users_that_the_machine_cannot_import_is_told_before_any
     assert ended.returncode == 2 and ", graders_of_a_test (2 files, 0 kB)" in said, said
     assert "rollout.reward_fn: " in said and "cannot import graders_of_a_test.score (FileNotFoundError: " in said, said
     assert not (node_root / "stages").exists()
+
+
+@pytest.mark.matrix
+def test_a_run_on_a_node_is_cancelled_saves_its_last_step_there_and_goes_on_from_it(
+    rollouts: Rollouts, server: SSHServer, node_root: Path, tmp_path: Path
+) -> None:
+    rare = SHORTER | {"training__sft__num_steps": 400, "training__sft__checkpoint_every": 400}
+    rare["training__sft__log_every"] = 1
+    config = write_small_pipeline(tmp_path / "small", mode="sft", node=node_settings(server, node_root), **rare)
+    process = rollouts.start("run", str(config))
+
+    def has_steps() -> bool:
+        return any(len(read_metrics(path)) >= 3 for path in node_root.glob("stages/sft-*/metrics.jsonl"))
+
+    wait_until(lambda: has_steps() or process.poll() is not None, what="three steps on the node", timeout_s=120.0)
+    other = Rollouts(rollouts.store, tmp_path / "other.txt")
+    code, output = other.run("cancel", f"small-{run_that_holds(rollouts)[:8]}")
+    assert code == 0, output + rollouts.said()
+    assert process.wait(60) == 130, rollouts.said()
+    [there] = node_root.glob("stages/sft-*")
+    ended = json.loads((there / "exit-1.json").read_text())
+    assert ended["cancelled"] and ended["saved_step"] >= 3
+    assert verify_checkpoint(list_checkpoints(there / "checkpoints")[-1]).step == ended["saved_step"]
+    assert f"step {ended['saved_step']} is saved" in rollouts.said()
+    wait_until(lambda: processes_of(node_root) == [], what="the end of the job on the node")
+
+    code, output = rollouts.run("run", str(config))
+    assert code == 0, output
+    assert f"goes on from step {ended['saved_step']}" in output
+    assert [line["step"] for line in read_metrics(there / "metrics.jsonl")] == list(range(1, 401))
 
 
 @pytest.mark.matrix

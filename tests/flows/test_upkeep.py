@@ -157,6 +157,136 @@ def test_a_run_that_nobody_is_left_to_start_is_started(rollouts: Rollouts) -> No
     ]
 
 
+KILLED_BEFORE_ITS_FUNCTION = """
+import asyncio, os, signal, subprocess, sys
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from prefect import flow
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.objects import State, StateType
+from flows import lost_runs
+from infra.ledger import Ledger
+
+@flow
+def nothing(): ...
+
+PROCESS = '''
+import sys, time
+from uuid import UUID
+from prefect import flow, flow_engine
+from prefect.client.orchestration import get_client
+
+@flow
+def nothing(): ...
+
+flow_engine.FlowRunEngine.call_flow_fn = lambda _: time.sleep(1000)  # as if it was slow to come to the function
+with get_client(sync_client=True) as client:
+    flow_engine.run_flow(nothing, flow_run=client.read_flow_run(UUID(sys.argv[1])))
+'''
+
+async def until(client, run, name):
+    while (run := await client.read_flow_run(run.id)).state.name != name:
+        await asyncio.sleep(0.1)
+    return run
+
+async def main(store):
+    async with get_client() as client:
+        deployment_id = await client.create_deployment(await client.create_flow(nothing), "one")
+        of_terminal = {"parameters": {"run": {"store": str(store)}}}
+        killed = await client.create_flow_run_from_deployment(deployment_id)
+        lives = await client.create_flow_run_from_deployment(deployment_id, state=State(type=StateType.RUNNING))
+        await client.set_flow_run_state(lives.id, State(type=StateType.RUNNING), force=True)
+        elsewhere = await client.create_flow_run(nothing, state=State(type=StateType.RUNNING))
+        await client.set_flow_run_state(elsewhere.id, State(type=StateType.RUNNING), force=True)
+        process = subprocess.Popen([sys.executable, "-c", PROCESS, str(killed.id)])
+        killed = await until(client, killed, "Running")
+        process.kill()
+        process.wait()
+        lost = lost_runs.LostRuns(store, {deployment_id})
+        with Ledger(store / "ledger.db") as ledger, ledger.living_run(str(lives.id)):
+            await lost.look()
+            await lost.look()
+            print((await client.read_flow_run(killed.id)).state.name)  # it may be about to begin
+            lost_runs.UNBEGUN_S = 0.0
+            await lost.look()
+            killed = await client.read_flow_run(killed.id)
+            print(killed.state.name, killed.state.message)
+            for run in (lives, elsewhere):
+                print((await client.read_flow_run(run.id)).state.name)
+
+asyncio.run(main(Path(sys.argv[1])))
+"""
+
+
+@pytest.mark.slow
+def test_a_run_whose_process_was_killed_before_its_function_began_is_started_again(rollouts: Rollouts) -> None:
+    """It is Running, and has no lock by which its process could be found gone."""
+    assert run_with_server(KILLED_BEFORE_ITS_FUNCTION, rollouts) == [
+        "Running",
+        "AwaitingRetry started again, because its process was killed (1 of 2); it attaches to its jobs",
+        "Running",
+        "Running",
+    ]
+
+
+KILLED_TOOLS = """
+import asyncio, subprocess, sys, time
+from pathlib import Path
+from prefect.client.orchestration import get_client
+from flows import lost_runs
+from flows.finish_flow import finish_run
+from flows.reap import reap_machines
+from infra.ledger import Ledger
+
+PROCESS = '''
+import sys, time
+from uuid import UUID
+from prefect import flow_engine
+from prefect.client.orchestration import get_client
+from flows import finish_flow, reap
+
+reap.look_at_machines = finish_flow.finish_training = lambda *_, **__: time.sleep(1000)
+flow = {"reap": reap.reap_machines, "finish": finish_flow.finish_run}[sys.argv[2]]
+with get_client(sync_client=True) as client:
+    flow_engine.run_flow(flow, flow_run=client.read_flow_run(UUID(sys.argv[1])), parameters=eval(sys.argv[3]))
+'''
+
+async def main(store):
+    async with get_client() as client:
+        runs, processes, deployments = [], [], set()
+        for tool, parameters in (("reap", {"store": str(store)}), ("finish", {"store": str(store), "run": "small"})):
+            flow_id = await client.create_flow({"reap": reap_machines, "finish": finish_run}[tool])
+            deployments.add(deployment_id := await client.create_deployment(flow_id, tool))
+            run = await client.create_flow_run_from_deployment(deployment_id, name=tool)
+            given = repr({tool: parameters})
+            processes.append(subprocess.Popen([sys.executable, "-c", PROCESS, str(run.id), tool, given]))
+            runs.append(run)
+        with Ledger(store / "ledger.db") as ledger:
+            while not all(ledger.is_alive(str(run.id)) for run in runs):
+                assert all(process.poll() is None for process in processes)
+                await asyncio.sleep(0.1)
+        lost = lost_runs.LostRuns(store, deployments)
+        for process in (None, *processes):
+            if process is not None:
+                process.kill()
+                process.wait()
+            await lost.look()
+        await lost.look()
+        for run in runs:
+            run = await client.read_flow_run(run.id)
+            print(run.name, run.state.name, run.state.message)
+
+asyncio.run(main(Path(sys.argv[1])))
+"""
+
+
+@pytest.mark.slow
+def test_a_tool_whose_process_is_killed_is_found_gone_and_started_again(rollouts: Rollouts) -> None:
+    """`finish` and `reap` hold nothing by which it would be found otherwise."""
+    again = "AwaitingRetry started again, because its process was killed (1 of 2); it attaches to its jobs"
+    assert run_with_server(KILLED_TOOLS, rollouts) == [f"reap {again}", f"finish small {again}"]
+
+
 CANCELLED_WHILE_QUEUED = """
 import asyncio, sys
 from pathlib import Path

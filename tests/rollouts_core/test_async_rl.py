@@ -24,18 +24,28 @@ from transformers import PreTrainedTokenizerBase
 from rollouts_core.algorithms.loss import Metrics, create_policy_loss
 from rollouts_core.backends.pytorch import PyTorchTrainingBackend, create_pytorch_backend
 from rollouts_core.batch import build_batch, place_samples, split_by_sample
-from rollouts_core.config import InFlight, ModelConfig, RLOptimConfig, RLTrainingConfig, RolloutConfig, SamplingConfig
+from rollouts_core.config import (
+    InFlight,
+    ModelConfig,
+    RLOptimConfig,
+    RLTrainingConfig,
+    RolloutConfig,
+    SamplingConfig,
+    WeightTransfer,
+)
 from rollouts_core.data.data_buffer import DataBuffer
 from rollouts_core.data.dataset import load_prompts_from_jsonl
 from rollouts_core.embedded.scheduler import Scheduler
 from rollouts_core.engines import InferenceEngine, InFlightEngine, PublishTarget, SGLangEngine, publish_weights
 from rollouts_core.engines.completion import Completion, GenerationRequest
+from rollouts_core.engines.protocol import SegmentAccess
 from rollouts_core.rewards import grade_group
 from rollouts_core.rl import run_rl_training, train_on_rollouts
 from rollouts_core.rollout.generate import build_pending_group, create_engine_generate_fn
 from rollouts_core.rollout.manager import AsyncRolloutManager
 from rollouts_core.rollout.rollout_batch import convert_to_batch
 from rollouts_core.types import RolloutBatch, Sample, Status
+from tests.rollouts_core.histories import without_times
 from tests.rollouts_core.served_engine import engine_url, served_engine
 
 TRAINING = RLTrainingConfig(num_steps=5, checkpoint_every=2, optim=RLOptimConfig(lr=1e-3, schedule="constant"))
@@ -60,6 +70,7 @@ class Run:
     directory: Path
     rollout: RolloutConfig = ROLLOUT
     training: RLTrainingConfig = TRAINING
+    transfer: WeightTransfer = "auto"
     end_at: int = 0
     """Somebody has the training end after this step; 0 is nobody."""
     batches: list[RolloutBatch] = field(default_factory=list)
@@ -79,7 +90,9 @@ class Run:
     @property
     def target(self) -> PublishTarget:
         config = Path(self.base_model.path) / "config.json"
-        return PublishTarget(weights_dir=self.directory / "weights", model_config=config, prefix="test")
+        return PublishTarget(
+            weights_dir=self.directory / "weights", model_config=config, prefix="test", transfer=self.transfer
+        )
 
     async def train(self, client: SGLangEngine, num_steps: int) -> PyTorchTrainingBackend:
         """Train up to a step, going on from what lies in the directory."""
@@ -106,8 +119,18 @@ class Run:
             )
         return backend
 
+    async def train_by_url(self, url: str, num_steps: int) -> PyTorchTrainingBackend:
+        client = SGLangEngine(url)
+        try:
+            return await self.train(client, num_steps)
+        finally:
+            await client.aclose()
+
     def train_alone(self, num_steps: int) -> PyTorchTrainingBackend:
         """Train with an engine of its own."""
+        if self.transfer == "gloo":
+            with engine_url(Path(self.base_model.path)) as url:
+                return asyncio.run(self.train_by_url(url, num_steps))
         with served_engine(Path(self.base_model.path)) as (client, _):
             return asyncio.run(self.train(client, num_steps))
 
@@ -202,6 +225,36 @@ def test_a_training_that_somebody_ends_goes_on_later_as_if_nobody_had(run: Run, 
     assert [b.to_json() for b in ended.batches] == [b.to_json() for b in straight.batches]
     names = [sorted(path.name for path in (each.directory / "checkpoints").iterdir()) for each in (straight, ended)]
     assert names[0] == names[1] == ["step_000004", "step_000005"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("max_staleness", "transfer"), [(0, "auto"), (2, "auto"), (0, "gloo"), (0, "files")], ids=str)
+def test_a_training_that_is_ended_after_each_step_samples_from_the_versions_that_it_would_have(
+    run: Run, monkeypatch: pytest.MonkeyPatch, max_staleness: int, transfer: str
+) -> None:
+    """Also between two publications, where the engines serve other weights than the checkpoint holds."""
+    if transfer == "files":
+        monkeypatch.setattr(SGLangEngine, "segment_access", no_access)
+    straight, ended = (with_rollout(run, name, max_staleness=max_staleness) for name in ("straight", "ended"))
+    for each in (straight, ended):
+        each.training = each.training.model_copy(update={"num_steps": 8, "checkpoint_every": 7, "sync_every": 3})
+        each.transfer = "gloo" if transfer == "gloo" else "auto"
+    expected = straight.train_alone(8)
+    for step in (1, 2, 4, 5, 7):
+        ended.end_at = step
+        ended.train_alone(8)
+        assert len(ended.batches) == step
+    ended.end_at = 0
+    assert_equal_weights(ended.train_alone(8), expected)
+    assert [b.to_json() for b in ended.batches] == [b.to_json() for b in straight.batches]
+    assert without_times(ended.history) == without_times(straight.history)
+    assert versions_of(straight.batches[5]) != {5}
+    assert not list(ended.directory.rglob("served.safetensors"))
+
+
+async def no_access(engine: SGLangEngine) -> SegmentAccess:
+    """As an engine on another machine."""
+    return SegmentAccess.NONE
 
 
 @pytest.mark.slow

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from rollouts_core.algorithms.loss import Metrics, TokenScores, cross_entropy_loss
+from rollouts_core.algorithms.loss import LossFn, Metrics, TokenScores, cross_entropy_loss
 from rollouts_core.backends import sharding
 from rollouts_core.backends.fsdp import FSDPTrainingBackend, create_fsdp_backend
 from rollouts_core.backends.protocol import TrainingBackend, TrainingState
@@ -32,7 +32,7 @@ from rollouts_core.backends.ranks import Ranks
 from rollouts_core.batch import TrainBatch, build_batch, with_step_totals
 from rollouts_core.checkpoint import verify_checkpoint
 from rollouts_core.config import LoRAConfig, ModelConfig, OptimConfig, PolicyConfig, SFTTrainingConfig
-from rollouts_core.errors import CheckpointError, DataError, NonFiniteError
+from rollouts_core.errors import CheckpointError, ConfigError, DataError, NonFiniteError
 from rollouts_core.metrics import sum_metrics
 from rollouts_core.model.policy import Policy, create_policy
 from rollouts_core.quickstart import build_character_tokenizer, build_untrained_model
@@ -355,6 +355,53 @@ def test_a_loss_of_one_rank_that_is_not_finite_is_an_error_of_all(base_model: Mo
     message, after = with_two(pair, fail_once, base_model)
     assert message.startswith("the loss became")
     assert_close(after, with_one(train, base_model))  # the gradient of that step is gone
+
+
+def refuse_on_follower(scores: TokenScores, batch: TrainBatch) -> tuple[Tensor, Metrics]:
+    """A user's loss that raises on the second rank alone, as one does that cannot take the rows there."""
+    if dist.get_rank() == 1:
+        raise KeyError("margin")
+    return cross_entropy_loss(scores, batch)
+
+
+def refuse_on_leader(scores: TokenScores, batch: TrainBatch) -> tuple[Tensor, Metrics]:
+    if dist.get_rank() == 0:
+        raise ConfigError("the loss has no margin")
+    return cross_entropy_loss(scores, batch)
+
+
+def error_of_step(ranks: Ranks, model: ModelConfig, loss_fn: LossFn) -> str:
+    """The error that a step ends with on this rank."""
+    backend = create_fsdp_backend(model, ranks=ranks, num_steps=10, optim=OPTIM, loss_fn=loss_fn)
+    try:
+        if ranks.is_leader:
+            asyncio.run(backend.forward_backward(make_step(0)[0]).result())
+        else:
+            backend.follow()
+    except Exception as error:  # noqa: BLE001 - whichever: it is compared
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    ("loss_fn", "expected"),
+    [
+        (refuse_on_follower, ["TrainingError: rank 1 raised KeyError: 'margin'", "KeyError: 'margin'"]),
+        (
+            refuse_on_leader,
+            [
+                "ConfigError: the loss has no margin",
+                "ConfigError: rank 0 raised ConfigError: the loss has no margin",
+            ],
+        ),
+    ],
+)
+def test_an_error_of_a_loss_on_one_rank_ends_every_rank_with_its_sentence(
+    base_model: ModelConfig, pair: TwoProcesses, loss_fn: LossFn, expected: list[str]
+) -> None:
+    said = pair.run(error_of_step, base_model, loss_fn)
+    assert [each.partition(" (")[0] for each in said] == expected
 
 
 def explode(scores: TokenScores, batch: TrainBatch) -> tuple[Tensor, Metrics]:

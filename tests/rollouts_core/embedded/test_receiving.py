@@ -157,7 +157,7 @@ GROUP = {"backend": "gloo", "master_address": "127.0.0.1", "master_port": 1, "ra
 @pytest.mark.parametrize(
     ("path", "body", "said"),
     [
-        ("/init_weights_update_group", {"backend": "nccl"}, "give gloo"),
+        ("/init_weights_update_group", {"backend": "nccl"}, "open the group with gloo in the trainer, too"),
         ("/init_weights_update_group", {"backend": "gloo", "master_address": 7}, "master_address"),
         ("/init_weights_update_group", {**GROUP, "master_address": "a\0"}, "`master_address`, expected an address"),
         ("/init_weights_update_group", {**GROUP, "master_port": 2**16}, "`master_port`, expected a number"),

@@ -5,6 +5,7 @@ Without it an engine on another machine ends by itself amid a training, or outli
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -17,13 +18,16 @@ from pathlib import Path
 import httpx
 import pytest
 
-from rollouts_core.config import EngineConfig, ModelConfig
+from infra.jobs import start_or_attach
+from infra.session import LocalSession
+from rollouts_core.config import EngineConfig, ModelConfig, RLTrainingConfig, RolloutConfig
 from rollouts_core.embedded.server import bind_port
-from rollouts_core.errors import ConfigError, InputError
-from rollouts_core.job import EngineAddress, InputModel, ServeJob
-from rollouts_core.jobs.job_engines import keep_leases, renew_lease
+from rollouts_core.errors import ConfigError, EngineUnavailableError, InputError
+from rollouts_core.job import EngineAddress, InputFile, InputModel, RLJob, ServeJob
+from rollouts_core.jobs.job_engines import keep_leases, open_engines, renew_lease
 from rollouts_core.jobs.serve_job import offer_renewals
 from rollouts_core.run_directory import RunDirectory
+from tests.infra.shell_jobs import shell_spec, wait_for_end
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.timeout(120)
@@ -134,3 +138,34 @@ def test_a_port_for_renewals_that_is_in_use_is_said(tmp_path: Path, monkeypatch:
         job = serve_job(lease_port=port, engine=EngineConfig(api_key_variable=VARIABLE))
         with pytest.raises(InputError, match=f"port {port} on 127.0.0.1 is in use"):
             offer_renewals(job, RunDirectory(tmp_path))
+
+
+def test_an_engine_that_ended_by_its_lease_is_the_reason_that_a_training_names(
+    base_model: ModelConfig, tmp_path: Path
+) -> None:
+    """As where the process of a run is killed while that of RL still loads, so that neither renews the lease."""
+    engine = tmp_path / "engine"
+    session = LocalSession(sys.executable)
+    start_or_attach(session, shell_spec(engine, "exec sleep 60", lease_s=0.5))
+    assert wait_for_end(session, engine).exit is not None
+    with bind_port("127.0.0.1", 0) as listener:
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    job = RLJob(
+        model=InputModel(name="base", model=base_model, digest=""),
+        prompts=InputFile(path="prompts.jsonl", digest=""),
+        training=RLTrainingConfig(),
+        rollout=RolloutConfig(reward_fn="math", engine=EngineConfig(start_timeout_s=1.0)),
+        engines=(EngineAddress(url=url, lease_file=str(RunDirectory(engine).lease_file)),),
+    )
+
+    async def ask() -> None:
+        async with open_engines(job, RunDirectory(tmp_path)):
+            pytest.fail("nothing answers there")
+
+    with pytest.raises(EngineUnavailableError, match=r"ended because its lease was not renewed: .* Start the run"):
+        asyncio.run(ask())
+    # Started again, and gone for another reason.
+    start_or_attach(session, shell_spec(engine, "exit 3"))
+    assert wait_for_end(session, engine).exit is not None
+    with pytest.raises(EngineUnavailableError, match=f"^{url} did not answer"):
+        asyncio.run(ask())

@@ -65,7 +65,9 @@ SFT_TRAINING = SFTTrainingConfig(
     optim=OptimConfig(lr=1e-3, num_warmup_steps=5),
 )
 
-RL_TRAINING = RLTrainingConfig(num_steps=24, checkpoint_every=10, keep_checkpoints=2, optim=RLOptimConfig(lr=1e-3))
+RL_TRAINING = RLTrainingConfig(
+    num_steps=24, checkpoint_every=10, keep_checkpoints=2, sync_every=3, optim=RLOptimConfig(lr=1e-3)
+)
 
 
 def events_of(directory: Path, name: str) -> list[dict[str, Any]]:
@@ -210,6 +212,36 @@ def test_rl_stopped_four_times_is_the_run_that_was_not(
     straight, stopped = (write_job_of_run(tmp_path / name, job) for name in ("straight", "stopped"))
     finish(straight)
     stop_often(stopped, seed=2, num_stops=4, max_steps=5)
+    assert_same_run(straight, stopped)
+
+
+def test_a_publication_that_outlasts_the_grace_period_is_done_when_the_run_goes_on(
+    base: InputModel,
+    quickstart_dir: Path,
+    engine: EngineAddress,
+    tmp_path: Path,
+) -> None:
+    """The engine stands still from the moment on in which step 3 has its samples, and takes no weights."""
+    training = RL_TRAINING.model_copy(update={"num_steps": 6})
+    job = rl_job(base, quickstart_dir, engine, ROLLOUT).model_copy(update={"training": training})
+    straight, stopped = (write_job_of_run(tmp_path / name, job) for name in ("straight", "stopped"))
+    finish(straight)
+    [engine_pid] = [event["pid"] for event in events_of(Path(engine.lease_file).parent, "started")]
+    process = start(stopped)
+    wait_while_it_runs((stopped / "samples/step_000003.jsonl").exists, process, START_TIMEOUT_S)
+    os.kill(engine_pid, signal.SIGSTOP)
+    try:
+        told = stopped / "stop.json"
+        wait_while_it_runs(lambda: last_step(stopped) == 2, process, START_TIMEOUT_S)
+        time.sleep(3)  # step 3 is trained within a fraction of that
+        (stopped / "stop-1").write_text("1")
+        process.terminate()
+        assert process.wait(20) == STOPPED_CODE, said_by(process)
+    finally:
+        os.kill(engine_pid, signal.SIGCONT)
+    assert (last_step(stopped), json.loads(told.read_text())["saved_step"]) == (2, 3)
+    assert not list(stopped.rglob("served.safetensors"))  # the next start publishes what is saved
+    finish(stopped, attempt=2)
     assert_same_run(straight, stopped)
 
 
