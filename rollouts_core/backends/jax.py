@@ -56,6 +56,7 @@ from rollouts_core.backends.pytorch import nonfinite_error
 from rollouts_core.backends.random_state import get_random_tensors, get_random_values, seed_everything, set_random_state
 from rollouts_core.backends.training_state import (
     HF_KEY,
+    POLICY_PREFIX,
     WEIGHT_KEY,
     check_named_tensors,
     read_training_checkpoint,
@@ -72,8 +73,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 VALUE_HEAD = (VALUE_WEIGHT, VALUE_BIAS)
-POLICY_PREFIX = "hf_model."
-"""What the PyTorch policy puts before the Hugging Face names; the optimizer's state is saved under its names."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """AdamW's two moving averages by PyTorch's names."""
 
