@@ -4,6 +4,7 @@ Not here: the directory and its manifest (checkpoint.py), gathering what is spre
 
     trainer/state.json             schedule, counters, random state of Python and numpy, the loop's state
     trainer/tensors.safetensors    `<parameter>/<quantity>` of the optimizer, `weight/<parameter>`, `rng/...`
+    adapter/                       the adapters once more, as PEFT loads them
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from rollouts_core.backends.protocol import TrainingState
 from rollouts_core.backends.random_state import is_random_state
@@ -26,15 +28,17 @@ from rollouts_core.checkpoint import new_checkpoint, verify_checkpoint
 from rollouts_core.config.messages import first_line
 from rollouts_core.data.chat import stop_token_ids
 from rollouts_core.errors import CheckpointError
+from rollouts_core.model.adapter_folder import write_adapter_folder
 from rollouts_core.model.lora import base_weights, is_adapter_weight, merge_each
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase
 
     from rollouts_core.model.policy import Policy
 
 TRAINER_STATE = "trainer/state.json"
 TRAINER_TENSORS = "trainer/tensors.safetensors"
+ADAPTER_FOLDER = "adapter"
 POLICY_PREFIX = "hf_model."
 """What a policy puts before the names of its Hugging Face model."""
 REDUCED = ("bfloat16", "float16")
@@ -122,6 +126,10 @@ def write_training_checkpoint(
         (directory / "trainer").mkdir()
         (directory / TRAINER_STATE).write_text(trainer, encoding="utf-8")
         save_file(others, directory / TRAINER_TENSORS)
+        own = {name: t for name, t in others.items() if name.startswith(WEIGHT_KEY) and is_adapter_weight(name)}
+        if adapters := {name.removeprefix(WEIGHT_KEY + POLICY_PREFIX): tensor for name, tensor in own.items()}:
+            assert isinstance(model, PreTrainedModel), "a model in place of which files stand has no adapters"
+            write_adapter_folder(directory / ADAPTER_FOLDER, model, adapters)
 
 
 def state_float32(config: Path) -> None:

@@ -305,6 +305,7 @@ def test_a_checkpoint_of_two_has_the_files_of_one(
     first, second = verify_checkpoint(one).files, verify_checkpoint(two).files
     if policy is BFLOAT16_ADAPTERS:  # new ones take random numbers, on each rank by itself
         assert first.pop("trainer/tensors.safetensors") != second.pop("trainer/tensors.safetensors")
+        assert "adapter/adapter_model.safetensors" in second
     assert first == second  # nothing was trained yet: not even a rounding error differs
     loaded = AutoModelForCausalLM.from_pretrained(two)
     assert all(torch.equal(value, weights[name].float()) for name, value in loaded.named_parameters())
