@@ -179,6 +179,11 @@ class FSDPTrainingBackend:
         return self.policy.num_tokens
 
     @property
+    def start_sample(self) -> Mapping[str, Tensor]:
+        """`sample_weights` of the weights that training started from, at the leader."""
+        return self.policy.start_sample
+
+    @property
     def num_ranks(self) -> int:
         """Processes that share the rows of each batch."""
         return self.ranks.size

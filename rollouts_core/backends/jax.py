@@ -68,6 +68,7 @@ from rollouts_core.embedded.architecture import tensor_shapes
 from rollouts_core.embedded.weights import check_tensors, read_tensors
 from rollouts_core.errors import CheckpointError
 from rollouts_core.model.loading import check_vocabulary, count_token_ids, load_tokenizer
+from rollouts_core.model.weight_sample import sample_weights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -124,6 +125,8 @@ class JAXTrainingBackend:
         self.tokenizer = tokenizer
         self.optim = optim
         self.num_steps = num_steps
+        self.start_sample = sample_weights(_without_value_head(weights))
+        """`sample_weights` of the weights that training started from."""
         self._params = to_params(weights)
         self._moments = _zero_moments(self._params)
         self._grads: Params | None = None

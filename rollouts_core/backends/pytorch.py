@@ -113,6 +113,11 @@ class PyTorchTrainingBackend:
         return self.policy.num_tokens
 
     @property
+    def start_sample(self) -> Mapping[str, Tensor]:
+        """`sample_weights` of the weights that training started from."""
+        return self.policy.start_sample
+
+    @property
     def has_adapters(self) -> bool:
         """Whether only adapters are trained."""
         return any(is_adapter_weight(name) for name, _ in self.model.named_parameters())

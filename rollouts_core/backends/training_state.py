@@ -40,7 +40,7 @@ TRAINER_STATE = "trainer/state.json"
 TRAINER_TENSORS = "trainer/tensors.safetensors"
 ADAPTER_FOLDER = "adapter"
 POLICY_PREFIX = "hf_model."
-"""What a policy puts before the names of its Hugging Face model."""
+"""Prefix of a policy before the names of its Hugging Face model."""
 REDUCED = ("bfloat16", "float16")
 """Number formats that a config.json may name for weights that are saved as float32."""
 HF_KEY = "hf/"

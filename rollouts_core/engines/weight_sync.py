@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import anyio
+import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -33,6 +34,7 @@ from rollouts_core.engines.canary import Canary, backend_canary
 from rollouts_core.engines.content import version_of_copy
 from rollouts_core.engines.in_flight import InFlightEngine
 from rollouts_core.engines.protocol import InferenceEngine, SegmentAccess
+from rollouts_core.engines.rounding import RoundingWatch, common_dtype
 from rollouts_core.engines.segments import SegmentedWeights, SegmentStore
 from rollouts_core.engines.sent import HostCopies, SentBy, SentWeights
 from rollouts_core.errors import CheckpointError, ConfigError, EngineError, TrainingError, WeightSyncError
@@ -83,6 +85,8 @@ class PublishTarget:
     """What is published instead, where every engine has access to it."""
     copies: HostCopies = field(default_factory=HostCopies, compare=False)
     """What engines are sent."""
+    rounding: RoundingWatch = field(default_factory=RoundingWatch, compare=False)
+    """What the number format of the engines leaves of an update."""
 
 
 async def sync_weights_to_engines(
@@ -204,8 +208,10 @@ async def publish_weights(backend: TrainingBackend, engines: Sequence[InferenceE
     version = f"{target.prefix}-{backend.weight_version}"
     if not engines:
         return version
-    weights = await backend.get_weights().result()
+    weights: Mapping[str, Tensor] = await backend.get_weights().result()
     access = await common_access(engines)
+    if target.transfer != "auto" or access is SegmentAccess.NONE:
+        weights = await _round_for(engines, weights, backend, target)
     canary: Canary | None = None  # tensors of segments are always compared
     published: Weights
     if target.transfer != "auto":
@@ -223,6 +229,17 @@ async def publish_weights(backend: TrainingBackend, engines: Sequence[InferenceE
         raise WeightSyncError("; ".join(f"{result.engine}: {result.error}" for result in failed))
     remove_old_versions(target.weights_dir, newest=version)
     return version
+
+
+async def _round_for(
+    engines: Sequence[InferenceEngine], weights: Mapping[str, Tensor], backend: TrainingBackend, target: PublishTarget
+) -> Mapping[str, Tensor]:
+    """The weights in the number format that the engines keep them in, if it is known; segments are read in float32."""
+    dtype = await common_dtype(engines)
+    if dtype in (None, torch.float32):
+        return weights
+    start: Mapping[str, Tensor] = getattr(backend, "start_sample", {})  # backends of others may not have it
+    return await in_short_thread(partial(target.rounding.round_for, weights, start, dtype))
 
 
 async def common_access(engines: Sequence[InferenceEngine]) -> SegmentAccess:

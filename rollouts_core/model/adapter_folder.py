@@ -28,14 +28,14 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 PEFT_PREFIX = "base_model.model."
-"""What PEFT puts before the names that a model has for its layers."""
+"""Prefix of PEFT before the names of a model's layers."""
 
 
 def write_adapter_folder(folder: Path, hf_model: PreTrainedModel, weights: Mapping[str, Tensor]) -> None:
     """Make `folder` one that `peft.PeftModel.from_pretrained(base, folder)` loads.
 
-    Nothing is written if PEFT would give the adapters to other layers: in some mixtures of experts it takes layers that
-    are called like experts, as those of a shared expert, for the fused experts of transformers 5.
+    Writes nothing if PEFT would load the adapters into other layers: in some mixtures of experts PEFT maps layers with
+    the names of experts, for example a shared expert, to the fused experts of transformers 5.
 
     Args:
         hf_model: has the adapters.
@@ -72,7 +72,7 @@ def describe_adapters(hf_model: PreTrainedModel) -> LoraConfig:
 
 
 def is_converted(settings: LoraConfig, hf_model: PreTrainedModel) -> bool:
-    """Whether PEFT would load the adapters of a model into other layers than those that they are of."""
+    """Whether PEFT would load the adapters of a model into other layers."""
     try:
         from peft.utils import transformers_weight_conversion as conversion
     except ImportError:  # older versions leave settings as they are

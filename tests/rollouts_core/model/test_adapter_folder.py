@@ -44,7 +44,7 @@ def save_with_base(
 
 def logprobs_of(model: torch.nn.Module) -> torch.Tensor:
     with torch.no_grad():
-        return compute_logprobs(model.eval(), make_batch())  # type: ignore[arg-type]
+        return compute_logprobs(model.eval(), make_batch())
 
 
 @pytest.mark.parametrize("targets", [(), ("q_proj", "layers.1.mlp.up_proj")], ids=["all layers", "some"])
