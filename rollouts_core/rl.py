@@ -220,7 +220,7 @@ async def publish_version(
     rollout_manager.weights_published(trainer.weight_version)
     if events:
         events.write("weights_published", step=step, version=name)
-        if warning := target.rounding.take_warning():
+        if warning := target.rounding.take_warning():  # it is in the log already
             events.write("warning", message=warning)
     return trainer.weight_version
 

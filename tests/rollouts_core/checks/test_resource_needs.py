@@ -292,7 +292,7 @@ def test_an_engine_holds_weights_in_the_format_that_it_is_started_with(
     (tmp_path / "config.json").write_text(json.dumps(settings))
     served = InputModel(name="base", model=ModelConfig(path=str(tmp_path)), digest="")
     job = ServeJob(model=served, port=0, context_length=100, engine=engine)
-    assert getattr(torch, weights_dtype(job, tmp_path, on_gpu=True)).itemsize == num_bytes_each
+    assert getattr(torch, weights_dtype(job.engine, tmp_path, on_gpu=True)).itemsize == num_bytes_each
 
 
 def test_the_disk_holds_the_model_and_what_engines_read_too() -> None:
