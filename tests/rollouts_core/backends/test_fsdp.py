@@ -27,7 +27,7 @@ from rollouts_core.algorithms.loss import Metrics, TokenScores, cross_entropy_lo
 from rollouts_core.backends import sharding
 from rollouts_core.backends.fsdp import FSDPTrainingBackend, create_fsdp_backend
 from rollouts_core.backends.protocol import TrainingBackend, TrainingState
-from rollouts_core.backends.pytorch import create_pytorch_backend
+from rollouts_core.backends.pytorch import PyTorchTrainingBackend, create_pytorch_backend
 from rollouts_core.backends.ranks import Ranks
 from rollouts_core.batch import TrainBatch, build_batch, with_step_totals
 from rollouts_core.checkpoint import verify_checkpoint
@@ -309,6 +309,18 @@ def test_a_checkpoint_of_two_has_the_files_of_one(
     assert first == second  # nothing was trained yet: not even a rounding error differs
     loaded = AutoModelForCausalLM.from_pretrained(two)
     assert all(torch.equal(value, weights[name].float()) for name, value in loaded.named_parameters())
+
+
+def start_sample(backend: FSDPTrainingBackend | PyTorchTrainingBackend) -> Weights:
+    return dict(backend.start_sample)
+
+
+def test_the_leader_knows_the_weights_that_training_started_from(base_model: ModelConfig, pair: TwoProcesses) -> None:
+    found = with_two(pair, start_sample, base_model, policy=BFLOAT16_ADAPTERS)
+    expected = with_one(start_sample, base_model, policy=BFLOAT16_ADAPTERS)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert {tensor.dtype for tensor in found.values()} == {torch.bfloat16}
 
 
 def config_alone(backend: FSDPTrainingBackend, *, path: Path) -> str:
