@@ -52,11 +52,10 @@ class RoundingWatch:
         self._has_warned = False
         self._warning = ""
 
-    def round_for(
-        self, weights: Mapping[str, Tensor], start: Mapping[str, Tensor], dtype: torch.dtype
-    ) -> dict[str, Tensor]:
-        """The weights for engines that keep `dtype`, with merged adapters over frozen weights of `dtype` rounded to it.
+    def round_for(self, weights: dict[str, Tensor], start: Mapping[str, Tensor], dtype: torch.dtype) -> None:
+        """Round merged adapters over frozen weights of `dtype` for engines that keep `dtype`, after measuring.
 
+        Replaces tensors in `weights` one after another, so that host memory never holds both forms of all of them.
         Other tensors are not rounded here: engines keep a few of them in float32 and round the rest.
 
         Args:
@@ -67,11 +66,9 @@ class RoundingWatch:
             self._has_warned = True
             self._warning = describe_rounding(self._last.arrived, self._last.changed)
             logger.warning("%s", self._warning)
-        rounded = dict(weights)
         for name in weights.keys() & start.keys():
             if start[name].dtype == dtype:
-                rounded[name] = rounded[name].to(dtype)
-        return rounded
+                weights[name] = weights[name].to(dtype)
 
     def take_metrics(self) -> Metrics:
         """The metrics of the last publication, once; empty if nothing was measured."""

@@ -208,10 +208,10 @@ async def publish_weights(backend: TrainingBackend, engines: Sequence[InferenceE
     version = f"{target.prefix}-{backend.weight_version}"
     if not engines:
         return version
-    weights: Mapping[str, Tensor] = await backend.get_weights().result()
+    weights = dict(await backend.get_weights().result())
     access = await common_access(engines)
     if target.transfer != "auto" or access is SegmentAccess.NONE:
-        weights = await _round_for(engines, weights, backend, target)
+        await _round_for(engines, weights, backend, target)
     canary: Canary | None = None  # tensors of segments are always compared
     published: Weights
     if target.transfer != "auto":
@@ -232,14 +232,13 @@ async def publish_weights(backend: TrainingBackend, engines: Sequence[InferenceE
 
 
 async def _round_for(
-    engines: Sequence[InferenceEngine], weights: Mapping[str, Tensor], backend: TrainingBackend, target: PublishTarget
-) -> Mapping[str, Tensor]:
-    """The weights in the number format that the engines keep them in, if it is known; segments are read in float32."""
+    engines: Sequence[InferenceEngine], weights: dict[str, Tensor], backend: TrainingBackend, target: PublishTarget
+) -> None:
+    """Round the weights to the number format of the engines, if that is known and not float32."""
     dtype = await common_dtype(engines)
-    if dtype in (None, torch.float32):
-        return weights
-    start: Mapping[str, Tensor] = getattr(backend, "start_sample", {})  # backends of others may not have it
-    return await in_short_thread(partial(target.rounding.round_for, weights, start, dtype))
+    if dtype is not None and dtype != torch.float32:
+        start: Mapping[str, Tensor] = getattr(backend, "start_sample", {})  # backends of others may not have it
+        await in_short_thread(partial(target.rounding.round_for, weights, start, dtype))
 
 
 async def common_access(engines: Sequence[InferenceEngine]) -> SegmentAccess:

@@ -106,9 +106,9 @@ def test_all_weights_that_are_trained_in_float32_are_measured_too(base_model: Mo
     start = sample_weights(asyncio.run(backend.get_weights().result()))
     assert measure_arrival(start, asyncio.run(backend.get_weights().result()), torch.bfloat16) is None
     weights = asyncio.run(backend.get_weights().result())
-    watch = RoundingWatch()
-    rounded = watch.round_for(weights, backend.start_sample, torch.bfloat16)
-    assert all(rounded[name] is weights[name] for name in weights)  # an engine rounds them by itself
+    watch, given = RoundingWatch(), dict(weights)
+    watch.round_for(given, backend.start_sample, torch.bfloat16)
+    assert all(given[name] is weights[name] for name in weights)  # an engine rounds them by itself
     assert 0.9 < watch.take_metrics()[ARRIVED] < 1.1
 
 
