@@ -311,7 +311,8 @@ def test_a_checkpoint_of_two_has_the_files_of_one(
     assert all(torch.equal(value, weights[name].float()) for name, value in loaded.named_parameters())
 
 
-def start_sample(backend: FSDPTrainingBackend | PyTorchTrainingBackend) -> Weights:
+def start_sample(backend: TrainingBackend) -> Weights:
+    assert isinstance(backend, FSDPTrainingBackend | PyTorchTrainingBackend)
     return dict(backend.start_sample)
 
 
