@@ -95,7 +95,7 @@ def check_pipeline(pipeline: Pipeline, store: Path) -> list[str]:
         findings.append(f"{pipeline.run.publish}: can be written")
     config = bring_inputs(pipeline.config, store, findings.append)
     if isinstance(pipeline.node, RentedNode):  # a machine costs money: what else it can do is seen when it is there
-        trained = check_training(config)
+        trained = check_training(config, trains_here=False)
         size = find_model_size(config.model)
         check_query(pipeline.node.query, config, size, sends_weights=pipeline.node.num_engine_nodes > 0)
         fitting = with_enough_memory(pipeline.node, config, size)
@@ -110,7 +110,7 @@ def check_pipeline(pipeline: Pipeline, store: Path) -> list[str]:
         check_own_disk(config, pipeline.node, node)
         if config.mode != "sft" and not config.data.rollouts:
             check_engine_ports(config, node, store)
-    trained = check_training(config)
+    trained = check_training(config, trains_here=isinstance(pipeline.node, LocalNode))
     check_own_gpus(config, pipeline.node)
     return [*findings, *trained, *warn_of_older_stages(config, store), *check_retrain(pipeline, config, store)]
 
@@ -156,12 +156,16 @@ def reach_node(settings: NodeSettings, store: Path, findings: list[str]) -> Node
     return provision_node(settings, store)
 
 
-def check_training(config: Config) -> list[str]:
-    """What was found out about models and data."""
+def check_training(config: Config, *, trains_here: bool) -> list[str]:
+    """What was found out about models and data.
+
+    Args:
+        trains_here: the training runs on this machine.
+    """
     from rollouts_core.checks.resumed import check_resumed_inputs  # torch and transformers load here
     from rollouts_core.checks.validate import validate_config
 
-    findings = validate_config(config)
+    findings = validate_config(config, trains_here=trains_here)
     if config.mode != "rl" and config.training.sft.resume_from:
         check_resumed_inputs(sft_job(config))
     if config.mode != "sft" and config.training.rl.resume_from:

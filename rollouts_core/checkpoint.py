@@ -6,6 +6,7 @@ checkpoints are compared (evaluate.py).
     step_000100/
       model.safetensors config.json tokenizer.json ...   Hugging Face layout: engines load it as it is
       trainer/state.json trainer/tensors.safetensors     to resume; no pickles
+      adapter/                                           of adapters: the folder that PEFT loads
       manifest.json                                      written last: step, score, fingerprint of the settings, and
                                                          size and sha256 of every other file
 """
@@ -33,6 +34,8 @@ logger = logging.getLogger(__name__)
 
 FORMAT = 1
 MANIFEST = "manifest.json"
+BESIDE_MODEL = ("trainer/", "adapter/")
+"""Folders of a checkpoint that are no part of its model."""
 STEP_NAME = re.compile(r"step_(\d{6,})")
 LOADABLE_SUFFIXES = frozenset({".safetensors", ".bin", ".pt", ".pth", ".py", ".json", ".jinja"})
 """Files that something which loads a checkpoint may read or run: none may lie there that the manifest does not list."""
@@ -80,8 +83,11 @@ class Manifest:
 
     @property
     def digest(self) -> str:
-        """One digest for the model's content: weights, config and tokenizer, without the trainer's state."""
-        return self._digest_of(sorted(name for name in self.files if not name.startswith("trainer/")))
+        """One digest for the model's content: weights, config and tokenizer, without what else is about its training.
+
+        The adapters name the folder of the model that they were trained on, which differs between machines.
+        """
+        return self._digest_of(sorted(name for name in self.files if not name.startswith(BESIDE_MODEL)))
 
     def _digest_of(self, names: list[str]) -> str:
         total = hashlib.sha256()

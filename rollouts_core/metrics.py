@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import logging
 import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,6 +18,8 @@ from io import FileIO
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
+
+logger = logging.getLogger(__name__)
 
 MAX_SUFFIX = "_max"
 """Metrics of micro-batches and ranks whose name ends so combine to the largest; all others are summands."""
@@ -97,6 +100,12 @@ class EventLog:
         line = {"event": event, "attempt": self.attempt, "time": round(time.time(), 3), **details}
         append_line(self._file, line)
         os.fsync(self._file.fileno())
+
+    def warn(self, message: str) -> None:
+        """Append a warning, and log it; nothing if it is empty."""
+        if message:
+            logger.warning("%s", message)
+            self.write("warning", message=message)
 
     def close(self) -> None:
         """Close the file."""

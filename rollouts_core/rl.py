@@ -142,7 +142,7 @@ async def run_rl_training(
                 checkpoints.note_trained(step, metrics, cursors)
                 published = await publish(step, events)
             times = {"publish_s": perf_counter() - trained, "idle_s": rollout_manager.take_idle_s()}
-            if await conclude(step, metrics | times):
+            if await conclude(step, metrics | times | own_target.rounding.take_metrics()):
                 break
     return history
 
@@ -218,7 +218,8 @@ async def publish_version(
     """Bring the engines to the trainer's version, and tell the rollout manager; returns it.
 
     Args:
-        events: gets a line that it was after this step; not where a run begins or goes on.
+        events: gets a line that it was after this step, and once one if engines round much of an update away; not
+            where a run begins or goes on.
         earlier: brings the engines to this version instead.
     """
     version = earlier.number if earlier else trainer.weight_version
@@ -226,6 +227,8 @@ async def publish_version(
     rollout_manager.weights_published(version)
     if events:
         events.write("weights_published", step=step, version=name)
+        if warning := target.rounding.take_warning():  # it is in the log already
+            events.write("warning", message=warning)
     return version
 
 

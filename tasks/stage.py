@@ -226,6 +226,8 @@ def follow_until_finished(session: Session, status: JobStatus, progress: StagePr
             progress.say(f"{event['name']} has score {event['score']:.3f}")
         if event["event"] == "few_updates" and "step" in event and event["attempt"] == status.attempt:
             progress.say(event["message"])
+        if event["event"] == "warning" and event["attempt"] == status.attempt:
+            progress.say(event["message"])
         if event["event"] == "stopped" and event["attempt"] == status.attempt:
             progress.say(shown_lines(describe_stop(event["step"], event.get("problem", ""))))
         if event["event"] == "failed" and event["attempt"] == status.attempt:

@@ -51,9 +51,9 @@ from rollouts_core.backends.sharding import create_sharded_policy
 from rollouts_core.backends.shares import Share, join_scores, split_batch
 from rollouts_core.backends.snapshot import HostSnapshot
 from rollouts_core.backends.training_state import (
-    HF_KEY,
     WEIGHT_KEY,
     check_named_tensors,
+    checkpoint_weights,
     own_weights,
     read_hf_weights,
     read_training_checkpoint,
@@ -177,6 +177,11 @@ class FSDPTrainingBackend:
     def num_tokens(self) -> int | None:
         """The softmax is over the token ids below it; None if over all that the model has."""
         return self.policy.num_tokens
+
+    @property
+    def start_sample(self) -> Mapping[str, Tensor]:
+        """`sample_weights` of the weights that training started from, at the leader."""
+        return self.policy.start_sample
 
     @property
     def num_ranks(self) -> int:
@@ -321,7 +326,7 @@ class FSDPTrainingBackend:
 
     def _gather_checkpoint(self, _: None) -> dict[str, Tensor]:
         tensors = itertools.chain(
-            ((HF_KEY + name, tensor) for name, tensor in merge_each(self.model)),
+            checkpoint_weights(self.model),
             ((WEIGHT_KEY + name, value.detach()) for name, value in own_weights(self.policy).items()),
             optimizer_tensors(self.policy, self.optimizer).items(),
         )

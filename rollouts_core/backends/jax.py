@@ -56,6 +56,7 @@ from rollouts_core.backends.pytorch import nonfinite_error
 from rollouts_core.backends.random_state import get_random_tensors, get_random_values, seed_everything, set_random_state
 from rollouts_core.backends.training_state import (
     HF_KEY,
+    POLICY_PREFIX,
     WEIGHT_KEY,
     check_named_tensors,
     read_training_checkpoint,
@@ -67,13 +68,12 @@ from rollouts_core.embedded.architecture import tensor_shapes
 from rollouts_core.embedded.weights import check_tensors, read_tensors
 from rollouts_core.errors import CheckpointError
 from rollouts_core.model.loading import check_vocabulary, count_token_ids, load_tokenizer
+from rollouts_core.model.weight_sample import sample_weights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 VALUE_HEAD = (VALUE_WEIGHT, VALUE_BIAS)
-POLICY_PREFIX = "hf_model."
-"""What the PyTorch policy puts before the Hugging Face names; the optimizer's state is saved under its names."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """AdamW's two moving averages by PyTorch's names."""
 
@@ -125,6 +125,8 @@ class JAXTrainingBackend:
         self.tokenizer = tokenizer
         self.optim = optim
         self.num_steps = num_steps
+        self.start_sample = sample_weights(_without_value_head(weights))
+        """`sample_weights` of the weights that training started from."""
         self._params = to_params(weights)
         self._moments = _zero_moments(self._params)
         self._grads: Params | None = None

@@ -96,7 +96,9 @@ class TrainingBackend(Protocol):
     `forward_backward` accumulates gradients; `optim_step` applies and clears them. Metrics of micro-batches of one
     step add up.
 
-    It may have `save_model_config(path)`, which writes its model's config.json: then RL needs no `PublishTarget`.
+    It may have `save_model_config(path)`, which writes its model's config.json: then RL needs no `PublishTarget`. It
+    may have `start_sample`, the `sample_weights` of what training started from: then RL says how much of an update
+    arrives in engines that round weights.
     """
 
     @property

@@ -42,9 +42,9 @@ from rollouts_core.backends.random_state import (
 )
 from rollouts_core.backends.snapshot import HostSnapshot
 from rollouts_core.backends.training_state import (
-    HF_KEY,
     WEIGHT_KEY,
     check_named_tensors,
+    checkpoint_weights,
     own_weights,
     read_hf_weights,
     read_training_checkpoint,
@@ -59,7 +59,6 @@ from rollouts_core.model.lora import (
     adapters_off,
     base_weights,
     is_adapter_weight,
-    merge_each,
     merged_weights,
     replace_weights,
 )
@@ -112,6 +111,11 @@ class PyTorchTrainingBackend:
     def num_tokens(self) -> int | None:
         """The softmax is over the token ids below it; None if over all that the model has."""
         return self.policy.num_tokens
+
+    @property
+    def start_sample(self) -> Mapping[str, Tensor]:
+        """`sample_weights` of the weights that training started from."""
+        return self.policy.start_sample
 
     @property
     def has_adapters(self) -> bool:
@@ -243,8 +247,8 @@ class PyTorchTrainingBackend:
     ) -> None:
         try:
             copied: dict[str, Tensor] = {}
-            for name, tensor in merge_each(self.model):  # a GPU may have no room for all that are merged
-                copied |= self._snapshot.take({HF_KEY + name: tensor})
+            for name, tensor in checkpoint_weights(self.model):  # a GPU may have no room for all that are merged
+                copied |= self._snapshot.take({name: tensor})
             copied |= self._snapshot.take(tensors)
         finally:
             self._copied.set()

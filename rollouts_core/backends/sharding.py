@@ -50,6 +50,7 @@ def create_sharded_policy(
     [policy.mixes_samples, *_] = ranks.gather(source is not None and source.mixes_samples)  # rank 0 is the leader
     if source is not None:  # what the model's files say beside weights goes into checkpoints
         policy.hf_model.generation_config = source.hf_model.generation_config
+        policy.start_sample = source.start_sample
     return policy
 
 

@@ -87,6 +87,11 @@ class ThreadedBackend:
         return getattr(self._backend, "num_tokens", None)
 
     @property
+    def start_sample(self) -> Mapping[str, Tensor]:
+        """The backend's, if it has one."""
+        return getattr(self._backend, "start_sample", {})
+
+    @property
     def num_ranks(self) -> int:
         """Devices that share the rows of each batch."""
         return self._backend.num_ranks

@@ -5,12 +5,13 @@ Not here: the directory and its manifest (checkpoint.py), gathering what is spre
     trainer/state.json             schedule, counters, random state of Python and numpy, the loop's state
     trainer/tensors.safetensors    `<parameter>/<quantity>` of the optimizer, `weight/<parameter>`, `rng/...`
     trainer/served.safetensors     RL between two publications: the weights that the engines serve
+    adapter/                       the adapters once more, as PEFT loads them
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from rollouts_core.backends.protocol import TrainingState
 from rollouts_core.backends.random_state import is_random_state
@@ -27,11 +29,12 @@ from rollouts_core.checkpoint import new_checkpoint, verify_checkpoint
 from rollouts_core.config.messages import first_line
 from rollouts_core.data.chat import stop_token_ids
 from rollouts_core.errors import CheckpointError
-from rollouts_core.model.lora import base_weights, is_adapter_weight
+from rollouts_core.model.adapter_folder import write_adapter_folder
+from rollouts_core.model.lora import base_weights, is_adapter_weight, merge_each
 from rollouts_core.system.files import link_or_copy
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase
 
     from rollouts_core.model.policy import Policy
 
@@ -40,6 +43,11 @@ TRAINER_TENSORS = "trainer/tensors.safetensors"
 SERVED_WEIGHTS = "trainer/served.safetensors"
 SERVED_FILE = "served_file"
 """What the loop's state calls the file that becomes `SERVED_WEIGHTS`."""
+ADAPTER_FOLDER = "adapter"
+POLICY_PREFIX = "hf_model."
+"""Prefix of a policy before the names of its Hugging Face model."""
+REDUCED = ("bfloat16", "float16")
+"""Number formats that a config.json may name for weights that are saved as float32."""
 HF_KEY = "hf/"
 """Marks the tensors of a snapshot that go into the Hugging Face files."""
 WEIGHT_KEY = "weight/"
@@ -73,12 +81,23 @@ def write_model_config(path: Path, model: PreTrainedModel) -> None:
     config = deepcopy(model.config)
     config.architectures = [type(model).__name__.removeprefix("FSDP")]  # the class of a model that is spread out
     config.to_json_file(path)
+    state_float32(path)
 
 
 def own_weights(policy: Policy) -> dict[str, Tensor]:
     """The weights that the Hugging Face files have no place for: adapters and value head."""
     named = policy.named_parameters()
     return {name: p for name, p in named if is_adapter_weight(name) or name.startswith("value_head.")}
+
+
+def checkpoint_weights(hf_model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The weights for the Hugging Face files under `HF_KEY`, one after another, adapters merged in: all float32.
+
+    bfloat16 would round what adapters add away. Frozen weights in bfloat16 lose nothing as float32, and a model whose
+    files have one number format loads as what its config.json says.
+    """
+    for name, tensor in merge_each(hf_model):
+        yield HF_KEY + name, tensor.float() if tensor.is_floating_point() else tensor
 
 
 def write_training_checkpoint(
@@ -106,6 +125,7 @@ def write_training_checkpoint(
         is_early=state.get("is_early", False),
     ) as directory:
         model.save_pretrained(directory, state_dict=hf_weights)
+        state_float32(directory / "config.json")
         tokenizer.save_pretrained(directory)
         write_ends_of_turn(directory, tokenizer)
         (directory / "trainer").mkdir()
@@ -113,6 +133,25 @@ def write_training_checkpoint(
         save_file(others, directory / TRAINER_TENSORS)
         if served := state.get(SERVED_FILE):
             link_or_copy(Path(served), directory / SERVED_WEIGHTS)
+        own = {name: t for name, t in others.items() if name.startswith(WEIGHT_KEY) and is_adapter_weight(name)}
+        if adapters := {name.removeprefix(WEIGHT_KEY + POLICY_PREFIX): tensor for name, tensor in own.items()}:
+            assert isinstance(model, PreTrainedModel), "a model in place of which files stand has no adapters"
+            write_adapter_folder(directory / ADAPTER_FOLDER, model, adapters)
+
+
+def state_float32(config: Path) -> None:
+    """Have a config.json say that the weights are float32, also those of a part with settings of its own.
+
+    transformers writes the number format of the model in training: with adapters that of the frozen weights.
+    """
+
+    def stated(settings: dict[str, Any]) -> dict[str, Any]:  # Any: JSON
+        parts = {name: stated(value) for name, value in settings.items() if isinstance(value, dict)}
+        return {**settings, **parts, **({"dtype": "float32"} if settings.get("dtype") in REDUCED else {})}
+
+    settings = json.loads(config.read_text(encoding="utf-8"))
+    if (changed := stated(settings)) != settings:
+        config.write_text(json.dumps(changed, indent=2) + "\n", encoding="utf-8")
 
 
 def write_ends_of_turn(directory: Path, tokenizer: PreTrainedTokenizerBase) -> None:

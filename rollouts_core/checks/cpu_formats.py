@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from rollouts_core.config import Config
+from rollouts_core.config import Config, DeploymentConfig, PolicyConfig
 from rollouts_core.findings import Caution
 
 FAST_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
@@ -23,27 +23,48 @@ MIN_FACTOR = 1.5
 
 
 def warn_of_slow_bfloat16(config: Config, flags: Collection[str] | None = None) -> list[Caution]:
-    """A warning for each stage that trains in bfloat16 on this machine's CPU if float32 is faster.
+    """A warning for each stage that would train in bfloat16 on this machine's CPU if float32 is faster.
 
     Args:
         flags: of the CPU; None reads them.
     """
     stages = {name: getattr(config.training, name) for name in ("sft", "rl") if name in config.mode}
-    slow = [name for name, stage in stages.items() if stage.policy.precision == "bfloat16"]
-    if not slow or torch.cuda.is_available():
-        return []
-    lacks = FAST_FLAGS.isdisjoint(read_flags() if flags is None else flags)
+    found = [
+        describe_slow_training(name, stage.policy, config.deployment, flags=flags) for name, stage in stages.items()
+    ]
+    return [Caution(warning) for warning in found if warning]
+
+
+def describe_slow_training(
+    kind: str, policy: PolicyConfig, deployment: DeploymentConfig, *, flags: Collection[str] | None = None
+) -> str:
+    """The warning of a training on this machine; empty if it uses a GPU or another number format, or bfloat16 is fast.
+
+    Args:
+        kind: sft or rl.
+        flags: of the CPU; None reads them.
+    """
+    is_on_gpu = torch.cuda.is_available() and not deployment.shares_cpu
+    if policy.precision != "bfloat16" or policy.backend != "pytorch" or is_on_gpu:
+        return ""
+    setting = f"training.{kind}.policy.precision"
+    return describe_slow_bfloat16(setting, 'set precision = "float32", or train on a GPU', flags=flags)
+
+
+def describe_slow_bfloat16(setting: str, remedy: str, *, flags: Collection[str] | None = None) -> str:
+    """The warning that bfloat16 is slower than float32 on this CPU, with the factor; empty if it is not.
+
+    Args:
+        setting: the setting that asks for bfloat16.
+        remedy: how to change that.
+        flags: of the CPU; None reads them.
+    """
     factor = measure_factor()
     if factor < MIN_FACTOR:
-        return []
+        return ""
+    lacks = FAST_FLAGS.isdisjoint(read_flags() if flags is None else flags)
     reason = "which has neither AVX512-BF16 nor AMX" if lacks else "as far as torch may use it"
-    return [
-        Caution(
-            f'training.{name}.policy.precision "bfloat16" is about {factor:.0f} times slower than float32 on this CPU, '
-            f'{reason}: set precision = "float32", or train on a GPU'
-        )
-        for name in slow
-    ]
+    return f'{setting} "bfloat16" is about {factor:.0f} times slower than float32 on this CPU, {reason}: {remedy}'
 
 
 def measure_factor() -> float:

@@ -36,8 +36,8 @@ SHARE_ARGUMENT = {"sglang": "--mem-fraction-static", "vllm": "--gpu-memory-utili
 
 
 def stored_weight_bytes(policy: PolicyConfig) -> int:
-    """Bytes of one weight as the trainer holds and saves it: the frozen weights of adapters have the number format of
-    the matrix products, trained ones are float32."""
+    """Bytes of one weight as the trainer holds it: the frozen weights of adapters have the number format of the matrix
+    products, trained ones are float32."""
     return BFLOAT16_BYTES if policy.lora.rank and policy.precision == "bfloat16" else FLOAT32_BYTES
 
 
@@ -255,7 +255,7 @@ def checkpoint_disk_bytes(config: Config, size: ModelSize) -> int:
             num_saved = -(-stage.num_steps // stage.checkpoint_every)
             num_kept = min(stage.keep_checkpoints + stage.keep_best, num_saved)
             moments = 0 if stage.policy.lora.rank else MOMENTS * FLOAT32_BYTES
-            total += num_kept * size.num_parameters * (stored_weight_bytes(stage.policy) + moments)
+            total += num_kept * size.num_parameters * (FLOAT32_BYTES + moments)
     return total
 
 
@@ -266,7 +266,9 @@ def publication_disk_bytes(config: Config, size: ModelSize) -> int:
     if config.mode == "sft" or not has_files:
         return 0
     num_versions = min(KEPT_PUBLICATIONS, rl.num_steps // rl.sync_every)
-    return num_versions * size.num_parameters * stored_weight_bytes(rl.policy)
+    # Merged adapters are rounded to the frozen weights' number format only for engines that have it, too.
+    num_bytes_each = FLOAT32_BYTES if engine.dtype == "float32" else stored_weight_bytes(rl.policy)
+    return num_versions * size.num_parameters * num_bytes_each
 
 
 def needed_disk(config: Config, size: ModelSize, *, sends_weights: bool = False) -> list[Part]:

@@ -67,16 +67,19 @@ NUM_FIRST_ROWS = 64
 """Rows of each file on which functions are tried before the files are read."""
 
 
-def validate_config(config: Config) -> list[str]:
+def validate_config(config: Config, *, trains_here: bool = True) -> list[str]:
     """Check everything that can be checked without training; returns facts and warnings, a sentence each.
 
     Functions of the user are imported and tried on the first rows before whole files are read.
+
+    Args:
+        trains_here: this machine will train, so its CPU is checked; other machines warn when the training starts.
 
     Raises:
         InputError: a line for each mistake, with what was expected, what was found and what to do.
     """
     mistakes = Mistakes()
-    findings = _check_settings(config, mistakes)
+    findings = _check_settings(config, mistakes, trains_here=trains_here)
     tokenizer: PreTrainedTokenizerBase | None = None
     with mistakes.at("model"):
         check_model_files(config)
@@ -106,7 +109,7 @@ def validate_config(config: Config) -> list[str]:
     return findings
 
 
-def _check_settings(config: Config, mistakes: Mistakes) -> list[str]:
+def _check_settings(config: Config, mistakes: Mistakes, *, trains_here: bool) -> list[str]:
     """What the settings and the model's files say, without a row being read."""
     findings: list[str] = []
     if config.evaluation.metric == "accuracy":
@@ -130,7 +133,7 @@ def _check_settings(config: Config, mistakes: Mistakes) -> list[str]:
         findings += [
             *find_settings_without_effect(config),
             *check_learning_rates(config),
-            *warn_of_slow_bfloat16(config),
+            *(warn_of_slow_bfloat16(config) if trains_here else ()),
         ]
     with mistakes.at("rollout"):
         findings += warn_of_long_completions(config)

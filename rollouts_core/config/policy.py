@@ -13,8 +13,8 @@ from rollouts_core.config.record import PLACEMENT, Finite, Record
 
 
 class LoRAConfig(Record):
-    """Low-rank adapters: only they are trained; checkpoints hold the weights with the adapters merged in. They need
-    pip install 'rollouts[lora]'."""
+    """Low-rank adapters: only they are trained. Checkpoints hold the weights with the adapters merged in, in float32,
+    and the adapters as a folder for PEFT. They need pip install 'rollouts[lora]'."""
 
     rank: int = Field(default=0, ge=0)
     """Rank of the adapters; 0 trains all weights instead."""

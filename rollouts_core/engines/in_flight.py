@@ -26,10 +26,13 @@ from rollouts_core.config import InFlight
 from rollouts_core.engines.canary import Canary
 from rollouts_core.engines.completion import Completion, GenerationRequest
 from rollouts_core.engines.protocol import InferenceEngine
+from rollouts_core.engines.rounding import common_dtype
 from rollouts_core.engines.running_calls import RunningCalls
 from rollouts_core.errors import EngineUnavailableError
 
 if TYPE_CHECKING:
+    import torch
+
     from rollouts_core.engines.protocol import SegmentAccess, Weights
 
 logger = logging.getLogger(__name__)
@@ -105,6 +108,10 @@ class InFlightEngine:
     async def segment_access(self) -> SegmentAccess:
         """Which `SegmentedWeights` the engine can load."""
         return await self.engine.segment_access()
+
+    async def weights_dtype(self) -> torch.dtype | None:
+        """The number format of the engine's weights; None if it does not say."""
+        return await common_dtype([self.engine])
 
     async def load_weights(self, weights: Weights, version: str, canary: Canary | None = None) -> None:
         """Serve published weights, after the requests under way were dealt with.

@@ -19,7 +19,8 @@ from typing import NoReturn
 
 import torch
 
-from rollouts_core.config import EngineKind
+from rollouts_core.checks.cpu_formats import describe_slow_bfloat16
+from rollouts_core.config import EngineConfig, EngineKind
 from rollouts_core.embedded.server import API_KEY_VARIABLE, is_loopback
 from rollouts_core.engines import in_vllm, sweep
 from rollouts_core.engines.content import can_be_untied, is_tied, read_config, write_untied
@@ -154,23 +155,34 @@ def _scratch_folder() -> dict[str, str]:
     return {**sweep.scratch_variables(folder), "VLLM_RPC_BASE_PATH": folder, "TORCHINDUCTOR_CACHE_DIR": compiled}
 
 
-def weights_dtype(job: ServeJob, model_dir: Path, *, on_gpu: bool) -> str:
+def weights_dtype(engine: EngineConfig, model_dir: Path, *, on_gpu: bool) -> str:
     """The number format of the engine's weights, spelled out: checksums are compared in it.
 
     A checkpoint of this trainer is float32. On a GPU SGLang has no kernels for that, and vLLM slow ones.
     """
-    if job.engine.dtype != "auto":
-        return job.engine.dtype
+    if engine.dtype != "auto":
+        return engine.dtype
     config = read_config(model_dir)
     stored = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16").removeprefix("torch.")
     return "bfloat16" if on_gpu and stored == "float32" else stored
+
+
+def describe_slow_engine(engine: EngineConfig, model_dir: Path) -> str:
+    """The warning that SGLang or vLLM computes in a slow number format on this machine; empty otherwise.
+
+    The embedded engine computes in float32, whatever the format of a model's files is.
+    """
+    on_gpu = torch.cuda.is_available()
+    if engine.kind == "embedded" or on_gpu or weights_dtype(engine, model_dir, on_gpu=on_gpu) != "bfloat16":
+        return ""
+    return describe_slow_bfloat16("rollout.engine.dtype", 'set rollout.engine.dtype = "float32"')
 
 
 def _render_sglang(job: ServeJob, model_dir: str, on_gpu: bool) -> tuple[list[str], dict[str, str]]:
     num_running = job.deployment.max_running_requests
     arguments = [
         *("-P", "-m", "sglang.launch_server", "--model-path", model_dir, "--host", job.host, "--port", str(job.port)),
-        *("--dtype", weights_dtype(job, Path(model_dir), on_gpu=on_gpu)),
+        *("--dtype", weights_dtype(job.engine, Path(model_dir), on_gpu=on_gpu)),
         *("--context-length", str(job.context_length)),
         *("--max-running-requests", str(num_running), "--tp-size", _num_gpus(job)),
         "--skip-tokenizer-init",  # token ids in, token ids out
@@ -189,7 +201,7 @@ def _render_sglang(job: ServeJob, model_dir: str, on_gpu: bool) -> tuple[list[st
 def _render_vllm(job: ServeJob, model_dir: str, on_gpu: bool) -> tuple[list[str], dict[str, str]]:
     arguments = [
         *("-P", "-m", "vllm.entrypoints.openai.api_server", "--model", model_dir, "--host", job.host),
-        *("--port", str(job.port), "--dtype", weights_dtype(job, Path(model_dir), on_gpu=on_gpu)),
+        *("--port", str(job.port), "--dtype", weights_dtype(job.engine, Path(model_dir), on_gpu=on_gpu)),
         *("--max-model-len", str(job.context_length), "--max-num-seqs", str(job.deployment.max_running_requests)),
         *("--tensor-parallel-size", _num_gpus(job), "--logprobs-mode", LOGPROBS_MODE),
         *(["--enable-sleep-mode"] if job.deployment.colocated else []),

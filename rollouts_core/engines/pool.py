@@ -33,6 +33,7 @@ from rollouts_core.engines.canary import Canary
 from rollouts_core.engines.completion import Completion, GenerationRequest
 from rollouts_core.engines.in_flight import ABORT_TIMEOUT_S, InterruptibleEngine
 from rollouts_core.engines.protocol import SegmentAccess
+from rollouts_core.engines.rounding import common_dtype
 from rollouts_core.engines.running_calls import RunningCalls
 from rollouts_core.engines.weight_sync import SYNC_TIMEOUT_S, WeightSyncResult, common_access, sync_weights_to_engines
 from rollouts_core.errors import (
@@ -45,6 +46,8 @@ from rollouts_core.errors import (
 from rollouts_core.system.concurrency import ClosedOnExit, gather
 
 if TYPE_CHECKING:
+    import torch
+
     from rollouts_core.engines.protocol import Weights
 
 logger = logging.getLogger(__name__)
@@ -153,6 +156,13 @@ class EnginePool(ClosedOnExit):
         """What all engines that are asked have access to."""
         healthy = [member.engine for member in self._members if not member.quarantined]
         return await common_access(healthy)
+
+    async def weights_dtype(self) -> torch.dtype | None:
+        """The number format in which all engines keep weights; None if one of them does not say, or they differ.
+
+        Also of engines in quarantine: they are given what the others are.
+        """
+        return await common_dtype([member.engine for member in self._members])
 
     async def load_weights(self, weights: Weights, version: str, canary: Canary | None = None) -> None:
         """Serve published weights by every engine that takes them; the others are quarantined.

@@ -35,6 +35,8 @@ from rollouts_core.errors import EngineAnswerError, EngineError, EngineUnavailab
 from rollouts_core.system.concurrency import ClosedOnExit, gather
 
 if TYPE_CHECKING:
+    import torch
+
     from rollouts_core.engines.protocol import Weights
 
 logger = logging.getLogger(__name__)
@@ -248,6 +250,10 @@ class RoutedPool(ClosedOnExit):
     async def segment_access(self) -> SegmentAccess:
         """What all engines that are asked have access to."""
         return await self.pool.segment_access()
+
+    async def weights_dtype(self) -> torch.dtype | None:
+        """The number format in which all engines keep weights; None if one of them does not say, or they differ."""
+        return await self.pool.weights_dtype()
 
     async def load_weights(self, weights: Weights, version: str, canary: Canary | None = None) -> None:
         """Serve published weights by every engine that takes them; the others are left out.

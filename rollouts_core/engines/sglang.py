@@ -7,6 +7,7 @@ publishing to several engines (weight_sync.py), sending weights to a server that
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,8 @@ class SGLangEngine(EngineClient):
 
     _segment_access: SegmentAccess | None = None
     """None before the first answer."""
+    _weights_dtype: torch.dtype | None = None
+    """None before the server said it."""
     _sender: WeightSender | None = None
     """None before the first weights were sent."""
 
@@ -57,6 +60,13 @@ class SGLangEngine(EngineClient):
                 is_here = scope != "" and scope == memory_scope()
                 self._segment_access = SegmentAccess.MEMORY if is_here else SegmentAccess.FILES
         return self._segment_access
+
+    async def weights_dtype(self) -> torch.dtype | None:
+        """The number format of the server's weights; None if it does not say, is away, or has quantized ones."""
+        if self._weights_dtype is None:
+            with suppress(EngineError):
+                self._weights_dtype = _kept_in(await self._connection.call("GET", "/server_info"))
+        return self._weights_dtype
 
     async def end_running(self) -> None:
         """End all requests with the tokens that they have."""
@@ -176,17 +186,26 @@ class SGLangEngine(EngineClient):
         server = await self._connection.call("GET", "/server_info")
         ranks = answer.get("ranks") if isinstance(answer, dict) else None
         digests = ranks[0].get("checksums", {}) if ranks and len(ranks) == 1 else {}
-        dtype = getattr(torch, str(server.get("dtype")), None)
         # On a GPU, SGLang's checksums come out of a kernel of its own.
-        is_computable = server.get("device") == "cpu" and isinstance(dtype, torch.dtype)
-        is_plain = isinstance(dtype, torch.dtype) and not server.get("quantization")
-        return HeldTensors(digests=digests, dtype=dtype if is_computable else None, kept_in=dtype if is_plain else None)
+        dtype = _dtype_of(server) if server.get("device") == "cpu" else None
+        return HeldTensors(digests=digests, dtype=dtype, kept_in=_kept_in(server))
 
     async def _model_info(self) -> dict[str, Any]:  # Any: JSON
         info = await self._connection.call("GET", "/model_info")
         if not isinstance(info, dict) or "weight_version" not in info:
             raise EngineError(f"{self.name} answered /model_info without weight_version: is it SGLang 0.5.23 or newer?")
         return info
+
+
+def _dtype_of(server: Mapping[str, Any]) -> torch.dtype | None:  # Any: JSON
+    """What a server computes in by its `/server_info`; None for "auto", and for a server that does not say."""
+    dtype = getattr(torch, str(server.get("dtype")), None)
+    return dtype if isinstance(dtype, torch.dtype) else None
+
+
+def _kept_in(server: Mapping[str, Any]) -> torch.dtype | None:  # Any: JSON
+    """The number format of a server's weights; None of quantized ones."""
+    return None if server.get("quantization") else _dtype_of(server)
 
 
 def _render_requests(

@@ -11,7 +11,7 @@ it so; each update checks it.
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -66,8 +66,17 @@ LOGPROBS_MODE = "processed_logprobs"
 class VLLMEngine(EngineClient):
     """The client of one vLLM server."""
 
+    _weights_dtype: torch.dtype | None = None
+    """None before the server said it."""
     _sender: VLLMWeightSender | None = None
     """None before the first weights were sent."""
+
+    async def weights_dtype(self) -> torch.dtype | None:
+        """The number format of the server's weights; None if it does not say, is away, or has quantized ones."""
+        if self._weights_dtype is None:
+            with suppress(EngineError):
+                self._weights_dtype = _kept_in(await self._model_config())
+        return self._weights_dtype
 
     async def end_running(self) -> None:
         """End all requests with the tokens that they have."""
@@ -221,10 +230,7 @@ class VLLMEngine(EngineClient):
     async def _held_tensors(self, version: str) -> HeldTensors:
         if (served := await self.weight_version()) != version:
             raise OtherVersionError(f"{self.name} serves {served} after it was given {version}", served)
-        model_config = await self._model_config()
-        dtype = getattr(torch, str(model_config.get("dtype")).removeprefix("torch."), None)
-        is_plain = isinstance(dtype, torch.dtype) and not model_config.get("quantization")
-        return HeldTensors(digests=await self._digests(), dtype=dtype if is_plain else None)
+        return HeldTensors(digests=await self._digests(), dtype=_kept_in(await self._model_config()))
 
     async def _set_version(self, version: str) -> None:
         await self._call_development("POST", "/update_weight_version", json={"new_version": version})
@@ -260,6 +266,12 @@ class VLLMEngine(EngineClient):
             if "answered 404" not in str(error):
                 raise
             raise EngineError(f"{self.name} has no {path}: start vLLM with VLLM_SERVER_DEV_MODE=1") from error
+
+
+def _kept_in(model_config: Mapping[str, Any]) -> torch.dtype | None:  # Any: JSON
+    """The number format of a server's weights; None of quantized ones."""
+    dtype = getattr(torch, str(model_config.get("dtype")).removeprefix("torch."), None)
+    return dtype if isinstance(dtype, torch.dtype) and not model_config.get("quantization") else None
 
 
 @asynccontextmanager

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import anyio
+import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -33,6 +34,7 @@ from rollouts_core.engines.canary import Canary, backend_canary, published_canar
 from rollouts_core.engines.content import version_of_copy
 from rollouts_core.engines.in_flight import InFlightEngine
 from rollouts_core.engines.protocol import InferenceEngine, SegmentAccess
+from rollouts_core.engines.rounding import RoundingWatch, common_dtype
 from rollouts_core.engines.segments import SegmentedWeights, SegmentStore
 from rollouts_core.engines.sent import HostCopies, SentBy, SentWeights
 from rollouts_core.errors import CheckpointError, ConfigError, EngineError, TrainingError, WeightSyncError
@@ -105,6 +107,8 @@ class PublishTarget:
     """What engines are sent."""
     newest: PublishedVersion = field(default_factory=PublishedVersion, compare=False)
     """The version that was published last."""
+    rounding: RoundingWatch = field(default_factory=RoundingWatch, compare=False)
+    """What the number format of the engines leaves of an update."""
 
     def version_of(self, number: int) -> str:
         """The name of the weights after so many optimizer steps."""
@@ -239,8 +243,11 @@ async def publish_weights(
     version = target.version_of(earlier.number if earlier else backend.weight_version)
     if not engines:
         return version
-    weights = load_file(earlier.file) if earlier else await backend.get_weights().result()
+    weights = load_file(earlier.file) if earlier else dict(await backend.get_weights().result())
     access = await common_access(engines)
+    is_whole = target.transfer != "auto" or access is SegmentAccess.NONE
+    if is_whole and not earlier:  # the weights of an earlier version are as the engines had them
+        await _round_for(engines, weights, backend, target)
     published: Weights
     canary: Canary | None = None  # tensors of segments are always compared
     if target.transfer != "auto":
@@ -289,6 +296,16 @@ def _tensors_of(weights: SegmentedWeights | SentWeights) -> Mapping[str, Tensor]
     if isinstance(weights, SentWeights):
         return weights.tensors
     return {name: placed.segment.tensors[name] for name, placed in weights.placed.items()}
+
+
+async def _round_for(
+    engines: Sequence[InferenceEngine], weights: dict[str, Tensor], backend: TrainingBackend, target: PublishTarget
+) -> None:
+    """Round the weights to the number format of the engines, if that is known and not float32."""
+    dtype = await common_dtype(engines)
+    if dtype is not None and dtype != torch.float32:
+        start: Mapping[str, Tensor] = getattr(backend, "start_sample", {})  # backends of others may not have it
+        await in_short_thread(partial(target.rounding.round_for, weights, start, dtype))
 
 
 async def common_access(engines: Sequence[InferenceEngine]) -> SegmentAccess:

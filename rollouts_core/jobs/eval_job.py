@@ -50,6 +50,11 @@ def run_eval_job(job: EvalJob | GenerateJob, directory: RunDirectory) -> None:
     torch.set_num_threads(job.deployment.trainer_threads or count_processors())
     with EventLog(directory.events, attempt=attempt_number()) as events:
         events.write("started", kind=job.kind, pid=os.getpid())
+        if job.rollout.engine.kind != "embedded" and not (isinstance(job, EvalJob) and job.evaluation.metric == "loss"):
+            from rollouts_core.engines.launch import describe_slow_engine
+
+            sampled = job.checkpoints[0] if isinstance(job, EvalJob) else job.model
+            events.warn(describe_slow_engine(job.rollout.engine, Path(sampled.model.path)))
     asyncio.run(score_checkpoints(job, directory) if isinstance(job, EvalJob) else sample_prompts(job, directory))
 
 

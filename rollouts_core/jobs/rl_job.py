@@ -24,6 +24,7 @@ from rollouts_core.data.data_buffer import DataBuffer
 from rollouts_core.data.dataset import load_prompts_from_jsonl
 from rollouts_core.engines import InferenceEngine
 from rollouts_core.engines.nccl import share_memory_as
+from rollouts_core.engines.rounding import describe_last_rounding
 from rollouts_core.environments.protocol import describe_tools
 from rollouts_core.job import RLJob
 from rollouts_core.jobs.job_engines import keep_leases, open_engines, publish_target
@@ -79,7 +80,7 @@ async def train(job: RLJob, directory: RunDirectory, events: EventLog, ranks: Ra
         check_model(job.model)
         train_on = train_on_recorded if job.rollouts else train_on_prompts
         counts = await train_on(job, directory, events, ranks, stop)
-    directory.write_result({**describe_training(job, directory), **counts, **warn_of_skipped_steps(directory, events)})
+    directory.write_result({**describe_training(job, directory), **counts, **collect_warnings(directory, events)})
 
 
 async def train_on_recorded(
@@ -164,15 +165,17 @@ async def run_rl_loop(
         )
 
 
-def warn_of_skipped_steps(directory: RunDirectory, events: EventLog) -> dict[str, str]:
-    """The record's `warning` where in many steps, or all, rewards made no update; log and events have it, too."""
+def collect_warnings(directory: RunDirectory, events: EventLog) -> dict[str, str]:
+    """The record's `warning`: many steps without an update by rewards, or engines that rounded the update away.
+
+    Log and events get the first of them; they have the second since it was seen.
+    """
     lines = read_metrics(directory.metrics)
-    warning = describe_skipped_steps(lines)
-    if not warning:
-        return {}
-    logger.warning("%s", warning)
-    events.write("few_updates", message=warning)
-    return {"warning": warning}
+    if skipped := describe_skipped_steps(lines):
+        logger.warning("%s", skipped)
+        events.write("few_updates", message=skipped)
+    warnings = [warning for warning in (skipped, describe_last_rounding(lines)) if warning]
+    return {"warning": "; ".join(warnings)} if warnings else {}
 
 
 def describe_skipped_steps(lines: Sequence[Mapping[str, float]]) -> str:

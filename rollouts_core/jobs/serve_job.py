@@ -28,8 +28,10 @@ def run_serve_job(job: ServeJob, directory: RunDirectory) -> None:
         if job.lease_port:
             offer_renewals(job, directory)
         if job.engine.kind != "embedded":
-            from rollouts_core.engines.launch import exec_engine  # its clients take a second to load
+            # Their clients take a second to load.
+            from rollouts_core.engines.launch import describe_slow_engine, exec_engine
 
+            events.warn(describe_slow_engine(job.engine, Path(job.model.model.path)))
             exec_engine(job, directory.root, api_key=engine_key(job))
         serve(
             Path(job.model.model.path),

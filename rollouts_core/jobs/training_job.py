@@ -21,6 +21,7 @@ from rollouts_core.backends.launch import is_follower, is_launched
 from rollouts_core.backends.protocol import TrainingBackend
 from rollouts_core.backends.ranks import Ranks, join_ranks
 from rollouts_core.checkpoint import list_checkpoints, load_manifest, newest_step
+from rollouts_core.checks.cpu_formats import describe_slow_training
 from rollouts_core.job import RLJob, SFTJob
 from rollouts_core.metrics import EventLog
 from rollouts_core.model.loading import silence_progress_bars
@@ -59,6 +60,7 @@ def run_training_job(
         sampled = sampled_gpu_use(directory.gpu_use, gpus_in_use(job), attempt=attempt)
         with EventLog(directory.events, attempt=attempt) as events, sampled:
             events.write("started", kind=job.kind, pid=os.getpid())
+            events.warn(describe_slow_training(job.kind, job.training.policy, job.deployment))
             stop = TrainingStop(
                 told=directory.stop_state,
                 granted=directory.stop_request,

@@ -62,7 +62,7 @@ def add_adapters(hf_model: PreTrainedModel, config: LoRAConfig) -> None:
         inject_adapter_in_model(settings, held)
     except ValueError as error:
         raise ConfigError(f"lora.target_modules: peft refuses the layers ({first_line(error)})") from error
-    adapted = _adapted_layers(hf_model).keys()
+    adapted = adapted_layers(hf_model).keys()
     assert adapted == set(targets), f"peft adapted other layers: {sorted(adapted ^ set(targets))[:3]}"
     for parameter in hf_model.parameters():
         if parameter.requires_grad:
@@ -72,7 +72,7 @@ def add_adapters(hf_model: PreTrainedModel, config: LoRAConfig) -> None:
 @contextmanager
 def adapters_off(hf_model: nn.Module) -> Iterator[None]:
     """The model as it was before its adapters were trained, as long as the block runs."""
-    layers = _adapted_layers(hf_model).values()
+    layers = adapted_layers(hf_model).values()
     for layer in layers:
         layer.enable_adapters(False)
     try:
@@ -85,19 +85,23 @@ def adapters_off(hf_model: nn.Module) -> Iterator[None]:
 def merged_weights(hf_model: nn.Module) -> dict[str, Tensor]:
     """The weights by their Hugging Face names, tied ones once, adapters merged in; the others are not copied.
 
-    Merged ones are in host memory: a GPU may have no room for all of them beside the model.
+    Merged ones are float32, and in host memory: a GPU may have no room for all of them beside the model.
     """
-    adapted = {f"{name}.weight" for name in _adapted_layers(hf_model)}
+    adapted = {f"{name}.weight" for name in adapted_layers(hf_model)}
     return {name: tensor.cpu() if name in adapted else tensor for name, tensor in merge_each(hf_model)}
 
 
 @torch.no_grad()
 def merge_each(hf_model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The same one after another, each where the model is."""
-    layers = {f"{name}.weight": layer for name, layer in _adapted_layers(hf_model).items()}
+    """The same one after another, each where the model is.
+
+    A merged weight is float32 whatever the frozen one is: rounded to bfloat16, it equals the frozen weight wherever the
+    adapter moved that by less than half of the distance to the next number, 1 in 512.
+    """
+    layers = {f"{name}.weight": layer for name, layer in adapted_layers(hf_model).items()}
     for name, base in base_weights(hf_model).items():
         delta = layers[name].get_delta_weight(ADAPTER) if name in layers else None
-        yield name, base if delta is None else (base.float() + delta.float()).to(base.dtype)
+        yield name, base if delta is None else base.float() + delta.float()
 
 
 @torch.no_grad()
@@ -143,7 +147,7 @@ def _is_linear(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear | Conv1D) and not type(module).__name__.endswith(LINEAR_BY_NAME_ALONE)
 
 
-def _adapted_layers(hf_model: nn.Module) -> dict[str, BaseTunerLayer]:
+def adapted_layers(hf_model: nn.Module) -> dict[str, BaseTunerLayer]:
     """Layers with an adapter, by name."""
     return {name: module for name, module in hf_model.named_modules() if hasattr(module, "lora_A")}
 

@@ -10,6 +10,7 @@ B rows of a micro-batch, T token positions, N scored tokens, H hidden size.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -31,8 +32,9 @@ from rollouts_core.model.loading import (
     load_hf_model,
 )
 from rollouts_core.model.logprobs import linear_logprobs
-from rollouts_core.model.lora import add_adapters
+from rollouts_core.model.lora import add_adapters, base_weights
 from rollouts_core.model.rms_norm import use_fast_rms_norms
+from rollouts_core.model.weight_sample import sample_weights
 from rollouts_core.types import Sample
 
 if TYPE_CHECKING:
@@ -55,6 +57,7 @@ class Policy(nn.Module):
         autocast_dtype: number format of the matrix products; None computes in that of the weights.
         mixes_samples: samples that share a row change each other, so that packed rows are refused.
         num_tokens: the softmax is over the token ids below it; None takes all that the model has.
+        start_sample: `sample_weights` of the weights that training starts from, without what adapters add.
     """
 
     def __init__(
@@ -67,6 +70,7 @@ class Policy(nn.Module):
         autocast_dtype: torch.dtype | None = None,
         mixes_samples: bool = False,
         num_tokens: int | None = None,
+        start_sample: Mapping[str, Tensor] | None = None,
     ) -> None:
         super().__init__()
         self.hf_model = hf_model
@@ -76,6 +80,7 @@ class Policy(nn.Module):
         self.autocast_dtype = autocast_dtype
         self.mixes_samples = mixes_samples
         self.num_tokens = num_tokens
+        self.start_sample: Mapping[str, Tensor] = start_sample or {}
 
     def forward(self, batch: TrainBatch) -> TokenScores:
         """What the policy says about the batch.
@@ -145,6 +150,7 @@ def create_policy(
         autocast_dtype=autocast_dtype,
         mixes_samples=mixes_samples,
         num_tokens=num_tokens,
+        start_sample={} if device == "meta" else sample_weights(base_weights(hf_model)),
     )
 
 

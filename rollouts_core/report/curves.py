@@ -94,6 +94,12 @@ RL_CURVES = (
     Curve("tool_error_share", "Tool errors", "Share of turns that asked a tool for what it cannot do.", min_high=0.1),
     Curve("parse_failure_share", "Parse failures", "Share of turns that the environment cannot read.", min_high=0.1),
     Curve("reward_error_share", "Ungraded", "Share of samples that could not be graded.", min_high=0.1),
+    Curve(
+        "update_arrived_share",
+        "Update in engines",
+        "Share of what training changed in the weights that the engines' number format does not round away.",
+        min_high=1.0,
+    ),
     Curve("signal_share", "Signal share", "Share of groups whose rewards differ; others teach nothing.", min_high=1.0),
 )
 CURVES = {"sft": SFT_CURVES, "rl": RL_CURVES}

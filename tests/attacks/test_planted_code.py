@@ -60,6 +60,7 @@ def test_every_file_of_a_run_directory_is_fetched() -> None:
     files = [directory.job, directory.log, directory.metrics, directory.events, directory.gpu_use, directory.result]
     names = [str(path.relative_to("/run")) for path in (*files, directory.end_request)]
     further = ["checkpoints/step_000100/trainer/state.json", "checkpoints/step_000100/config.json", "engine-0.txt"]
+    further.append("checkpoints/step_000100/adapter/adapter_model.safetensors")
     assert all(map(is_job_file, [*names, *further, "samples/step_000010.jsonl", "router.txt", "finish-asked"]))
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from threading import Thread
 
 import httpx
+import torch
 import uvicorn
 
 from rollouts_core.embedded.app import build_app
@@ -18,11 +19,17 @@ from rollouts_core.engines import SGLangEngine
 
 
 @contextmanager
-def served_engine(model_dir: Path, *, num_slots: int = 16) -> Iterator[tuple[SGLangEngine, Scheduler]]:
+def served_engine(
+    model_dir: Path,
+    *,
+    num_slots: int = 16,
+    dtype: torch.dtype = torch.float32,
+    client: type[SGLangEngine] = SGLangEngine,
+) -> Iterator[tuple[SGLangEngine, Scheduler]]:
     """A client and the scheduler behind the server that it talks to."""
-    with Scheduler(Decoder(model_dir, num_slots=num_slots), model_dir=model_dir) as scheduler:
+    with Scheduler(Decoder(model_dir, num_slots=num_slots, dtype=dtype), model_dir=model_dir) as scheduler:
         transport = httpx.ASGITransport(app=build_app(scheduler))
-        yield SGLangEngine("http://engine", transport=transport, restart_timeout_s=5.0), scheduler
+        yield client("http://engine", transport=transport, restart_timeout_s=5.0), scheduler
 
 
 @contextmanager

@@ -26,7 +26,9 @@ from rollouts_core.backends.pytorch import PyTorchTrainingBackend, create_pytorc
 from rollouts_core.batch import build_batch, place_samples, split_by_sample
 from rollouts_core.config import (
     InFlight,
+    LoRAConfig,
     ModelConfig,
+    PolicyConfig,
     RLOptimConfig,
     RLTrainingConfig,
     RolloutConfig,
@@ -39,12 +41,14 @@ from rollouts_core.embedded.scheduler import Scheduler
 from rollouts_core.engines import InferenceEngine, InFlightEngine, PublishTarget, SGLangEngine, publish_weights
 from rollouts_core.engines.completion import Completion, GenerationRequest
 from rollouts_core.engines.protocol import SegmentAccess
+from rollouts_core.metrics import EventLog, read_json_lines
 from rollouts_core.rewards import grade_group
 from rollouts_core.rl import run_rl_training, train_on_rollouts
 from rollouts_core.rollout.generate import build_pending_group, create_engine_generate_fn
 from rollouts_core.rollout.manager import AsyncRolloutManager
 from rollouts_core.rollout.rollout_batch import convert_to_batch
 from rollouts_core.types import RolloutBatch, Sample, Status
+from tests.rollouts_core.engines.test_rounding import FileReader
 from tests.rollouts_core.histories import without_times
 from tests.rollouts_core.served_engine import engine_url, served_engine
 
@@ -73,6 +77,7 @@ class Run:
     transfer: WeightTransfer = "auto"
     end_at: int = 0
     """Somebody has the training end after this step; 0 is nobody."""
+    events: EventLog | None = None
     batches: list[RolloutBatch] = field(default_factory=list)
     history: list[Metrics] = field(default_factory=list)
     weights: dict[int, dict[str, Tensor]] = field(default_factory=dict)
@@ -80,7 +85,10 @@ class Run:
 
     def create_backend(self) -> PyTorchTrainingBackend:
         loss_fn = create_policy_loss(self.training.loss)
-        return create_pytorch_backend(self.base_model, self.training.optim, loss_fn, num_steps=self.training.num_steps)
+        training = self.training
+        return create_pytorch_backend(
+            self.base_model, training.optim, loss_fn, num_steps=training.num_steps, policy=training.policy
+        )
 
     def create_manager(self, engines: Sequence[InferenceEngine]) -> AsyncRolloutManager:
         prompts = load_prompts_from_jsonl(Path(self.base_model.path).parent / "prompts.jsonl")
@@ -114,6 +122,7 @@ class Run:
                 self.training.model_copy(update={"num_steps": num_steps}),
                 target=self.target,
                 checkpoint_dir=self.directory / "checkpoints",
+                events=self.events,
                 on_batch=lambda step, batch: self.batches.append(batch),
                 is_end_asked=lambda: len(self.batches) == self.end_at,
             )
@@ -327,6 +336,23 @@ def test_completions_under_way_when_a_batch_is_full_go_on_from_their_tokens(run:
     assert versions_of(kept.batches[1]) == {0, 1}
     check_logprobs(kept, backend, spanning)
     assert kept.history[1]["staleness_max"] == 1.0
+
+
+def test_a_run_says_once_what_bfloat16_engines_round_away_of_its_updates(run: Run, tmp_path: Path) -> None:
+    told = with_rollout(run, max_staleness=1)
+    policy = PolicyConfig(precision="bfloat16", lora=LoRAConfig(rank=4))
+    optim = run.training.optim.model_copy(update={"lr": 1e-5})
+    told.training = run.training.model_copy(update={"policy": policy, "optim": optim})
+    with (
+        served_engine(Path(run.base_model.path), dtype=torch.bfloat16, client=FileReader) as (client, _),
+        EventLog(tmp_path / "events.jsonl") as told.events,
+    ):
+        asyncio.run(told.train(client, 3))
+    shares = [metrics["update_arrived_share"] for metrics in told.history]
+    assert len(shares) == 3 and 0 <= shares[0] < 0.9
+    assert all(0 < metrics["weights_changed_share"] < 1 for metrics in told.history[1:])
+    [warning] = [line["message"] for line in read_json_lines(tmp_path / "events.jsonl") if line["event"] == "warning"]
+    assert warning.startswith(f"{shares[0]:.0%} of what RL changed in the weights arrived in the engines")
 
 
 def test_completions_under_way_when_a_batch_is_full_begin_anew_where_no_age_is_allowed(run: Run) -> None:

@@ -6,7 +6,9 @@ Without it a stage would compute on another's GPU, train a fifth slower, or wait
 from __future__ import annotations
 
 import io
+import json
 import os
+import shlex
 import subprocess
 import sys
 import threading
@@ -178,6 +180,16 @@ def test_the_progress_of_a_stage_says_for_whom_it_waits_and_when_it_begins(
             (tmp_path / "end").touch()
             following.join()
     assert said.getvalue().splitlines()[1].startswith("sft            has its GPUs, after")
+
+
+def test_the_progress_of_a_stage_has_the_warnings_of_its_attempt(tmp_path: Path) -> None:
+    session, said = LocalSession(sys.executable), io.StringIO()
+    lines = [json.dumps({"event": "warning", "attempt": n, "message": f"warning of {n}"}) for n in (0, 1)]
+    script = f"printf '%s\\n' {shlex.join(lines)} >> events.jsonl; echo '{{}}' > result.json"
+    status = start_or_attach(session, shell_spec(tmp_path / "sft", script))
+    with StageProgress("sft", num_steps=1, console=Console(file=said, width=200)) as progress:
+        follow_until_finished(session, status, progress, store="")
+    assert said.getvalue().split() == ["sft", "warning", "of", "1"]
 
 
 @pytest.mark.parametrize(("kind", "expected"), [("sft", True), ("rl", True), ("evaluate", False), ("serve", True)])

@@ -342,7 +342,10 @@ def test_a_server_that_hangs_when_it_has_let_us_in_is_found_by_its_silence(
 
     monkeypatch.setattr(infra.ssh.connection, "_log_in", log_in_and_hang)
     try:
-        with ThreadPoolExecutor(1) as pool, pytest.raises(NodeUnreachableError, match="accepts the login and then does not answer"):
+        with (
+            ThreadPoolExecutor(1) as pool,
+            pytest.raises(NodeUnreachableError, match="accepts the login and then does not answer"),
+        ):
             pool.submit(connect, server.access).result(30)
     finally:
         server.signal_sessions(signal.SIGCONT)

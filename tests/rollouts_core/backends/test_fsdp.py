@@ -27,7 +27,7 @@ from rollouts_core.algorithms.loss import LossFn, Metrics, TokenScores, cross_en
 from rollouts_core.backends import sharding
 from rollouts_core.backends.fsdp import FSDPTrainingBackend, create_fsdp_backend
 from rollouts_core.backends.protocol import TrainingBackend, TrainingState
-from rollouts_core.backends.pytorch import create_pytorch_backend
+from rollouts_core.backends.pytorch import PyTorchTrainingBackend, create_pytorch_backend
 from rollouts_core.backends.ranks import Ranks
 from rollouts_core.batch import TrainBatch, build_batch, with_step_totals
 from rollouts_core.checkpoint import verify_checkpoint
@@ -287,19 +287,41 @@ def test_every_process_refuses_what_the_trial_of_a_models_own_code_found(
     assert pair.run(knows_of_mixed_samples, base_model) == [False, False]
 
 
+BFLOAT16_ADAPTERS = PolicyConfig(precision="bfloat16", lora=LoRAConfig(rank=2))
+
+
 def just_save(backend: TrainingBackend, *, path: Path) -> Weights:
     save(backend, path, {"step": 1})
     return get_weights(backend)
 
 
-def test_a_checkpoint_of_two_has_the_files_of_one(base_model: ModelConfig, pair: TwoProcesses, tmp_path: Path) -> None:
+@pytest.mark.parametrize("policy", [PolicyConfig(), BFLOAT16_ADAPTERS], ids=["all weights", "adapters on bfloat16"])
+def test_a_checkpoint_of_two_has_the_files_of_one(
+    base_model: ModelConfig, pair: TwoProcesses, tmp_path: Path, policy: PolicyConfig
+) -> None:
     one, two = tmp_path / "one" / "step_000001", tmp_path / "two" / "step_000001"
-    with_one(partial(just_save, path=one), base_model)
-    weights = with_two(pair, partial(just_save, path=two), base_model)
+    with_one(partial(just_save, path=one), base_model, policy=policy)
+    weights = with_two(pair, partial(just_save, path=two), base_model, policy=policy)
     first, second = verify_checkpoint(one).files, verify_checkpoint(two).files
+    if policy is BFLOAT16_ADAPTERS:  # new ones take random numbers, on each rank by itself
+        assert first.pop("trainer/tensors.safetensors") != second.pop("trainer/tensors.safetensors")
+        assert "adapter/adapter_model.safetensors" in second
     assert first == second  # nothing was trained yet: not even a rounding error differs
-    loaded = AutoModelForCausalLM.from_pretrained(two, dtype=torch.float32)
-    assert all(torch.equal(value, weights[name]) for name, value in loaded.named_parameters())
+    loaded = AutoModelForCausalLM.from_pretrained(two)
+    assert all(torch.equal(value, weights[name].float()) for name, value in loaded.named_parameters())
+
+
+def start_sample(backend: TrainingBackend) -> Weights:
+    assert isinstance(backend, FSDPTrainingBackend | PyTorchTrainingBackend)
+    return dict(backend.start_sample)
+
+
+def test_the_leader_knows_the_weights_that_training_started_from(base_model: ModelConfig, pair: TwoProcesses) -> None:
+    found = with_two(pair, start_sample, base_model, policy=BFLOAT16_ADAPTERS)
+    expected = with_one(start_sample, base_model, policy=BFLOAT16_ADAPTERS)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert {tensor.dtype for tensor in found.values()} == {torch.bfloat16}
 
 
 def config_alone(backend: FSDPTrainingBackend, *, path: Path) -> str:

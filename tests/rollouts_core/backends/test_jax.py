@@ -259,6 +259,12 @@ def test_an_sft_job_gives_the_losses_of_the_pytorch_job(
     assert losses[0] == pytest.approx(losses[1], rel=ROUNDING)
 
 
+def test_the_weights_that_training_started_from_are_those_of_pytorch(qwen3: ModelConfig) -> None:
+    loss_fn = create_cross_entropy_loss()
+    expected = create_pytorch_backend(qwen3, OPTIM, loss_fn, num_steps=NUM_STEPS, device="cpu").start_sample
+    assert_equal_tensors(dict(create(qwen3).start_sample), dict(expected))
+
+
 def test_the_configuration_alone_is_that_of_the_model(qwen3: ModelConfig, tmp_path: Path) -> None:
     create(qwen3).save_model_config(tmp_path / "config.json")
     assert (tmp_path / "config.json").read_text() == (Path(qwen3.path) / "config.json").read_text()

@@ -105,17 +105,25 @@ def test_a_run_needs_what_its_hungriest_stage_does(base_model: ModelConfig) -> N
     assert least_memory_bytes(config, ModelSize()) == checkpoint_disk_bytes(config, ModelSize()) == 0
 
 
-def test_a_checkpoint_of_adapters_has_the_number_format_of_the_frozen_weights(
-    base_model: ModelConfig, tmp_path: Path
-) -> None:
+def test_a_checkpoint_of_adapters_on_bfloat16_weights_is_float32(base_model: ModelConfig, tmp_path: Path) -> None:
     policy = PolicyConfig(precision="bfloat16", lora=LoRAConfig(rank=4))
     backend = create_pytorch_backend(
         base_model, OptimConfig(), create_cross_entropy_loss(), num_steps=1, policy=policy, device="cpu"
     )
     asyncio.run(backend.save_checkpoint(tmp_path / "saved", {"step": 1}).result())
     saved = find_model_size(ModelConfig(path=str(tmp_path / "saved")))
-    data_bytes = saved.num_parameters * stored_weight_bytes(policy)
-    assert stored_weight_bytes(policy) == 2 and 0 < saved.num_file_bytes - data_bytes < 10_000
+    assert stored_weight_bytes(policy) == 2 and 0 < saved.num_file_bytes - 4 * saved.num_parameters < 10_000
+    settings = {"num_steps": 1, "keep_checkpoints": 1, "policy": policy}
+    config = config_of("sft", training={"sft": settings})
+    assert checkpoint_disk_bytes(config, saved) == 4 * saved.num_parameters
+
+
+@pytest.mark.parametrize(("dtype", "num_bytes_each"), [("auto", 2), ("bfloat16", 2), ("float32", 4)])
+def test_merged_adapters_are_published_in_the_number_format_of_the_engine(dtype: str, num_bytes_each: int) -> None:
+    training = {"rl": {"num_steps": 10, "policy": {"precision": "bfloat16", "lora": {"rank": 4}}}}
+    config = config_of("rl", rollout={"engine": {"kind": "vllm", "dtype": dtype}}, training=training)
+    parts = {part.name: part.num_bytes for part in needed_disk(config, LARGE)}
+    assert parts["weights for engines"] == 2 * num_bytes_each * LARGE.num_parameters
 
 
 LARGE = ModelSize(
@@ -284,7 +292,7 @@ def test_an_engine_holds_weights_in_the_format_that_it_is_started_with(
     (tmp_path / "config.json").write_text(json.dumps(settings))
     served = InputModel(name="base", model=ModelConfig(path=str(tmp_path)), digest="")
     job = ServeJob(model=served, port=0, context_length=100, engine=engine)
-    assert getattr(torch, weights_dtype(job, tmp_path, on_gpu=True)).itemsize == num_bytes_each
+    assert getattr(torch, weights_dtype(job.engine, tmp_path, on_gpu=True)).itemsize == num_bytes_each
 
 
 def test_the_disk_holds_the_model_and_what_engines_read_too() -> None:

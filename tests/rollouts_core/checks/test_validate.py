@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers import (
     PreTrainedTokenizerBase,
 )
 
 from rollouts_core.checkpoint import new_checkpoint
+from rollouts_core.checks import cpu_formats
 from rollouts_core.checks.function_checks import check_functions
 from rollouts_core.checks.model_checks import check_positions, count_positions
 from rollouts_core.checks.resumed import check_resumed, check_resumed_inputs
@@ -70,6 +72,27 @@ def test_rows_that_are_trained_on_are_not_among_those_that_keep_a_checkpoint(
         validate_config(config)
     write_rows(tmp_path / "sft_eval.jsonl", [prompts[2]])
     validate_config(config)
+
+
+def test_the_cpu_of_a_machine_that_does_not_train_is_not_checked(
+    tmp_path: Path, base_model: ModelConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(cpu_formats, "measure_factor", lambda: 32.0)
+    rows = {"sft": ["1+1=?"], "selection": ["2+1=?"], "heldout": ["3+1=?"]}
+    answered = {"completion": "2", "answer": "2"}
+    data = {
+        name: write_rows(tmp_path / f"{name}.jsonl", [{"prompt": each, **answered} for each in asked])
+        for name, asked in rows.items()
+    }
+    training = {"sft": {"policy": {"precision": "bfloat16"}}}
+    rollout = {"environment": "arithmetic", "sampling": {"max_new_tokens": 8}}
+    config = Config.model_validate(
+        {"mode": "sft", "model": base_model.model_dump(), "data": data, "training": training, "rollout": rollout}
+    )
+    for trains_here in (True, False):
+        findings = validate_config(config, trains_here=trains_here)
+        assert any("32 times slower" in finding for finding in findings) is trains_here
 
 
 def test_tools_of_prompts_that_the_policy_is_not_told_of_are_said(tmp_path: Path, base_model: ModelConfig) -> None:

@@ -12,6 +12,8 @@ import math
 import os
 import re
 import shutil
+import subprocess
+import sys
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Literal
@@ -25,6 +27,7 @@ from rollouts_core.__main__ import is_disk_full, main
 from rollouts_core.checkpoint import load_manifest
 from rollouts_core.config import (
     DeploymentConfig,
+    EngineConfig,
     EvaluationConfig,
     LoRAConfig,
     ModelConfig,
@@ -49,6 +52,7 @@ from rollouts_core.job import (
     InputModel,
     Job,
     RLJob,
+    ServeJob,
     SFTJob,
 )
 from rollouts_core.jobs.job_inputs import checked_file
@@ -172,6 +176,58 @@ def test_a_gpu_that_is_full_is_for_the_user_to_mend(
     assert told in capsys.readouterr().err.splitlines()[-1]
     [event] = read_json_lines(tmp_path / "events.jsonl")
     assert event["event"] == "failed" and told in event["message"]
+
+
+def warnings_of(run_dir: Path) -> list[str]:
+    return [line["message"] for line in read_json_lines(run_dir / "events.jsonl") if line["event"] == "warning"]
+
+
+def test_a_training_says_that_its_own_cpu_is_slow_in_bfloat16(
+    base: InputModel, quickstart_dir: Path, tmp_path: Path
+) -> None:
+    """It may run elsewhere than the checks did."""
+    file = rows(quickstart_dir, "sft")
+    job = SFTJob(
+        model=base,
+        data=(InputDataset(path=file.path, digest=file.digest),),
+        training=SFTTrainingConfig(num_steps=1, batch_size=1, policy=PolicyConfig(precision="bfloat16")),
+        deployment=ONE_THREAD,
+    )
+    (tmp_path / "job.json").write_text(job.model_dump_json())
+    command = [sys.executable, "-m", "rollouts_core", "sft", str(tmp_path / "job.json")]
+    environment = {**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    [warning] = warnings_of(tmp_path)
+    assert warning in done.stderr and 'training.sft.policy.precision "bfloat16" is about' in warning
+
+
+def test_an_evaluation_and_a_server_say_that_their_engine_is_slow_in_bfloat16(
+    base: InputModel, quickstart_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine itself is missing: both say so before they start it."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr("rollouts_core.checks.cpu_formats.measure_factor", lambda: 32.0)
+    engine = EngineConfig(kind="sglang", dtype="bfloat16", python=str(tmp_path / "missing"))
+    rollout = ROLLOUT.model_copy(update={"engine": engine})
+    evaluation = EvalJob(
+        checkpoints=(base,),
+        data=rows(quickstart_dir, "sft"),
+        evaluation=EvaluationConfig(max_prompts=2),
+        rollout=rollout,
+        deployment=ONE_THREAD,
+    )
+    by_loss = evaluation.model_copy(update={"evaluation": EvaluationConfig(metric="loss", max_prompts=2)})
+    server = ServeJob(model=base, port=0, context_length=64, engine=engine)
+    found = {}
+    jobs: dict[str, EvalJob | ServeJob] = {"evaluation": evaluation, "by loss": by_loss, "server": server}
+    for name, job in jobs.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "job.json").write_text(job.model_dump_json())
+        main([job.kind, str(tmp_path / name / "job.json")])
+        found[name] = [warning.partition(" times")[0] for warning in warnings_of(tmp_path / name)]
+    told = ['rollout.engine.dtype "bfloat16" is about 32']
+    assert found == {"evaluation": told, "by loss": [], "server": told}
 
 
 def test_the_same_generation_twice_gives_the_same_completions(

@@ -37,7 +37,7 @@ from transformers import (
 )
 
 from rollouts_core.algorithms.loss import Metrics, TokenScores, create_cross_entropy_loss
-from rollouts_core.backends import pytorch
+from rollouts_core.backends import training_state
 from rollouts_core.backends.pytorch import PyTorchTrainingBackend, create_pytorch_backend
 from rollouts_core.batch import TrainBatch, build_batch, place_samples, split_by_sample
 from rollouts_core.config import PLAIN_POLICY, LoRAConfig, ModelConfig, OptimConfig, PolicyConfig
@@ -168,7 +168,7 @@ def test_merged_weights_leave_the_device_one_after_another(
             del tensor
 
     backend = create_backend(base_model, policy=PolicyConfig(lora=LoRAConfig(rank=4)))
-    for module in (lora, pytorch):
+    for module in (lora, training_state):
         monkeypatch.setattr(module, "merge_each", watched)
     monkeypatch.setattr(Tensor, "cpu", lambda self: self.clone())  # as of a GPU
     weights = asyncio.run(backend.get_weights().result())

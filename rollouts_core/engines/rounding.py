@@ -1,0 +1,105 @@
+"""Round weights to the number format of the engines, and measure how much of an update the rounding removes.
+
+Not here: the measure (model/weight_sample.py), publishing (weight_sync.py).
+
+    engines keep float32, or an unknown format    no rounding
+    engines keep bfloat16                         rounds merged adapters over bfloat16 weights: half the bytes
+                                                  -> metrics of the publication, and a warning below `FEW_ARRIVED`
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from rollouts_core.algorithms.loss import Metrics
+from rollouts_core.model.weight_sample import Arrival, measure_arrival
+from rollouts_core.system.concurrency import gather
+
+logger = logging.getLogger(__name__)
+
+FEW_ARRIVED = 0.9
+"""A training is warned if a smaller share of the update arrives in engines."""
+ARRIVED, CHANGED = "update_arrived_share", "weights_changed_share"
+"""The metrics of a publication to engines that round."""
+
+
+@runtime_checkable
+class ReportsWeightsDtype(Protocol):
+    """An engine that knows the number format of its server's weights."""
+
+    async def weights_dtype(self) -> torch.dtype | None:
+        """The number format; None if the server does not say, is away, or has quantized weights."""
+        ...
+
+
+async def common_dtype(engines: Sequence[object]) -> torch.dtype | None:
+    """The number format in which all engines keep weights; None if one does not say, or they differ."""
+    known = [engine for engine in engines if isinstance(engine, ReportsWeightsDtype)]
+    found = set(await gather([engine.weights_dtype for engine in known]))
+    return found.pop() if len(found) == 1 and len(known) == len(engines) else None
+
+
+class RoundingWatch:
+    """Knows how much of the update arrived by the last publication of a training; warns once."""
+
+    def __init__(self) -> None:
+        self._last: Arrival | None = None
+        self._has_warned = False
+        self._warning = ""
+
+    def round_for(self, weights: dict[str, Tensor], start: Mapping[str, Tensor], dtype: torch.dtype) -> None:
+        """Round merged adapters over frozen weights of `dtype` for engines that keep `dtype`, after measuring.
+
+        Replaces tensors in `weights` one after another, so that host memory never holds both forms of all of them.
+        Other tensors are not rounded here: engines keep a few of them in float32 and round the rest.
+
+        Args:
+            start: `sample_weights` of the weights that training started from.
+        """
+        self._last = measure_arrival(start, weights, dtype)
+        if self._last and self._last.arrived < FEW_ARRIVED and not self._has_warned:
+            self._has_warned = True
+            self._warning = describe_rounding(self._last.arrived, self._last.changed)
+            logger.warning("%s", self._warning)
+        for name in weights.keys() & start.keys():
+            if start[name].dtype == dtype:
+                weights[name] = weights[name].to(dtype)
+
+    def take_metrics(self) -> Metrics:
+        """The metrics of the last publication, once; empty if nothing was measured."""
+        last, self._last = self._last, None
+        return {ARRIVED: last.arrived, CHANGED: last.changed} if last else {}
+
+    def take_warning(self) -> str:
+        """The warning, once; empty without one."""
+        warning, self._warning = self._warning, ""
+        return warning
+
+
+def describe_last_rounding(lines: Sequence[Mapping[str, float]]) -> str:
+    """The warning of a training whose last publication rounded much of the update away; empty for others.
+
+    Args:
+        lines: the metrics of its steps.
+    """
+    last = next((line for line in reversed(lines) if ARRIVED in line), None)
+    return describe_rounding(last[ARRIVED], last[CHANGED]) if last and last[ARRIVED] < FEW_ARRIVED else ""
+
+
+def describe_rounding(arrived: float, changed: float) -> str:
+    """The warning: how much of the update is missing in engines, and how to change that.
+
+    Args:
+        arrived: `Arrival.arrived`.
+        changed: `Arrival.changed`.
+    """
+    return (
+        f"{arrived:.0%} of what RL changed in the weights arrived in the engines, whose number format rounds away the "
+        f"rest: {1 - changed:.0%} of the trained weights are there what they were at the start. Set "
+        'rollout.engine.dtype = "float32" (on a GPU with the kind vllm), or raise training.rl.optim.lr'
+    )
