@@ -455,6 +455,8 @@ def _server_environment(home: Path, port: int) -> dict[str, str]:
             "PREFECT_SERVER_API_PORT": str(port),
             "PREFECT_SERVER_API_AUTH_STRING": own_password(home),
             "PREFECT_SERVER_UI_API_URL": f"{base_url(port)}/api",
+            # Prefect would let the pages of every site read its answers.
+            "PREFECT_SERVER_CORS_ALLOWED_ORIGINS": f"{base_url(port)},http://localhost:{port}",
             "PREFECT_UI_URL": f"{base_url(port)}/v2",  # for links in the messages of automations
             # Kept in memory, the slot of a retraining is gone with a killed server, and Prefect ends the run for it.
             "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": "prefect.server.concurrency.lease_storage.filesystem",

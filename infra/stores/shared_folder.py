@@ -157,20 +157,23 @@ class SharedFolder:
             PermanentInfraError: it leaves the folder; the root itself may not leave the folder that it lies in.
         """
         is_root = key == str(self._root)
-        within = _real_path(self._root.parent) if is_root else self._real(str(self._root))
+        within = real_path(self._root.parent) if is_root else self._real(str(self._root))
         given = within / (self._root.name if is_root else Path(key).relative_to(self._root))
-        real = _real_path(given, within=within)
+        real = real_path(given, within=within)
         if not _is_beneath(real, within):
             raise _leaving_link(given, real)
         return real
 
 
-def _real_path(path: Path, *, within: Path | None = None, num_links: int = 0) -> Path:
-    """The path without links; what does not exist stays as it is.
+def real_path(path: Path, *, within: Path | None = None, num_links: int = 0) -> Path:
+    """The absolute path without links; what does not exist stays as it is.
 
     Args:
         within: the folder in which everybody's links are followed. Elsewhere a link that leaves the folder it lies in
             is followed if this user or root made it.
+
+    Raises:
+        PermanentInfraError: another user's link leaves its folder.
     """
     if num_links > _MAX_LINKS:
         raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
@@ -179,7 +182,7 @@ def _real_path(path: Path, *, within: Path | None = None, num_links: int = 0) ->
         at = real.parent if part == ".." else real / part
         status = _status_of(at)
         if status is not None and stat.S_ISLNK(status.st_mode):
-            target = _real_path(real / at.readlink(), within=within, num_links=num_links + 1)
+            target = real_path(real / at.readlink(), within=within, num_links=num_links + 1)
             stays = _is_beneath(target, real) or (within is not None and _is_beneath(target, within))
             if not stays and status.st_uid not in (0, os.geteuid()):
                 raise _leaving_link(at, target)

@@ -11,12 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 from flows.certificate import own_certificate
-from flows.cli import app
 from flows.password import own_password
-from flows.server import local_server
 from infra.errors import PermanentInfraError
 from infra.secret_file import own_folder, own_secret
 from tasks.unit_keys import own_unit_key
@@ -97,17 +94,3 @@ def test_the_folder_of_another_user_is_refused(tmp_path: Path, give_away: Callab
     give_away(tmp_path / "link")
     with pytest.raises(PermanentInfraError, match="link belongs to another user"):
         own_folder(tmp_path / "link")
-
-
-@pytest.mark.slow
-def test_a_server_of_an_open_folder_keeps_its_database_to_its_user(tmp_path: Path) -> None:
-    home = tmp_path / "prefect"
-    home.mkdir()
-    home.chmod(0o755)
-    with local_server(tmp_path):
-        files = [home, home / "password", home / "certificate.pem", home / "server.log", *home.glob("prefect.db*")]
-        assert [path.name for path in files if path.stat().st_mode & 0o077] == []
-        assert (home / "prefect.db").exists()
-        (home / "password").chmod(0o644)
-        refused = CliRunner().invoke(app, ["status", "--store", str(tmp_path)])
-        assert refused.exit_code == 2 and f"chmod 600 {home / 'password'}" in " ".join(refused.stderr.split())

@@ -22,6 +22,7 @@ from infra.stores.download import digest_of, download, find_wanted
 from infra.stores.object_store import ObjectStore
 from infra.sync.push import publish_files
 from tasks.inputs import bring_input
+from tasks.placement import files_below
 
 
 @pytest.fixture
@@ -197,3 +198,18 @@ def test_a_fetch_does_not_go_on_with_what_another_user_put_there(
     give_away(planted)
     with pytest.raises(PermanentInfraError, match="was made by another user"):
         fetch(shared, tmp_path)
+
+
+def test_no_link_of_another_user_leads_out_of_a_folder_that_goes_to_a_node(
+    shared: Path, private: Path, give_away: Callable[[Path], None]
+) -> None:
+    link = shared / "weights"
+    link.symlink_to(private / "key")
+    assert files_below(shared, "model")["model/weights"] == private / "key", "a folder of links of one's own"
+    give_away(link)
+    with pytest.raises(PermanentInfraError, match="weights is a link that leaves its folder"):
+        files_below(shared, "model")
+    link.unlink()
+    link.symlink_to("config.json")
+    give_away(link)
+    assert files_below(shared, "model")["model/weights"] == shared / "config.json"
