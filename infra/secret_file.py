@@ -6,7 +6,6 @@ mends it, as ssh refuses a key. Root may use a store of another user, as in a co
 Not here: what a secret opens.
 """
 
-import errno
 import os
 import secrets
 import stat
@@ -26,7 +25,7 @@ def own_secret(path: Path, make: Callable[[], str]) -> str:
     """Return what the file holds, after writing what `make` returns if there is none.
 
     Raises:
-        PermanentInfraError: others may read the file, another user made it, or it is a link.
+        PermanentInfraError: others may read the file, or another user made it, or the link to it.
     """
     if (known := read_secret(path)) is not None:
         return known
@@ -49,19 +48,16 @@ def own_secret(path: Path, make: Callable[[], str]) -> str:
 
 
 def read_secret(path: Path) -> str | None:
-    """Return what the file holds; None if there is none, or nothing in it.
+    """Return what the file holds; None if there is none, or nothing in it. A link of this user's own is followed.
 
     Raises:
-        PermanentInfraError: others may read the file, another user made it, or it is a link.
+        PermanentInfraError: others may read the file, or another user made it, or the link to it.
     """
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        _check_owner(path, path.lstat())
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     except FileNotFoundError:
         return None
-    except OSError as error:
-        if error.errno != errno.ELOOP:
-            raise
-        raise PermanentInfraError(f"{path} is a link, and holds a secret: remove it, and a new one is made") from error
     with os.fdopen(descriptor, encoding="utf-8") as file:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):

@@ -95,8 +95,13 @@ def main(argv: list[str]) -> int:
             answer = {"digests": accept_large_file(Path(directory), name, int(size), int(chunk_bytes), algorithm)}
         elif verb == "commit":
             request = json.loads(sys.stdin.buffer.read())
+            destination, incoming = map(Path, parameters)
             commit_directory(
-                *map(Path, parameters), request["files"], executable=request["executable"], private=request["private"]
+                destination,
+                incoming,
+                request["files"],
+                executable=request["executable"],
+                private=request["private"],
             )
         elif verb == "discard":
             discard_directory(Path(parameters[0]))

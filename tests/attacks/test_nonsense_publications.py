@@ -22,7 +22,7 @@ from infra.stores.publication import parse_publication, publish_run
 from rollouts_core.checkpoint import adopt_checkpoint, load_manifest, new_checkpoint
 from rollouts_core.errors import CheckpointError
 
-NONSENSE = (
+NONSENSE: tuple[Any, ...] = (
     *(None, True, -1, 0, 1.5, math.nan, math.inf, 10**400, "", "x", ".", "..", "../x", "/etc", "/", "a//b", "a/../b"),
     *("\x1b[31m", "\u202eexe", "a\\b", "c/", [], {}, [[]], {"size": 1}, "0" * 64, "x" * 100_000, "\0"),
 )

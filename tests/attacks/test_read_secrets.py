@@ -51,15 +51,21 @@ def test_a_secret_that_another_user_made_is_refused(
 
 
 @pytest.mark.parametrize("name", SECRETS)
-def test_a_link_and_a_pipe_in_the_place_of_a_secret_are_refused(name: str, tmp_path: Path) -> None:
+def test_a_link_of_another_user_and_a_pipe_in_the_place_of_a_secret_are_refused(
+    name: str, tmp_path: Path, give_away: Callable[[Path], None]
+) -> None:
     chosen, path = tmp_path / "chosen", tmp_path / name
     chosen.write_text("rollouts:chosen")
-    chosen.chmod(0o600)
     for target in (chosen, tmp_path / "nothing"):
         path.symlink_to(target)
-        with pytest.raises(PermanentInfraError, match="is a link"):
+        give_away(path)
+        with pytest.raises(PermanentInfraError, match="belongs to another user"):
             SECRETS[name](tmp_path)
         path.unlink()
+    path.symlink_to(chosen)
+    with pytest.raises(PermanentInfraError, match="chmod 600"):
+        SECRETS[name](tmp_path)
+    path.unlink()
     os.mkfifo(path, 0o600)
     with pytest.raises(PermanentInfraError, match="is no file"):
         SECRETS[name](tmp_path)
