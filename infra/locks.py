@@ -16,7 +16,7 @@ from pathlib import Path
 
 def open_lock(path: Path) -> int:
     """Return a descriptor of the file, made where it is not there; whoever closes the last one frees the lock."""
-    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+    return os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
 
 
 def try_lock(lock: int, kind: int) -> bool:
