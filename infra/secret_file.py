@@ -1,7 +1,7 @@
 """Secrets of a store: files and folders of their owner alone, checked whenever they are used.
 
-A store belongs to one user. A file that others may read, or that another user made, is refused with the command that
-mends it, as ssh refuses a key. Root may use a store of another user, as in a container into which it is mounted.
+A store belongs to one user. As ssh refuses a key, a file is refused if other users can read it or if another user made
+it. The message names the command that helps. Root may use a store of another user: containers mount such stores.
 
 Not here: what a secret opens.
 """
@@ -22,10 +22,10 @@ OWN_FILE, OWN_FOLDER = 0o600, 0o700
 
 
 def own_secret(path: Path, make: Callable[[], str]) -> str:
-    """Return what the file holds, after writing what `make` returns if there is none.
+    """Return the secret in the file. Without a file, write the secret that `make` returns.
 
     Raises:
-        PermanentInfraError: others may read the file, or another user made it, or the link to it.
+        PermanentInfraError: other users can read the file, or another user made the file or the link.
     """
     if (known := read_secret(path)) is not None:
         return known
@@ -48,10 +48,10 @@ def own_secret(path: Path, make: Callable[[], str]) -> str:
 
 
 def read_secret(path: Path) -> str | None:
-    """Return what the file holds; None if there is none, or nothing in it. A link of this user's own is followed.
+    """Return the secret in the file, or None if the file is missing or empty. This user's own link is followed.
 
     Raises:
-        PermanentInfraError: others may read the file, or another user made it, or the link to it.
+        PermanentInfraError: other users can read the file, or another user made the file or the link.
     """
     try:
         _check_owner(path, path.lstat())
@@ -61,21 +61,21 @@ def read_secret(path: Path) -> str | None:
     with os.fdopen(descriptor, encoding="utf-8") as file:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
-            raise PermanentInfraError(f"{path} is no file, and holds a secret: remove it, and a new one is made")
+            raise PermanentInfraError(f"{path} holds a secret, but is not a file: remove it to have a new secret made")
         _check_owner(path, status)
         if status.st_mode & OF_OTHERS:
             raise PermanentInfraError(
-                f"others may read {path} (mode {stat.S_IMODE(status.st_mode):04o}), which holds a secret: "
-                f"chmod 600 {path}, or remove it if others have read it, and a new one is made"
+                f"other users can read the secret in {path} (mode {stat.S_IMODE(status.st_mode):04o}): "
+                f"chmod 600 {path}, or remove the file to have a new secret made"
             )
         return file.read().strip() or None
 
 
 def own_folder(path: Path) -> None:
-    """Make a folder that nobody but its owner may look into, or make it so.
+    """Make a folder with mode 0700, or give an existing folder this mode.
 
     Raises:
-        PermanentInfraError: another user made it, or others may write into it and may have done so.
+        PermanentInfraError: another user made the folder, or other users could write into it until now.
     """
     path.mkdir(mode=OWN_FOLDER, parents=True, exist_ok=True)
     _check_owner(path, path.lstat())
@@ -85,8 +85,8 @@ def own_folder(path: Path) -> None:
         _check_owner(path, status)
         if status.st_mode & WRITTEN_BY_OTHERS:
             raise PermanentInfraError(
-                f"others may write into {path} (mode {stat.S_IMODE(status.st_mode):04o}), which holds secrets: look "
-                f"whether all that lies there is yours, then chmod 700 {path}"
+                f"other users can write into {path} (mode {stat.S_IMODE(status.st_mode):04o}), which holds secrets: "
+                f"check that every file there is yours, then chmod 700 {path}"
             )
         if status.st_mode & OF_OTHERS:
             os.fchmod(descriptor, OWN_FOLDER)
@@ -95,7 +95,7 @@ def own_folder(path: Path) -> None:
 
 
 def open_own_log(path: Path) -> BinaryIO:
-    """A file to which lines are appended, which nobody but its owner may read."""
+    """Open a file with mode 0600 to append to it."""
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW
     return os.fdopen(os.open(path, flags, OWN_FILE), "ab")
 
@@ -107,6 +107,6 @@ def _check_owner(path: Path, status: os.stat_result) -> None:
             own.add(path.parent.stat().st_uid)
     if status.st_uid not in own:
         raise PermanentInfraError(
-            f"{path} belongs to another user (uid {status.st_uid}), and holds secrets: remove it, and a new one is "
+            f"{path} holds secrets and belongs to another user (uid {status.st_uid}): remove it to have a new one "
             "made, or choose a store of your own"
         )

@@ -80,7 +80,7 @@ class SharedFolder:
             file.write(content)
 
     def put_file(self, path: str, key: str) -> None:
-        """Write or replace a file by a copy of another one, which no more users may read than that one."""
+        """Write or replace a file by a copy, with the permissions of the original at most."""
         with Path(path).open("rb") as source:
             mode = os.fstat(source.fileno()).st_mode & READABLE | PRIVATE
             with self._replacing(key, mode) as file:
@@ -110,7 +110,7 @@ class SharedFolder:
             os.close(top)
 
     def _linked_file(self, key: str) -> Described:
-        """What a link leads to; a folder is refused, because two links could lead around in a circle."""
+        """Describe the file behind a link. A folder is refused, because two links could form a circle."""
         try:
             described = self.info(key)
         except FileNotFoundError as error:
@@ -121,7 +121,7 @@ class SharedFolder:
 
     @contextmanager
     def _replacing(self, key: str, mode: int) -> Iterator[BinaryIO]:
-        """A new file that gets its name when the block succeeds: others see the old one or all of the new one."""
+        """A new file that gets its name when the block succeeds. Readers see the old file or the whole new file."""
         with self._located(key, is_created=True) as (folder, name):
             partial = f"{name}.{secrets.token_hex(8)}.partial"
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
@@ -169,8 +169,8 @@ def real_path(path: Path, *, within: Path | None = None, num_links: int = 0) -> 
     """The absolute path without links; what does not exist stays as it is.
 
     Args:
-        within: the folder in which everybody's links are followed. Elsewhere a link that leaves the folder it lies in
-            is followed if this user or root made it.
+        within: the folder in which the links of all users are followed. Elsewhere a link that leaves its own folder is
+            followed if this user or root made it.
 
     Raises:
         PermanentInfraError: another user's link leaves its folder.
@@ -216,11 +216,11 @@ def _no_file(key: str) -> PermanentInfraError:
 
 
 def _checked_status(folder: int, name: str, key: str) -> os.stat_result:
-    """What a file or folder is.
+    """Return the status of a file or folder.
 
     Raises:
-        PermanentInfraError: it is a link, a pipe or a device; or a private file that another user may have given a
-            second name, in a folder that others may write.
+        PermanentInfraError: a link, a pipe or a device; or a private file with a second name (a hard link) in a folder
+            that other users can write to.
     """
     status, around = os.stat(name, dir_fd=folder, follow_symlinks=False), os.fstat(folder)
     if stat.S_ISDIR(status.st_mode):
@@ -231,8 +231,8 @@ def _checked_status(folder: int, name: str, key: str) -> os.stat_result:
     is_others_folder = around.st_uid not in (0, status.st_uid) or around.st_mode & 0o022
     if status.st_nlink > 1 and is_private and is_others_folder:
         raise PermanentInfraError(
-            f"file://{key} is private to its owner and has {status.st_nlink} names, one of them in a folder that other "
-            "users may write: put a copy there"
+            f"file://{key} is private to its owner, has {status.st_nlink} names (hard links), and lies in a folder "
+            "that other users can write to: put a copy there"
         )
     return status
 

@@ -49,6 +49,6 @@ def _check_address(address: str) -> None:
 
 
 _ADVICE = (
-    "which everybody who sees the run's settings could read: leave it out, and name the environment variable with the "
+    "and settings are kept with runs and shown in reports: leave it out, and name the environment variable with the "
     "key as api_key_variable if the setting has one"
 )

@@ -1,4 +1,4 @@
-"""Text of machines, models, data and users as Markdown that shows it as it is.
+"""Show text of machines, models, data and users as plain text in Markdown.
 
 Not here: pages of HTML, whose templates escape everything (page.py).
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 
 _MARKUP = re.compile(r"[\\`*\[\]<>|~&!]|(?<![^\W_])_|_(?![^\W_])|^[#+=-]|^(?:\d+)[.)]")
-"""What Markdown reads as more than text. An underscore between letters and digits is text."""
+"""Characters with a meaning in Markdown. An underscore between letters and digits has none."""
 
 
 def escaped(text: str) -> str:

@@ -35,7 +35,7 @@ ATTACKS = (
 
 
 def texts_of(markdown: str) -> list[str]:
-    """What a reader of each cell, paragraph or item sees; fails if anything but text and code is in it."""
+    """The visible text of each cell, paragraph and item; fails if there is anything but text and code."""
     tokens = MarkdownIt("commonmark").enable(["table", "strikethrough"]).parse(markdown)
     inline = [token for token in tokens if token.type == "inline"]
     for token in inline:

@@ -1,4 +1,4 @@
-"""Pins that a manifest in a store that says nonsense, or lies, ends in one sentence, and that nothing is fetched.
+"""Pins that a nonsensical or lying manifest in a store ends in one sentence, and that nothing is fetched.
 
 `rollouts pull` said "fetched 0 files, all compared" of a checkpoint called `..`, and showed a traceback of `[[[[`.
 """
@@ -26,7 +26,7 @@ NONSENSE: tuple[Any, ...] = (
     *(None, True, -1, 0, 1.5, math.nan, math.inf, 10**400, "", "x", ".", "..", "../x", "/etc", "/", "a//b", "a/../b"),
     *("\x1b[31m", "\u202eexe", "a\\b", "c/", [], {}, [[]], {"size": 1}, "0" * 64, "x" * 100_000, "\0"),
 )
-"""What each field of a manifest is replaced by in turn."""
+"""Each field of a manifest is replaced by each of these values."""
 
 
 @pytest.fixture

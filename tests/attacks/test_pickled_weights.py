@@ -20,7 +20,7 @@ from rollouts_core.reward_services import create_classifier_reward
 
 
 class Payload:
-    """What an attacker pickles: unpickling it makes a file."""
+    """An object whose unpickling makes a file."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

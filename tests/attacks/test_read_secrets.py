@@ -1,6 +1,6 @@
-"""Pins that a secret that others could read, or made, is refused, and that none is written where others can read it.
+"""Pins that a secret is refused if other users can read it or made it, and that new secrets are private.
 
-Otherwise another user of the machine reads the password of a store's server, or chooses it, and starts any program.
+Otherwise another user of the machine reads or chooses the password of a store's server, and starts any program.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def test_a_secret_that_another_user_made_is_refused(
 ) -> None:
     SECRETS[name](tmp_path)
     give_away(tmp_path / name)
-    with pytest.raises(PermanentInfraError, match=f"{name} belongs to another user"):
+    with pytest.raises(PermanentInfraError, match=f"{name} holds secrets and belongs to another user"):
         SECRETS[name](tmp_path)
     give_away(tmp_path)  # the store of another user, mounted into a container
     SECRETS[name](tmp_path)
@@ -67,7 +67,7 @@ def test_a_link_of_another_user_and_a_pipe_in_the_place_of_a_secret_are_refused(
         SECRETS[name](tmp_path)
     path.unlink()
     os.mkfifo(path, 0o600)
-    with pytest.raises(PermanentInfraError, match="is no file"):
+    with pytest.raises(PermanentInfraError, match="is not a file"):
         SECRETS[name](tmp_path)
 
 
@@ -93,10 +93,10 @@ def test_the_folder_of_the_server_is_narrowed(tmp_path: Path) -> None:
 def test_the_folder_of_another_user_is_refused(tmp_path: Path, give_away: Callable[[Path], None]) -> None:
     (tmp_path / "prefect").mkdir()
     give_away(tmp_path / "prefect")
-    with pytest.raises(PermanentInfraError, match="prefect belongs to another user"):
+    with pytest.raises(PermanentInfraError, match="prefect holds secrets and belongs to another user"):
         own_folder(tmp_path / "prefect")
     own_folder(tmp_path / "own")
     (tmp_path / "link").symlink_to(tmp_path / "own")
     give_away(tmp_path / "link")
-    with pytest.raises(PermanentInfraError, match="link belongs to another user"):
+    with pytest.raises(PermanentInfraError, match="link holds secrets and belongs to another user"):
         own_folder(tmp_path / "link")

@@ -1,7 +1,6 @@
-"""Pins that a folder of this machine that others write into hands out nothing but itself (`file://` URLs).
+"""Pins that `file://` URLs fetch nothing from outside of their folder, into which other users may write.
 
-Whoever may write there would otherwise put a link to a private file there: it would be fetched, sent to nodes, and
-published with the checkpoint.
+Otherwise another user puts a link to a private file there, and the file is fetched, sent to nodes, and published.
 """
 
 from __future__ import annotations
