@@ -30,7 +30,7 @@ import fsspec.core
 
 from infra.errors import ObjectMissingError, StoreRefusedError, StoreUnavailableError
 from infra.stores.object_errors import missing_bucket, sorted_failures
-from infra.stores.shared_folder import PRIVATE, READABLE, SharedFolder
+from infra.stores.shared_folder import READABLE, SharedFolder
 
 PART_BYTES = 16 << 20
 """What is larger than two of these goes to S3 in parts, several at a time; so many of them are in memory then."""
@@ -236,10 +236,10 @@ class ObjectStore:
 
     def copy_mode(self, name: str) -> int:
         """Permissions of a copy before the umask: those of the file, if the store is a folder of this machine."""
-        if self.protocol != FOLDER:
+        if not isinstance(self._fs, SharedFolder):
             return READABLE
         with sorted_failures(self.url_of(name)):
-            return int(self._fs.info(self._key(name))["mode"]) & READABLE | PRIVATE
+            return self._fs.copy_mode(self._key(name))
 
     def remove(self, name: str) -> None:
         """Delete one object."""

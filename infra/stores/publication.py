@@ -18,6 +18,7 @@ import math
 import re
 import secrets
 import time
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -219,8 +220,8 @@ def _named_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:  # Any: JSON
     """An object of JSON; ValueError for a name that is there twice, of which readers take different ones."""
     named = dict(pairs)
     if len(named) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} is there twice")
+        [(name, _)] = Counter(name for name, _ in pairs).most_common(1)
+        raise ValueError(f"{name!r} is there twice")
     return named
 
 

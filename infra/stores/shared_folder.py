@@ -60,6 +60,17 @@ class SharedFolder:
         with self._located(key) as (folder, name):
             return _describe(_checked_status(folder, name, key))
 
+    def copy_mode(self, key: str) -> int:
+        """Permissions of a copy: no more users may read it than can reach and read the file from the root on."""
+        real, top = self._real(key), self._real(str(self._root))
+        mode = int(self.info(key)["mode"])
+        for folder in real.parents:
+            if folder == real.parent or folder.is_relative_to(top):
+                searched = folder.lstat().st_mode
+                mode &= ~stat.S_IRWXG if not searched & stat.S_IXGRP else mode
+                mode &= ~stat.S_IRWXO if not searched & stat.S_IXOTH else mode
+        return mode & READABLE | PRIVATE
+
     def cat_file(self, key: str, start: int, end: int) -> bytes:
         """The bytes of a file from `start` up to `end`; fewer if the file ends before."""
         with self._located(key) as (folder, name):

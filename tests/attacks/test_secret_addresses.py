@@ -41,6 +41,8 @@ def test_a_key_in_the_query_of_a_service_is_refused_and_not_repeated(query: str)
         "https://user:PASSWORD@host/v1",
         "https://PASSWORD@host",
         "https://user:PASSWORD@host?x=1",
+        "judge.example/v1?token=PASSWORD",
+        "user:PASSWORD@judge.example:8000/v1",
     ],
 )
 def test_what_looks_like_a_key_is_refused_whatever_its_name(url: str) -> None:
@@ -53,6 +55,15 @@ def test_what_looks_like_a_key_is_refused_whatever_its_name(url: str) -> None:
 )
 def test_other_queries_are_kept(query: str) -> None:
     assert RewardConfig(kind="http", url=f"https://host/v1?{query}").url.endswith(query)
+
+
+@pytest.mark.parametrize(
+    "text", ["Is a@b.example valid? 1:2@3 is not.", "Which key?", "a? token=x", "see https://x.example/a"]
+)
+def test_prompts_of_a_judge_may_speak_of_addresses(text: str) -> None:
+    prompt = f"{text} {{prompt}} {{response}}"
+    reward = RewardConfig(kind="judge", url="https://host/v1", model="m", judge_prompt=prompt)
+    assert reward.judge_prompt == prompt
 
 
 SETTINGS: dict[str, Any] = {

@@ -175,6 +175,16 @@ def test_what_is_fetched_and_what_goes_to_a_node_is_read_by_no_more_users(shared
     assert stat.S_IMODE((tmp_path / "published" / "config.json").stat().st_mode) == 0o600
 
 
+@pytest.mark.parametrize(("folder_mode", "mode"), [(0o700, 0o600), (0o750, 0o640), (0o755, 0o644)])
+def test_a_file_in_a_folder_that_others_cannot_enter_is_fetched_for_nobody_else(
+    folder_mode: int, mode: int, shared: Path, tmp_path: Path
+) -> None:
+    (shared / "config.json").chmod(0o644)
+    shared.chmod(folder_mode)
+    assert stat.S_IMODE((fetch(shared, tmp_path) / "config.json").stat().st_mode) == mode
+    assert stat.S_IMODE(fetch(shared / "config.json", tmp_path, "one").stat().st_mode) == mode
+
+
 def test_publishing_writes_through_no_link(shared: Path, private: Path, tmp_path: Path) -> None:
     path = tmp_path / "weights"
     path.write_text("weights")
