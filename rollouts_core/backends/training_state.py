@@ -9,6 +9,7 @@ Not here: the directory and its manifest (checkpoint.py), gathering what is spre
 from __future__ import annotations
 
 import json
+import stat
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass
@@ -106,6 +107,10 @@ def write_training_checkpoint(
         (directory / "trainer").mkdir()
         (directory / TRAINER_STATE).write_text(trainer, encoding="utf-8")
         save_file(others, directory / TRAINER_TENSORS)
+        # safetensors writes for the owner alone, and copies that others shall read keep the mode of the file.
+        usual = stat.S_IMODE((directory / TRAINER_STATE).stat().st_mode)
+        for weights in directory.rglob("*.safetensors"):
+            weights.chmod(usual)
 
 
 def write_ends_of_turn(directory: Path, tokenizer: PreTrainedTokenizerBase) -> None:
