@@ -179,6 +179,7 @@ def _begin_anew(pulse: Pulse) -> None:
 def main() -> None:
     """Keep the server of a home, `sys.argv[1]`, at the listening socket of descriptor `sys.argv[2]`."""
     home, listener = Path(sys.argv[1]), socket.socket(fileno=int(sys.argv[2]))
+    os.umask(0o077)  # blocks with secrets lie in the database, and the key to them too
     if os.fork():
         os._exit(0)
     _keep(home, listener)

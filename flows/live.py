@@ -29,6 +29,7 @@ from infra.jobs import JobExit, describe_exit
 from infra.ledger import LEDGER_FILE, Ledger, StageUse
 from infra.process_identity import ProcessIdentity, identify
 from infra.renting.rentals import all_rentals, usd_spent
+from infra.secret_file import own_folder
 from infra.session import LOOPBACK
 from rollouts_core.report.live import LiveRun, LiveStage, render_live, render_runs
 from rollouts_core.system.files import write_json
@@ -68,7 +69,7 @@ def served_live_pages(store: Path) -> Iterator[LiveAddress]:
     import uvicorn
 
     home = store.resolve() / "prefect"
-    home.mkdir(mode=0o700, parents=True, exist_ok=True)
+    own_folder(home)
     listener = _listener(_last_port(home))
     config = uvicorn.Config(live_app(store.resolve()), log_level="warning", lifespan="off", access_log=False)
     server = uvicorn.Server(config)
@@ -219,7 +220,7 @@ def describe_end(run_dir: Path) -> tuple[int, str]:
         if record["cancelled"]:
             return attempt, f"cancelled at {at}"
         exit_record = JobExit(**{each.name: record[each.name] for each in fields(JobExit) if each.name in record})
-    except (OSError, ValueError, TypeError, KeyError):
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return 0, ""
     return attempt, f"ended at {at}: {describe_exit(exit_record).rstrip('.')}"
 
@@ -228,7 +229,7 @@ def verdict_of(record: Path) -> str:
     """What a run.json says of the run; nothing if there is no record, or no verdict was asked for."""
     try:
         return str(json.loads(record.read_text(encoding="utf-8")).get("verdict", ""))
-    except (OSError, ValueError, AttributeError):
+    except (OSError, ValueError, AttributeError, RecursionError):
         return ""
 
 

@@ -27,7 +27,7 @@ from flows.store import STORE_VARIABLE, from_home
 from flows.terminal import DEFAULT_STORE
 from infra.cloud import Cloud, look_up
 from infra.errors import InfraError, PermanentInfraError, TransientInfraError
-from infra.foreign_text import shown_line
+from infra.foreign_text import shown_line, shown_lines
 from infra.ledger import LEDGER_FILE, Ledger
 from infra.offers import (
     CLOUD_NAMES,
@@ -151,7 +151,7 @@ def gpus(
         variables = ", ".join(f"{ENDPOINTS[name].title} ({ENDPOINTS[name].key_variable})" for name in others)
         typer.echo(f"not asked, for want of a key: {variables}")
     for failure in failures:
-        typer.echo(failure, err=True)
+        typer.echo(shown_lines(failure), err=True)
     if len(failures) == len(names):
         raise TransientInfraError("no provider answered")
     if not offers:
@@ -259,12 +259,12 @@ def list_nodes(store: Path, *, everything: bool) -> None:
         known = {rental.name: rental for rental in all_rentals(ledger)}
         with open_usable_clouds(clouds_with_keys(CLOUD_NAMES)[0]) as (clouds, problems):
             for problem in problems:
-                typer.echo(problem, err=True)
+                typer.echo(shown_lines(problem), err=True)
             for cloud in clouds.values():
                 try:
                     instances = cloud.list_named(NAME_PREFIX)
                 except InfraError as error:
-                    typer.echo(str(error), err=True)
+                    typer.echo(shown_lines(str(error)), err=True)
                     continue
                 for instance in instances:
                     rental = known.get(instance.name)
@@ -310,7 +310,7 @@ def show(name: MachineName, store: Store = DEFAULT_STORE) -> None:
 
 def echo_facts(facts: Mapping[str, object]) -> None:
     """Print each with its name, in a line."""
-    typer.echo("\n".join(f"{name:14} {value}" for name, value in facts.items()))
+    typer.echo("\n".join(f"{name:14} {shown_lines(str(value))}" for name, value in facts.items()))
 
 
 def ssh(
@@ -386,9 +386,9 @@ def reap_now(
             report.add(reap_with(name, store, ledger, spare=spare))
     for title, lines in (("ended", report.ended), ("kept", report.kept), ("another store's", report.foreign)):
         for line in lines:
-            typer.echo(f"{title:16} {line}")
+            typer.echo(f"{title:16} {shown_line(line)}")
     for line in report.failures:
-        typer.echo(line, err=True)
+        typer.echo(shown_line(line), err=True)
     if report.failures:
         raise TransientInfraError("not everything could be looked at, or ended: the same command tries again")
     typer.echo(f"{len(report.ended)} ended, {len(report.kept)} kept")

@@ -65,12 +65,14 @@ SLACK_HOST = "hooks.slack.com"
 ADDRESS_NAME = re.compile(r"[a-z0-9-]+")
 """What Prefect takes for a block."""
 
-SUBJECT = "{{ flow_run.name }}: {{ flow_run.state.name }}"
+PLAIN = "replace('<', '‹')|replace('>', '›')|replace('](', '] (')"
+"""Filters of Jinja: names of runs and what machines said must be no links or mentions of a whole channel."""
+SUBJECT = f"{{{{ flow_run.name|{PLAIN} }}}}: {{{{ flow_run.state.name }}}}"
 BODY = (
-    "{% if flow_run.state.name == 'Suspended' %}A decision is waiting: Resume on the page of {{ flow_run.name }}"
-    " puts its candidate into production, or rejects it.{% else %}"
-    "The run {{ flow_run.name }} of {{ flow.name }} is {{ flow_run.state.name }}.{% endif %}"
-    "{% if flow_run.state.message %} {{ flow_run.state.message }}{% endif %} {{ flow_run|ui_url }}"
+    "{% if flow_run.state.name == 'Suspended' %}A decision is waiting: Resume on the page of "
+    f"{{{{ flow_run.name|{PLAIN} }}}} puts its candidate into production, or rejects it.{{% else %}}"
+    f"The run {{{{ flow_run.name|{PLAIN} }}}} of {{{{ flow.name }}}} is {{{{ flow_run.state.name }}}}.{{% endif %}}"
+    f"{{% if flow_run.state.message %}} {{{{ flow_run.state.message|{PLAIN} }}}}{{% endif %}} {{{{ flow_run|ui_url }}}}"
 )
 FIRST_MESSAGE = "From now on you are told here when a run is {states}."
 

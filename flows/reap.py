@@ -19,6 +19,7 @@ from flows.run_ends import known_tool, with_noted_end
 from flows.tools import REAP_FLOW, ReapConfig
 from infra.errors import TransientInfraError
 from infra.renting.reaper import ReapReport
+from rollouts_core.report.markdown import escaped
 
 
 @flow(name=REAP_FLOW, flow_run_name=REAP_FLOW, persist_result=False)
@@ -53,4 +54,4 @@ def table_of(report: ReapReport) -> list[dict[str, str]]:
         "another store's": report.foreign,
         "failed": report.failures,
     }
-    return [{"outcome": outcome, "machine": line} for outcome, lines in outcomes.items() for line in lines]
+    return [{"outcome": outcome, "machine": escaped(line)} for outcome, lines in outcomes.items() for line in lines]

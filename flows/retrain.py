@@ -37,6 +37,7 @@ from infra.node import NodeSettings, settings_of_engines, without_further_nodes
 from infra.registry import Alias, Model, current
 from infra.retrainings import Retraining, find_retraining
 from rollouts_core.config import Config
+from rollouts_core.report.markdown import escaped
 from tasks.candidate import candidate_name, judge_candidate, register_candidate, registered_input, render_comparison
 from tasks.model_aliases import note_in_reports
 from tasks.plan import base_model, with_engines_of_trainer
@@ -143,13 +144,13 @@ class PipelineWork:
         create_markdown_artifact(
             table,
             key=artifact_key("comparison", self._scope),
-            description=f"{candidate.name} and what is in production",
+            description=f"{escaped(candidate.name)} and what is in production",
         )
         return compared
 
     def ask(self, row: Retraining, candidate: Model) -> Answer:
         """What a person entered; until then the run is suspended, and this process ends."""
         table = render_comparison(candidate.name, candidate.evaluation)
-        form = Approval.with_initial_data(description=f"## Put {candidate.name} into production?\n\n{table}")
+        form = Approval.with_initial_data(description=f"## Put {escaped(candidate.name)} into production?\n\n{table}")
         answer = suspend_flow_run(wait_for_input=form, key=f"approve-{candidate.id}-{row.baseline_id}")
         return Answer(approved=answer.promote, by=answer.decided_by or "somebody in Prefect", comment=answer.comment)

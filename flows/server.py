@@ -46,6 +46,7 @@ from flows.server_log import describe_death, log_tail, set_log_aside
 from infra.locks import lock_file, open_lock, try_lock
 from infra.ports import check_loopback
 from infra.repeating import repeating
+from infra.secret_file import open_own_log, own_folder
 from rollouts_core.keys import SENDABLE
 
 DEFAULT_PORT = 4200
@@ -333,7 +334,7 @@ def _shared_server(
     with ExitStack() as held:
         try:
             # Blocks with secrets lie in the database, and the key to them too.
-            home.mkdir(mode=0o700, parents=True, exist_ok=True)
+            own_folder(home)
             own_password(home)
             own_certificate(home)
             users_lock = held.enter_context(lock_file(home / "users.lock"))
@@ -429,7 +430,7 @@ def _start_keeper(home: Path, keeper_lock: int, *, port: int) -> None:
     known_port = _port_of_killed(home) or remembered_port(home)
     (home / "server.json").unlink(missing_ok=True)
     set_log_aside(home / LOG_FILE)
-    with _listen(port, preferred=known_port) as listener, (home / LOG_FILE).open("ab") as log:
+    with _listen(port, preferred=known_port) as listener, open_own_log(home / LOG_FILE) as log:
         launcher = subprocess.Popen(
             [sys.executable, "-P", "-c", KEEPER_PROGRAM, str(ROOT), str(home), str(listener.fileno())],
             cwd=home,
@@ -454,6 +455,8 @@ def _server_environment(home: Path, port: int) -> dict[str, str]:
             "PREFECT_SERVER_API_PORT": str(port),
             "PREFECT_SERVER_API_AUTH_STRING": own_password(home),
             "PREFECT_SERVER_UI_API_URL": f"{base_url(port)}/api",
+            # Prefect would let the pages of every site read its answers.
+            "PREFECT_SERVER_CORS_ALLOWED_ORIGINS": f"{base_url(port)},http://localhost:{port}",
             "PREFECT_UI_URL": f"{base_url(port)}/v2",  # for links in the messages of automations
             # Kept in memory, the slot of a retraining is gone with a killed server, and Prefect ends the run for it.
             "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": "prefect.server.concurrency.lease_storage.filesystem",

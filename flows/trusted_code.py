@@ -36,7 +36,16 @@ from tasks.model_names import BASE
 from tasks.places import RUNS, STAGES
 
 VARIABLE = "ROLLOUTS_TRUSTED_CODE"
-OWN_PACKAGE = "rollouts_core"
+ENVIRONMENTS = (
+    *("arithmetic", "calculator", "code", "countdown", "json_schema", "math", "multiple_choice"),
+    "text_transformation",
+)
+OWN_MODULES = (
+    "rollouts_core.rewards",
+    "rollouts_core.filters",
+    *(f"rollouts_core.environments.{each}" for each in ENVIRONMENTS),
+)
+"""Modules of this project that grade and filter. Others start programs, delete folders, or write files."""
 SCORED = ("evaluate.model", "evaluate.against")
 
 
@@ -86,7 +95,9 @@ def is_trusted(named: Named, trusted: Collection[str]) -> bool:
     """True if the value is among the trusted ones; a package that is trusted stands for its modules, too."""
     if named.kind != "function":
         return named.value in trusted
-    return any(named.value == each or named.value.startswith(f"{each}.") for each in (OWN_PACKAGE, *trusted))
+    if named.value in OWN_MODULES:
+        return True
+    return any(named.value == each or named.value.startswith(f"{each}.") for each in trusted)
 
 
 def find_marked(settings: BaseModel, place: str = "") -> list[Named]:

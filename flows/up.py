@@ -55,6 +55,7 @@ from flows.terminal import DEFAULT_STORE, Port, Store, console
 from flows.tools import TOOLS
 from infra.locks import is_locked, lock_file, open_lock, try_lock
 from infra.process_identity import ProcessIdentity
+from infra.secret_file import open_own_log, own_folder
 from infra.supervisor.variables import with_absolute_paths
 from rollouts_core.errors import InputError
 
@@ -226,7 +227,7 @@ def begin_serving(store: Path, own: list[Deployment], *, gpu_slots: int = 0) -> 
         gpu_slots: how many runs go at once from now on; 0 leaves that as it is.
     """
     home = store / "prefect"
-    home.mkdir(mode=0o700, parents=True, exist_ok=True)
+    own_folder(home)
     with lock_file(home / "up.lock") as up_lock:
         fcntl.flock(up_lock, fcntl.LOCK_EX)
         is_new = not _is_locked(home)
@@ -357,7 +358,7 @@ def _start_serving(store: Path, home: Path) -> None:
         (home / "serving.log").unlink(missing_ok=True)
         variables = {**os.environ, **with_absolute_paths(os.environ, Path.cwd())}
         path = os.pathsep.join(filter(None, [variables.get("PYTHONPATH"), str(ROOT)]))
-        with (home / "serving.log").open("ab") as log:
+        with open_own_log(home / "serving.log") as log:
             subprocess.Popen(
                 [sys.executable, "-P", "-m", "flows.serving", str(store)],
                 env={**variables, "PYTHONPATH": path},

@@ -31,7 +31,7 @@ FINGERPRINT = re.compile(r"(SHA256:[A-Za-z0-9+/]{43})?")
 ROOT = re.compile(r"(/|~/)[^\x00-\x1f]+")
 INTERPRETER = re.compile(r"/[\w./+ -]+")
 """An absolute path of characters that every login shell leaves alone inside quotes."""
-INDEX = re.compile(r"(https?://[^\s@]+)?")
+INDEX = re.compile(r"(https?://[^\s@?#]+)?")
 INSTANCE = re.compile(rf"({'|'.join(CLOUD_NAMES)}):[A-Za-z0-9][A-Za-z0-9_-]{{0,127}}")
 """A provider's name and its own name for a machine."""
 VARIABLE = r"^([A-Za-z_][A-Za-z0-9_]*)?$"
@@ -303,7 +303,8 @@ def check_form(value: str, info: ValidationInfo) -> str:
         return value
     is_port = match is None or int(match.groupdict().get("port") or SSH_PORT) in range(1, 65536)
     if match is None or not is_port:
-        raise ValueError(f"expected {expected}, found {value!r}")
+        found = "" if "://" in value else f", found {value!r}"  # it may hold a password
+        raise ValueError(f"expected {expected}{found}")
     return value
 
 
@@ -323,7 +324,10 @@ _FORMS = {
     "proxy_jump": (PROXY_JUMP, "user@host:port or a name in ~/.ssh/config, several with commas and no spaces"),
     "root": (ROOT, "a path on the machine that begins with / or ~/"),
     "python": (INTERPRETER, "the absolute path of a Python interpreter on the machine"),
-    "package_index": (INDEX, "an http(s) URL without user and password: those belong into the machine's own settings"),
+    "package_index": (
+        INDEX,
+        "an http(s) URL without user, password and query: keys belong into the machine's own settings",
+    ),
 }
 
 

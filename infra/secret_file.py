@@ -1,24 +1,41 @@
-"""A secret of a store: made once, in a file that only its owner can read.
+"""Secrets of a store: files and folders of their owner alone, checked whenever they are used.
 
-Not here: what it opens.
+A store belongs to one user. As ssh refuses a key, a file is refused if other users can read it or if another user made
+it. The message names the command that helps. Root may use a store of another user: containers mount such stores.
+
+Not here: what a secret opens.
 """
 
 import os
+import secrets
+import stat
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from typing import BinaryIO
+
+from infra.errors import PermanentInfraError
+
+OF_OTHERS = stat.S_IRWXG | stat.S_IRWXO
+WRITTEN_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
+OWN_FILE, OWN_FOLDER = 0o600, 0o700
 
 
 def own_secret(path: Path, make: Callable[[], str]) -> str:
-    """Return what the file holds, after writing what `make` returns where there is none."""
+    """Return the secret in the file. Without a file, write the secret that `make` returns.
+
+    Raises:
+        PermanentInfraError: other users can read the file, or another user made the file or the link.
+    """
     if (known := read_secret(path)) is not None:
         return known
-    partial = path.with_name(f"{path.name}.{os.getpid()}")
-    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(descriptor, "w") as file:
-        file.write(make())
-        file.flush()
-        os.fsync(file.fileno())
+    partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, OWN_FILE)
     try:
+        with os.fdopen(descriptor, "w") as file:
+            file.write(make())
+            file.flush()
+            os.fsync(file.fileno())
         os.link(partial, path)  # of two processes that make one at once, the first one counts
     except FileExistsError:
         if read_secret(path) is None:  # it is empty: written when the disk was full
@@ -31,8 +48,65 @@ def own_secret(path: Path, make: Callable[[], str]) -> str:
 
 
 def read_secret(path: Path) -> str | None:
-    """Return what the file holds; None where there is none, or nothing in it."""
+    """Return the secret in the file, or None if the file is missing or empty. This user's own link is followed.
+
+    Raises:
+        PermanentInfraError: other users can read the file, or another user made the file or the link.
+    """
     try:
-        return path.read_text(encoding="utf-8").strip() or None
+        _check_owner(path, path.lstat())
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     except FileNotFoundError:
         return None
+    with os.fdopen(descriptor, encoding="utf-8") as file:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise PermanentInfraError(f"{path} holds a secret, but is not a file: remove it to have a new secret made")
+        _check_owner(path, status)
+        if status.st_mode & OF_OTHERS:
+            raise PermanentInfraError(
+                f"other users can read the secret in {path} (mode {stat.S_IMODE(status.st_mode):04o}): "
+                f"chmod 600 {path}, or remove the file to have a new secret made"
+            )
+        return file.read().strip() or None
+
+
+def own_folder(path: Path) -> None:
+    """Make a folder with mode 0700, or give an existing folder this mode.
+
+    Raises:
+        PermanentInfraError: another user made the folder, or other users could write into it until now.
+    """
+    path.mkdir(mode=OWN_FOLDER, parents=True, exist_ok=True)
+    _check_owner(path, path.lstat())
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        status = os.fstat(descriptor)
+        _check_owner(path, status)
+        if status.st_mode & WRITTEN_BY_OTHERS:
+            raise PermanentInfraError(
+                f"other users can write into {path} (mode {stat.S_IMODE(status.st_mode):04o}), which holds secrets: "
+                f"check that every file there is yours, then chmod 700 {path}"
+            )
+        if status.st_mode & OF_OTHERS:
+            os.fchmod(descriptor, OWN_FOLDER)
+    finally:
+        os.close(descriptor)
+
+
+def open_own_log(path: Path) -> BinaryIO:
+    """Open a file with mode 0600 to append to it."""
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW
+    return os.fdopen(os.open(path, flags, OWN_FILE), "ab")
+
+
+def _check_owner(path: Path, status: os.stat_result) -> None:
+    own = {0, os.geteuid()}
+    if os.geteuid() == 0:
+        with suppress(FileNotFoundError):
+            own.add(path.parent.stat().st_uid)
+    if status.st_uid not in own:
+        raise PermanentInfraError(
+            f"{path} holds secrets and belongs to another user (uid {status.st_uid}): remove it to have a new one "
+            "made, or choose a store of your own"
+        )

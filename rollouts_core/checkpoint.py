@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from rollouts_core.errors import CheckpointError
@@ -130,17 +130,29 @@ def load_manifest(path: Path) -> Manifest:
         raw = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
         if raw["format"] != FORMAT:
             raise CheckpointError(f"{path} has manifest format {raw['format']}, this version reads {FORMAT}")
-        files = {name: FileEntry(**entry) for name, entry in raw["files"].items()}
         return Manifest(
-            step=raw["step"],
-            files=files,
-            created_at=raw["created_at"],
-            score=raw.get("score"),
-            settings=raw.get("settings", {}),
-            is_early=raw.get("is_early", False),
+            step=_of_kind(raw["step"], int),
+            files={name: _entry_of(name, entry) for name, entry in raw["files"].items()},
+            created_at=_of_kind(raw["created_at"], float, int),
+            score=_of_kind(raw.get("score"), float, int, type(None)),
+            settings=_of_kind(raw.get("settings", {}), dict),
+            is_early=_of_kind(raw.get("is_early", False), bool),
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path} is not a whole checkpoint: no readable {MANIFEST} ({error})") from error
+
+
+def _entry_of(name: str, entry: Mapping[str, Any]) -> FileEntry:  # Any: JSON
+    if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
+        raise ValueError(f"the file {name!r} would lie outside of the checkpoint")
+    return FileEntry(size=_of_kind(entry["size"], int), sha256=_of_kind(entry["sha256"], str))
+
+
+def _of_kind(value: Any, *kinds: type) -> Any:  # Any: JSON
+    """The value if its type is one of these; True is no number, and no number has more than 64 bits."""
+    if type(value) not in kinds or (isinstance(value, int) and value.bit_length() > 64):
+        raise TypeError(f"expected {kinds[0].__name__}, found {value!r:.40}")
+    return value
 
 
 def verify_checkpoint(path: Path, *, by_size_alone: bool = False) -> Manifest:
@@ -247,9 +259,10 @@ def adopt_checkpoint(source: Path, parent: Path) -> Path:
     Raises:
         CheckpointError: it is damaged.
     """
-    path = step_directory(parent, verify_checkpoint(source).step)
+    manifest = verify_checkpoint(source)
+    path = step_directory(parent, manifest.step)
     with new_directory(path) as partial:
-        for name in _file_names(source):
+        for name in (*manifest.files, MANIFEST):  # anything else may be a link to a file of other people
             link_or_copy(source / name, partial / name)
     return path
 

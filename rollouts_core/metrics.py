@@ -174,7 +174,7 @@ def parse_line(line: bytes) -> dict[str, Any] | None:  # Any: JSON
     """The object in a line of such a file; None of one that a disk, or somebody, damaged."""
     try:
         found = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) else None
 

@@ -151,7 +151,7 @@ def _read_labels(file: Path) -> list[str]:
     try:
         names = dict(json.loads(file.read_text(encoding="utf-8")).get("id2label") or {})
         return [str(names[number]) for number in sorted(names, key=int)]
-    except (ValueError, TypeError, AttributeError) as error:
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{file} is no configuration of a model ({first_line(error)}): copy it again") from error
 
 

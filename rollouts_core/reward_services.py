@@ -30,6 +30,7 @@ from rollouts_core.data.chat import stop_token_ids
 from rollouts_core.data.plain_text import hide_known_marks, tokenize_plainly
 from rollouts_core.errors import CheckpointError, ConfigError, RewardError
 from rollouts_core.model.loading import load_tokenizer
+from rollouts_core.model.pickled_weights import refuse_pickled_weights
 from rollouts_core.reward_models import RewardModelServer, find_label, pick_score
 from rollouts_core.system.http_service import HTTPService, RefusedError
 from rollouts_core.system.time_limits import uncounted
@@ -232,14 +233,17 @@ def create_classifier_reward(config: RewardConfig) -> BatchedReward:
 
     Raises:
         ConfigError: no such folder, or a model with several labels.
-        CheckpointError: a folder that cannot be loaded.
+        CheckpointError: a folder that cannot be loaded, or has pickled weights.
     """
     import torch
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
     with _loading(config):
-        model = AutoModelForSequenceClassification.from_pretrained(config.model).eval()
-        tokenizer = AutoTokenizer.from_pretrained(config.model)
+        refuse_pickled_weights(Path(config.model), instead="convert them to safetensors")
+        model = AutoModelForSequenceClassification.from_pretrained(
+            config.model, use_safetensors=True, trust_remote_code=False
+        ).eval()
+        tokenizer = AutoTokenizer.from_pretrained(config.model, trust_remote_code=False)
     if model.config.num_labels != 1:
         raise ConfigError(
             f"the reward model at {config.model} has {model.config.num_labels} labels: a reward model has one"
@@ -294,7 +298,7 @@ def create_reward_model_reward(config: RewardConfig) -> BatchedReward:
     from transformers import AutoTokenizer
 
     with _loading(config):
-        tokenizer = AutoTokenizer.from_pretrained(config.model)
+        tokenizer = AutoTokenizer.from_pretrained(config.model, trust_remote_code=False)
     label = find_label(config)
     server = RewardModelServer(config)
     one_at_a_time = anyio.CapacityLimiter(1)  # a tokenizer is for one thread

@@ -17,6 +17,7 @@ from rollouts_core.comparison import compare_paired, judge_improvement
 from rollouts_core.config import Config
 from rollouts_core.errors import CheckpointError
 from rollouts_core.job import InputModel
+from rollouts_core.report.markdown import escaped
 from rollouts_core.system.files import new_directory
 from tasks.artifacts import find_checkpoint_damage
 from tasks.model_aliases import note_in_reports
@@ -136,8 +137,8 @@ def render_comparison(name: str, evaluation: Mapping[str, object]) -> str:
         ("difference", "difference", "difference_low", "difference_high"),
     ]
     lines = [
-        f"| {title} | {evaluation[mean]:.3f} | {evaluation[low]:.3f} to {evaluation[high]:.3f} |"
+        f"| {escaped(str(title))} | {evaluation[mean]:.3f} | {evaluation[low]:.3f} to {evaluation[high]:.3f} |"
         for title, mean, low, high in rows
     ]
     table = "\n".join(["| model | mean score | 95 % interval |", "|---|---|---|", *lines])
-    return f"{table}\n\n{evaluation['sentence']}"
+    return f"{table}\n\n{escaped(str(evaluation['sentence']))}"

@@ -18,6 +18,7 @@ from rollouts_core.config import Config
 from rollouts_core.fingerprint import digest_model
 from rollouts_core.job import InputModel
 from rollouts_core.report import describe_results, render_results_markdown
+from rollouts_core.report.markdown import as_code, escaped
 from rollouts_core.system.files import write_json
 from tasks.model_names import NamedModel, find_named_model, with_heldout
 from tasks.places import note_named
@@ -87,7 +88,7 @@ def write_evaluation(
     )
     rows = [
         {
-            "model": score.label,
+            "model": escaped(score.label),
             results.display.title: score.mean,
             "95 % interval": score.interval,
             results.display.rows: score.num_rows,
@@ -103,9 +104,12 @@ def write_evaluation(
         }
         for each in results.differences
     ]
-    create_table_artifact(rows, key=artifact_key("scores", scope), description=f"Scores on {data}; kept in {path}")
+    kept = as_code(str(path))
+    create_table_artifact(
+        rows, key=artifact_key("scores", scope), description=f"Scores on {as_code(data)}; kept in {kept}"
+    )
     create_markdown_artifact(
-        f"{render_results_markdown(results)}\n", key=artifact_key("report", scope), description=f"Record: {path}"
+        f"{render_results_markdown(results)}\n", key=artifact_key("report", scope), description=f"Record: {kept}"
     )
     said = "; ".join(
         f"{score.label}: {results.display.title} {score.mean} ({score.interval})" for score in results.scores

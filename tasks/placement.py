@@ -29,6 +29,7 @@ from infra.session import Session
 from infra.stores.direct import fetch_on_node
 from infra.stores.object_store import ObjectStore
 from infra.stores.presigned import can_presign
+from infra.stores.shared_folder import real_path
 from infra.sync.mirror import LOCK, is_behind
 from infra.sync.push import has_files, is_executable, publish_files
 from rollouts_core.checkpoint import find_checkpoint, list_checkpoints
@@ -323,11 +324,16 @@ def source_files(package: Path) -> dict[str, Path]:
 
 
 def files_below(path: Path, name: str) -> Mapping[str, Path]:
-    """A file, or the files below a folder, by the names that they get; links of a cache become what they point to."""
-    if path.is_file():
-        return {name: path.resolve()}
-    below = sorted(each for each in path.rglob("*") if each.is_file())
-    return {str(Path(name) / each.relative_to(path)): each.resolve() for each in below}
+    """A file, or the files below a folder, by the names that they get; links of a cache become what they point to.
+
+    Raises:
+        PermanentInfraError: another user's link leaves the folder, perhaps to a file of ours that is private.
+    """
+    top = path.absolute()
+    if top.is_file():
+        return {name: real_path(top)}
+    below = sorted(each for each in top.rglob("*") if each.is_file())
+    return {str(Path(name) / each.relative_to(top)): real_path(each, within=real_path(top)) for each in below}
 
 
 def exists_on_node(session: Session, path: str) -> bool:

@@ -217,7 +217,7 @@ def _read_json(path: Path) -> Any:  # Any: JSON
     """The content of a file; None where there is none, or it is not whole."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
 
 

@@ -13,10 +13,12 @@ from prefect import task
 from prefect.artifacts import create_markdown_artifact
 from prefect.cache_policies import NO_CACHE
 
+from infra.foreign_text import shown_line
 from infra.node import NodeSettings
 from rollouts_core.comparison import Verdict, judge_improvement
 from rollouts_core.config import Config
 from rollouts_core.report import ReportInput, StageSummary, render_report, render_summary_markdown
+from rollouts_core.report.markdown import as_code
 from rollouts_core.system.files import write_atomically, write_json
 from tasks.early_end import EarlyEnd
 from tasks.progress import StageProgress
@@ -57,7 +59,7 @@ def write_report(
     }
     write_json(scope.output_dir / RUN_FILE, with_spending(run, spending))
     create_markdown_artifact(
-        render_summary_markdown(report), key=artifact_key("report", scope), description=f"Report: {path}"
+        render_summary_markdown(report), key=artifact_key("report", scope), description=f"Report: {as_code(str(path))}"
     )
     with StageProgress("report") as progress:
         progress.say(f"{path}{': ' + verdict.sentence if verdict else ''}")
@@ -77,7 +79,7 @@ def judge_rl(evaluation: StageRecord, rl: StageRecord, config: Config) -> Verdic
     verdict = judge_improvement(
         scores[start], scores["rl"], names=(NAME_OF[start], NAME_OF["rl"]), max_p_value=config.evaluation.max_p_value
     )
-    warning = rl.result.get("warning")
+    warning = shown_line(str(rl.result.get("warning") or ""))
     return replace(verdict, sentence=f"{verdict.sentence}; {warning}") if warning else verdict
 
 

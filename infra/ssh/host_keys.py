@@ -151,7 +151,7 @@ class HostKeyPolicy:
     def _remember(self, key: HostKey, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         line = f"{self.address} {key.type} {base64.b64encode(key.blob).decode()}\n"
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600)
         try:
             os.write(descriptor, line.encode())  # one write: lines of two processes do not mix
             os.fsync(descriptor)

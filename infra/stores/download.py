@@ -17,12 +17,14 @@ import hashlib
 import json
 import os
 import shutil
+import stat
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 from infra.errors import (
     DiskFullError,
@@ -34,6 +36,7 @@ from infra.errors import (
 from infra.locks import is_locked, locked
 from infra.stores.object_store import ObjectStore, StoredObject
 from infra.stores.publication import MANIFEST, read_manifest_digests, read_publication
+from infra.stores.shared_folder import PRIVATE
 from infra.sync import receiver
 
 PIECE_BYTES = 8 << 20
@@ -78,11 +81,14 @@ def find_wanted(store: ObjectStore) -> list[WantedFile]:
     """
     if (publication := read_publication(store)) is not None:
         start = len(publication.checkpoint) + 1
-        return [
+        wanted = [
             WantedFile(name=key[start:], key=key, size=size, sha256=sha256)
             for key, (size, sha256) in publication.files.items()
             if key.startswith(f"{publication.checkpoint}/")
         ]
+        for each in wanted:
+            _check_name(each.name, store)
+        return wanted
     objects = _without_markers(store, _list_with_itself(store))
     if not objects:
         raise ObjectMissingError(f"there is nothing at {store.url}: correct the URL")
@@ -117,7 +123,7 @@ def _without_markers(store: ObjectStore, objects: Mapping[str, StoredObject]) ->
         PermanentInfraError: an object and a folder have the same name; a disk has room for one of them.
     """
     folders = {folder: key for key in objects for folder in _folders_of(key)}
-    for key in objects.keys() & folders.keys():
+    for key in sorted(objects.keys() & folders.keys()):
         if objects[key].size:
             raise PermanentInfraError(
                 f"{store.url_of(key)} is an object, and also a folder with {folders[key]}, which cannot both lie on a "
@@ -197,7 +203,8 @@ def _lock_of(incoming: Path) -> Path:
 
 def _fill(store: ObjectStore, wanted: Sequence[WantedFile], incoming: Path) -> None:
     """Bring every file that is not there yet into the directory."""
-    (incoming / _PARTS).mkdir(parents=True, exist_ok=True)
+    _make_own(incoming)
+    (incoming / _PARTS).mkdir(exist_ok=True)
     missing = [each for each in wanted if not (incoming / each.name).is_file()]
     needed = sum(each.size for each in missing) - sum(path.stat().st_size for path in (incoming / _PARTS).iterdir())
     if shutil.disk_usage(incoming).free < needed:
@@ -217,6 +224,18 @@ def _fill(store: ObjectStore, wanted: Sequence[WantedFile], incoming: Path) -> N
         receiver.flush_directory(directory)
 
 
+def _make_own(incoming: Path) -> None:
+    """Make the folder that takes in files, or take the one of an earlier try: whole files in it are not compared again.
+
+    Raises:
+        PermanentInfraError: another user made it, as anybody can in /tmp.
+    """
+    incoming.mkdir(exist_ok=True)
+    status = incoming.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid not in (os.geteuid(), incoming.parent.stat().st_uid):
+        raise PermanentInfraError(f"{incoming} was made by another user: remove it, or choose another folder")
+
+
 def _fetch(
     store: ObjectStore, files: Sequence[WantedFile], incoming: Path, before: Mapping[WantedFile, str]
 ) -> dict[WantedFile, str]:
@@ -230,7 +249,7 @@ def _fetch(
     with _in_order(store, pieces) as contents:
         for piece, content in zip(pieces, contents, strict=True):
             part = _part_of(piece.file, incoming)
-            with part.open("ab") as output:
+            with _appending(part, store, piece) as output:
                 output.write(content)
             if piece.end < piece.file.size:
                 continue
@@ -243,6 +262,12 @@ def _fetch(
                 damaged[piece.file] = digest
                 part.unlink()
     return damaged
+
+
+def _appending(part: Path, store: ObjectStore, piece: _Piece) -> BinaryIO:
+    """The file to which a piece is appended; who may read a file where it comes from may read it here, at most."""
+    mode = PRIVATE if part.exists() else store.copy_mode(piece.file.key)
+    return os.fdopen(os.open(part, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, mode), "ab")
 
 
 def _pieces_of(file: WantedFile, part: Path) -> list[_Piece]:
@@ -305,3 +330,5 @@ def _check_name(name: str, store: ObjectStore) -> None:
         receiver.check_name(name)
     except receiver.CopyError as error:
         raise PermanentInfraError(f"{store.url}: {error.message}") from error
+    if name.partition("/")[0] == _PARTS:
+        raise PermanentInfraError(f"{store.url}: the file name {name!r} is refused: files grow in {_PARTS}")

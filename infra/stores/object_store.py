@@ -1,8 +1,9 @@
 """Objects below a URL: find, read and write them, each compared with what was meant to lie there.
 
-    s3://bucket/folder   gs://bucket/folder   file:///folder     whatever fsspec has a driver for
+    s3://bucket/folder   gs://bucket/folder   file:///folder
 
-Not here: folders that are published (publication.py) or fetched (download.py), what a failure means (object_errors.py).
+Not here: folders that are published (publication.py) or fetched (download.py), what a failure means (object_errors.py),
+a folder of this machine (shared_folder.py).
 Only this file knows fsspec, whose drivers are optional packages. They find credentials by themselves, in environment
 variables and the files of the providers' own tools; nothing here sees one.
 """
@@ -14,7 +15,6 @@ import hashlib
 import logging
 import math
 import re
-import secrets
 import time
 from collections.abc import Coroutine, Iterator, Mapping
 from concurrent.futures import wait
@@ -28,8 +28,9 @@ import fsspec
 import fsspec.callbacks
 import fsspec.core
 
-from infra.errors import ObjectMissingError, PermanentInfraError, StoreRefusedError, StoreUnavailableError
+from infra.errors import ObjectMissingError, StoreRefusedError, StoreUnavailableError
 from infra.stores.object_errors import missing_bucket, sorted_failures
+from infra.stores.shared_folder import READABLE, SharedFolder
 
 PART_BYTES = 16 << 20
 """What is larger than two of these goes to S3 in parts, several at a time; so many of them are in memory then."""
@@ -45,6 +46,9 @@ drivers wait without end for a server that is there and does not read; what they
 MIN_BYTES_PER_S = 100_000
 EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
 """Extras of this project that install a driver, by protocol."""
+FOLDER = "file"
+PROTOCOLS = (*EXTRAS, FOLDER)
+"""fsspec has drivers for more, which read local files by other names, web pages or the memory of this process."""
 
 _URL = re.compile(r"(?P<protocol>[a-z][a-z0-9+.-]*)://(?P<place>/?[^\s/?#@:]+(?::\d+)?(?:/[^?#\x00-\x1f\x7f]*)?)")
 _MD5 = re.compile(r"[0-9a-f]{32}(-\d+)?")
@@ -62,6 +66,11 @@ def check_url(url: str) -> str:
     Raises:
         ValueError: it is none, or it holds more than a place; it is not repeated, because that may be a password.
     """
+    protocol, _, place = url.partition("://")
+    if re.fullmatch(r"[a-z][a-z0-9+.-]*", protocol) and protocol not in PROTOCOLS:
+        raise ValueError(f"expected one of {', '.join(f'{each}://' for each in PROTOCOLS)}, found {protocol}://")
+    if protocol == FOLDER and not place.startswith("/"):
+        raise ValueError("expected three slashes before a folder of this machine, as in file:///srv/models")
     leads_elsewhere = {".", ".."} & set(url.split("/"))
     if not _URL.fullmatch(url) or "::" in url or leads_elsewhere or url != url.strip():
         raise ValueError(
@@ -132,7 +141,7 @@ class ObjectStore:
 
         Raises:
             StoreRefusedError: it may not be listed, or holds more than MAX_OBJECTS.
-            PermanentInfraError: of a folder of this machine, it holds something that is no file.
+            PermanentInfraError: a folder of this machine holds something that is no file, or a link that leaves it.
         """
         root = self._key(folder)
         enough = {"max_items": MAX_OBJECTS + 1} if self.protocol == "s3" else {}  # others list all, however many
@@ -141,12 +150,6 @@ class ObjectStore:
         if len(found) > MAX_OBJECTS:
             raise StoreRefusedError(f"{self.url_of(folder)} holds more than {MAX_OBJECTS} objects: name a folder in it")
         start = len(self._root) + 1
-        for key, info in found.items():
-            # Of a folder of this machine a link, a pipe, ...: one that leads nowhere would pass for an empty file.
-            if info["type"] == "other" and not Path(key).is_file():
-                raise PermanentInfraError(
-                    f"{self.url_of(key[start:])} is no file, and no link to one: remove it, or name something else"
-                )
         return {key[start:]: _describe(info) for key, info in sorted(found.items()) if not key.endswith("/")}
 
     def find(self, name: str) -> StoredObject | None:
@@ -192,13 +195,8 @@ class ObjectStore:
         with self._failures_to_write(name):
             if self._fs.async_impl:
                 self._send(self._fs._pipe_file(key, content), len(content), _Progress())
-                return
-            if self.protocol != "file":
+            else:
                 self._fs.pipe_file(key, content)
-                return
-            partial = f"{key}.{secrets.token_hex(8)}.partial"  # a file grows where others see it
-            self._fs.pipe_file(partial, content)
-            self._fs.mv(partial, key)
 
     def upload(self, name: str, path: Path, digest: FileDigest) -> None:
         """Write or replace an object by a file, and compare what lies there then with the digest.
@@ -235,6 +233,13 @@ class ObjectStore:
         for start in range(0, there.size, PART_BYTES):
             sha256.update(self.read(name, start, min(start + PART_BYTES, there.size)))
         return sha256.hexdigest() == digest.sha256
+
+    def copy_mode(self, name: str) -> int:
+        """Permissions of a copy before the umask: those of the file, if the store is a folder of this machine."""
+        if not isinstance(self._fs, SharedFolder):
+            return READABLE
+        with sorted_failures(self.url_of(name)):
+            return self._fs.copy_mode(self._key(name))
 
     def remove(self, name: str) -> None:
         """Delete one object."""
@@ -332,18 +337,18 @@ def _open_driver(url: str, protocol: str, **more_options: Any) -> tuple[Any, str
     Raises:
         StoreRefusedError: it is not installed, or there is none.
     """
-    options = {"auto_mkdir": True} if protocol == "file" else more_options
+    if protocol == FOLDER:
+        root = url.partition("://")[2]
+        return SharedFolder(root), root
     if protocol in ("gs", "gcs"):  # it warns with every request where it may not ask for the kind of a bucket
         logging.getLogger("gcsfs").setLevel(logging.ERROR)
     try:
         fsspec.get_filesystem_class(protocol)
     except ImportError as error:
-        how = f"pip install 'rollouts[{EXTRAS[protocol]}]'" if protocol in EXTRAS else str(error)
+        how = f"pip install 'rollouts[{EXTRAS[protocol]}]'"
         raise StoreRefusedError(f"{url} needs a package that is not installed: {how}") from error
-    except ValueError as error:
-        raise StoreRefusedError(f"{url}: there is no driver for {protocol}: use s3, gs or file") from error
     with sorted_failures(url):
-        driver, root = fsspec.core.url_to_fs(url, skip_instance_cache=True, use_listings_cache=False, **options)
+        driver, root = fsspec.core.url_to_fs(url, skip_instance_cache=True, use_listings_cache=False, **more_options)
     return driver, str(root).rstrip("/")
 
 

@@ -14,16 +14,20 @@ Not here: single objects (object_store.py), fetching (download.py).
 import hashlib
 import json
 import logging
+import math
+import re
 import secrets
 import time
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from infra.errors import ObjectDamagedError, StoreRefusedError, StoreUnavailableError, TransientInfraError
+from infra.foreign_text import shown_line
 from infra.run_ids import short_id
-from infra.stores.object_store import FileDigest, ObjectStore
+from infra.stores.object_store import MAX_OBJECTS, FileDigest, ObjectStore
 from infra.sync import receiver
 from infra.sync.push import list_files
 
@@ -32,6 +36,12 @@ PUBLICATION, MANIFEST = "publication.json", "manifest.json"
 CHECKPOINT_FOLDER = "checkpoints/{digest}"
 PROBE = ".write-probe"
 DIGEST_CHARS = 16
+MAX_SIZE = (1 << 63) - 1
+"""Bytes of a file."""
+MAX_SHOWN_CHARACTERS = 200
+NOT_OF_OURS = (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError)
+"""What reading something else than a manifest raises."""
+_SHA256 = re.compile(r"[0-9a-f]{64}")
 
 logger = logging.getLogger(__name__)
 
@@ -158,42 +168,73 @@ def parse_publication(content: bytes, url: str) -> Publication:
         ObjectDamagedError: it is none of this format, or names files that leave their folder.
     """
     try:
-        raw = json.loads(content)
+        raw = json.loads(content, object_pairs_hook=_named_once)
         if raw["format"] != FORMAT:
-            raise ObjectDamagedError(f"{url} has format {raw['format']}, this version reads {FORMAT}")
-        files = {str(name): _size_and_digest(entry) for name, entry in raw["files"].items()}
-        for name in files:
+            raise ObjectDamagedError(f"{url} has format {raw['format']!r:.40}, this version reads {FORMAT}")
+        files = {name: _size_and_digest(entry) for name, entry in raw["files"].items()}
+        if len(files) > MAX_OBJECTS:
+            raise ValueError(f"it names {len(files)} files, the limit is {MAX_OBJECTS}")
+        folders = {name: _text(raw[name]) for name in ("checkpoint", "records")}
+        for name in (*files, *folders.values()):
             receiver.check_name(name)
-        return Publication(
-            run_id=str(raw["run_id"]),
-            checkpoint=str(raw["checkpoint"]),
-            records=str(raw["records"]),
-            files=files,
-            published_at=float(raw["published_at"]),
-        )
-    except (ValueError, KeyError, TypeError, AttributeError, receiver.CopyError) as error:
-        raise ObjectDamagedError(f"{url} is no publication ({error}): publish again, or remove it") from error
+        if not any(name.startswith(f"{folders['checkpoint']}/") for name in files):
+            raise ValueError(f"it names no file of its checkpoint {folders['checkpoint']}")
+        published_at = float(raw["published_at"])
+        if not math.isfinite(published_at):
+            raise ValueError(f"published_at is {published_at}")
+        return Publication(run_id=_text(raw["run_id"]), files=files, published_at=published_at, **folders)
+    except receiver.CopyError as error:
+        raise ObjectDamagedError(f"{url} is no publication ({error.message}): publish again, or remove it") from error
+    except NOT_OF_OURS as error:
+        reason = shown_line(f"{error}")[:MAX_SHOWN_CHARACTERS]
+        raise ObjectDamagedError(f"{url} is no publication ({reason}): publish again, or remove it") from error
 
 
 def read_manifest_digests(store: ObjectStore) -> dict[str, tuple[int, str]]:
-    """Size and sha256 of the files that a checkpoint's manifest.json lists; {} where it is something else.
+    """Size and sha256 of the files that a checkpoint's manifest.json lists; {} if it is something else.
 
     Raises:
-        ObjectDamagedError: it names files that leave their folder.
+        ObjectDamagedError: it lists digests, and a file that leaves its folder, or whose size or digest is none.
     """
     content = store.read_small(MANIFEST)
     try:
         listed = json.loads(content or b"{}").get("files", {})
-        files = {str(name): _size_and_digest(entry) for name, entry in listed.items()}
-    except (ValueError, KeyError, TypeError, AttributeError):
+        has_digests = any("sha256" in entry for entry in listed.values())
+    except NOT_OF_OURS:
         return {}
-    for name in files:
-        try:
+    if not has_digests:
+        return {}
+    try:
+        files = {name: _size_and_digest(entry) for name, entry in listed.items()}
+        for name in files:
             receiver.check_name(name)
-        except receiver.CopyError as error:
-            raise ObjectDamagedError(f"{store.url}/{MANIFEST}: {error.message}") from error
+    except receiver.CopyError as error:
+        raise ObjectDamagedError(f"{store.url}/{MANIFEST}: {error.message}") from error
+    except NOT_OF_OURS as error:
+        reason = shown_line(f"{error}")[:MAX_SHOWN_CHARACTERS]
+        raise ObjectDamagedError(f"{store.url}/{MANIFEST} is damaged ({reason}): publish it again") from error
     return files
 
 
+def _named_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:  # Any: JSON
+    """An object of JSON; ValueError for a name that is there twice, of which readers take different ones."""
+    named = dict(pairs)
+    if len(named) < len(pairs):
+        [(name, _)] = Counter(name for name, _ in pairs).most_common(1)
+        raise ValueError(f"{name!r} is there twice")
+    return named
+
+
 def _size_and_digest(entry: Mapping[str, Any]) -> tuple[int, str]:  # Any: JSON
-    return int(entry["size"]), str(entry["sha256"])
+    size, sha256 = entry["size"], _text(entry["sha256"])
+    if type(size) is not int or not 0 <= size <= MAX_SIZE:
+        raise ValueError(f"no file has the size {size!r}")
+    if not _SHA256.fullmatch(sha256):
+        raise ValueError(f"{sha256!r} is no sha256")
+    return size, sha256
+
+
+def _text(value: Any) -> str:  # Any: JSON
+    if not isinstance(value, str):
+        raise TypeError(f"{value!r} is no text")
+    return value

@@ -40,6 +40,7 @@ MANY_BYTES = 32 << 20
 MAX_VAIN_ATTEMPTS = 4
 """A copy whose connection breaks is gone on with until so many attempts in a row have brought nothing."""
 FIRST_PAUSE_S = 0.25
+OF_OTHERS = stat.S_IRWXG | stat.S_IRWXO
 
 logger = logging.getLogger(__name__)
 
@@ -59,8 +60,8 @@ class PublishReport:
 def publish_directory(session: Session, source: Path, destination: str) -> PublishReport:
     """Copy the files below `source` to `destination` on the node, verified and all at once.
 
-    Empty directories are not copied, and of modes only whether the owner may execute a file. Whatever else lies in
-    `destination` is replaced.
+    Empty directories are not copied. Of modes only two things are: the owner may execute a file, and only the owner may
+    read it. Whatever else lies in `destination` is replaced.
 
     Raises:
         DiskFullError: the node has no room; nothing is left of the copy.
@@ -100,7 +101,7 @@ def publish_filled(
     incoming = _incoming_of(destination, secrets.token_hex(8), 0)
     with _held_folder(session, destination, incoming, num_bytes, {}, digest=""):
         try:
-            _commit(session, destination, incoming, fill(incoming), executable=())
+            _commit(session, destination, incoming, fill(incoming), {})
         except TransientInfraError:  # what the node fetched itself is not gone on with
             _discard(session, incoming)
             raise
@@ -211,8 +212,8 @@ def _make_attempt(
         rest = {name: missing[name] for name in missing if name not in whole}
         _send_chunks(session, sources, rest, incoming, digest=digest)
         manifest = {name: [size, None] for name, size in sizes.items()}
-        executable = [name for name, source in sources.items() if is_executable(source.path)]
-        _commit(session, destination, incoming, manifest, executable=executable)
+        modes = {name: _mode_of(source.path) for name, source in sources.items()}
+        _commit(session, destination, incoming, manifest, modes)
     return False
 
 
@@ -389,9 +390,13 @@ def _check_digests(sources: Mapping[str, SourceFile], written: Mapping[tuple[str
 
 
 def is_executable(path: Path) -> bool:
-    """Whether the owner of a file may execute it, which is all that is copied of its mode."""
+    """Whether the owner of a file may execute it."""
+    return bool(_mode_of(path) & stat.S_IXUSR)
+
+
+def _mode_of(path: Path) -> int:
     try:
-        return bool(path.stat().st_mode & stat.S_IXUSR)
+        return path.stat().st_mode
     except OSError as error:
         raise TransientInfraError(f"{path} cannot be read any more: {error.strerror}") from error
 
@@ -401,10 +406,13 @@ def _commit(
     destination: str,
     incoming: str,
     manifest: Mapping[str, Sequence[Any]],
-    *,
-    executable: Sequence[str],
+    modes: Mapping[str, int],
 ) -> None:
-    request = {"files": manifest, "executable": executable}
+    request = {
+        "files": manifest,
+        "executable": [name for name, mode in modes.items() if mode & stat.S_IXUSR],
+        "private": [name for name, mode in modes.items() if not mode & OF_OTHERS],
+    }
     _call(session, ["commit", destination, incoming], stdin=json.dumps(request).encode())
 
 

@@ -17,10 +17,11 @@ code 1 when it refuses.
     accept_large INCOMING NAME SIZE CHUNK_BYTES DIGEST
                                             (a file on stdin, and nothing else) write one large file: {"digests": [...]}
                                             of its chunks; as long as INCOMING is locked
-    commit DESTINATION INCOMING             (on stdin {"files": {name: [size, sha256]}, "executable": [name]}) compare
-                                            what has arrived, let the owner execute those, then swap it in; a digest of
-                                            null was compared when the file was written, and is not taken again. The
-                                            directory of a job that runs is not replaced
+    commit DESTINATION INCOMING             (on stdin {"files": {name: [size, sha256]}, "executable": [name],
+                                            "private": [name]}) compare what has arrived, let the owner execute those,
+                                            and nobody else read these, then swap it in; a digest of null was compared
+                                            when the file was written, and is not taken again. The directory of a job
+                                            that runs is not replaced
     discard INCOMING                        remove what has arrived
 
 Large files grow in INCOMING, their chunks in any order (node_agent.py). One that nobody holds a lock on is of a copy
@@ -94,7 +95,14 @@ def main(argv: list[str]) -> int:
             answer = {"digests": accept_large_file(Path(directory), name, int(size), int(chunk_bytes), algorithm)}
         elif verb == "commit":
             request = json.loads(sys.stdin.buffer.read())
-            commit_directory(Path(parameters[0]), Path(parameters[1]), request["files"], request["executable"])
+            destination, incoming = map(Path, parameters)
+            commit_directory(
+                destination,
+                incoming,
+                request["files"],
+                executable=request["executable"],
+                private=request["private"],
+            )
         elif verb == "discard":
             discard_directory(Path(parameters[0]))
         else:
@@ -209,7 +217,8 @@ def prepare_directory(destination: Path, incoming: Path) -> int:
         raise CopyError(f"{destination} is a file: give another destination")
     destination.parent.mkdir(parents=True, exist_ok=True)
     with _locked_directory(destination.parent):  # else it could be removed before it is locked
-        incoming.mkdir(exist_ok=True)  # by the same call, whose answer was lost
+        # For the owner alone: private files arrive in it. It may exist, made by the same call, whose answer was lost.
+        incoming.mkdir(stat.S_IRWXU, exist_ok=True)
         descriptor = os.open(incoming, os.O_RDONLY)
         fcntl.flock(descriptor, fcntl.LOCK_EX)
     return descriptor
@@ -441,7 +450,9 @@ def _is_at(path: Path, file: FileIO) -> bool:
         return False
 
 
-def commit_directory(destination: Path, incoming: Path, manifest: dict[str, list[Any]], executable: list[str]) -> None:
+def commit_directory(
+    destination: Path, incoming: Path, manifest: dict[str, list[Any]], *, executable: list[str], private: list[str]
+) -> None:
     """Verify every file against the manifest, then put the new directory in the place of the old one."""
     for name in manifest:
         check_name(name)
@@ -452,6 +463,9 @@ def commit_directory(destination: Path, incoming: Path, manifest: dict[str, list
         raise CopyError(f"{len(wrong)} files arrived damaged, the first is {wrong[0]!r}: copy again", kind="damaged")
     for name in executable:
         (incoming / name).chmod((incoming / name).stat().st_mode | stat.S_IXUSR)
+    for name in private:
+        (incoming / name).chmod((incoming / name).stat().st_mode & stat.S_IRWXU)
+    incoming.chmod(usual_mode())
     for directory in {path.parent for path in _walk(incoming)} | {incoming}:
         flush_directory(directory)
     set_aside = incoming.with_name(incoming.name + "-replaced")
@@ -486,6 +500,13 @@ def _without_a_job(destination: Path, incoming: Path) -> Iterator[None]:
                 discard_directory(incoming)
                 raise CopyError(f"a job runs in {destination}, which is left to it: try again", kind="busy") from None
         yield
+
+
+def usual_mode() -> int:
+    """The mode of a folder that this user makes."""
+    mask = os.umask(0o077)  # there is no way to read it but to set it; this program has one thread
+    os.umask(mask)
+    return 0o777 & ~mask
 
 
 def discard_directory(incoming: Path) -> None:

@@ -11,6 +11,7 @@ Not here: the directory and its manifest (checkpoint.py), gathering what is spre
 from __future__ import annotations
 
 import json
+import stat
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
@@ -137,6 +138,10 @@ def write_training_checkpoint(
         if adapters := {name.removeprefix(WEIGHT_KEY + POLICY_PREFIX): tensor for name, tensor in own.items()}:
             assert isinstance(model, PreTrainedModel), "a model in place of which files stand has no adapters"
             write_adapter_folder(directory / ADAPTER_FOLDER, model, adapters)
+        # safetensors writes for the owner alone, and copies that others shall read keep the mode of the file.
+        usual = stat.S_IMODE((directory / TRAINER_STATE).stat().st_mode)
+        for weights in directory.rglob("*.safetensors"):
+            weights.chmod(usual)
 
 
 def state_float32(config: Path) -> None:

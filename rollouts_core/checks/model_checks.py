@@ -31,9 +31,9 @@ from rollouts_core.model.loading import (
     find_positions,
     find_rotation_limit,
     find_settings,
-    refuse_pickled_weights,
 )
 from rollouts_core.model.model_size import INDEX, WHOLE
+from rollouts_core.model.pickled_weights import refuse_pickled_weights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
@@ -200,7 +200,7 @@ def _check_shards(folder: Path) -> None:
         return
     try:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{index} cannot be read ({first_line(error)}): copy it again") from error
     missing = [name for name in names if not (folder / name).is_file()]
     if missing:
@@ -434,6 +434,6 @@ def read_model_number(folder: Path, name: str) -> int | None:
     try:
         settings = json.loads(file.read_text(encoding="utf-8"))
         number = {**settings, **settings.get("text_config", {})}.get(name)
-    except (ValueError, TypeError, AttributeError) as error:
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{file} is no configuration of a model ({first_line(error)}): copy it again") from error
     return number if isinstance(number, int) else None

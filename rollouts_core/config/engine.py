@@ -11,7 +11,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from rollouts_core.config.record import PLACEMENT, RUNS_PROGRAM, SENDS_SECRET, Finite, Record, refuse_password
+from rollouts_core.config.record import PLACEMENT, RUNS_PROGRAM, SENDS_SECRET, Finite, Record
 
 EngineKind = Literal["embedded", "sglang", "vllm"]
 WeightTransfer = Literal["auto", "gloo", "nccl", "tensors"]
@@ -80,7 +80,6 @@ class EngineConfig(Record):
                 f'engine.weight_transfer "{self.weight_transfer}" is no way to an engine of the kind {self.kind}: '
                 f"choose {' or '.join(TRANSFERS[self.kind])}, or the kind sglang"
             )
-        refuse_password("engine.router_url", self.router_url)
         routers = {"router_url": self.router_url, "router_python": self.router_python}
         if self.kind == "vllm" and (named := [name for name, value in routers.items() if value]):
             raise ValueError(f"engine.{named[0]} is a router of SGLang, the engine is vllm: leave it out")

@@ -22,6 +22,8 @@ from pydantic import (
 from pydantic.config import JsonDict
 from pydantic_core import PydanticKnownError
 
+from rollouts_core.config.secret_addresses import refuse_secrets
+
 PLACEMENT: JsonDict = {"affects_result": False}
 """Marks a field that says where, how often or in which portions, never what: it stays out of fingerprints."""
 
@@ -131,25 +133,14 @@ class Record(BaseModel):
     def _refuse_conversions(cls, value: Any, info: ValidationInfo) -> Any:  # Any: unchecked input
         """True is no number and "3" is no 3, although pydantic would take them for one.
 
-        Nor is what has more than 64 bits: Python counts on, and torch, or what slices rows, fails amid a job.
+        Nor is what has more than 64 bits: Python counts on, and torch, or what slices rows, fails amid a job. Addresses
+        with passwords or keys are refused, too.
         """
         assert info.field_name is not None, "only fields are validated"
+        refuse_secrets(value)
         kind = SCALAR_ERRORS.get(_scalar_of(cls.model_fields[info.field_name].annotation))
         if kind and (isinstance(value, str) or isinstance(value, bool) != (kind == "bool_type")):
             raise PydanticKnownError(kind)
         if isinstance(value, int) and not -MAX_INTEGER <= value <= MAX_INTEGER:
             raise ValueError(f"must be a number of at most {MAX_INTEGER} (64 bits), found a larger one")
         return value
-
-
-def refuse_password(setting: str, url: str) -> None:
-    """Raise ValueError for an address with a user and password, without repeating it.
-
-    Settings are kept with runs, shown in reports, and sent to trackers.
-    """
-    place = url.partition("://")[2].partition("/")[0]
-    if "@" in place:
-        raise ValueError(
-            f"{setting} holds a user or password, which everybody who sees the run's settings could read: leave them "
-            "out, and name the environment variable with the key as api_key_variable"
-        )

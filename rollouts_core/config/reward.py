@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, model_validator
 
-from rollouts_core.config.record import PLACEMENT, SENDS_SECRET, Finite, FunctionName, Record, refuse_password
+from rollouts_core.config.record import PLACEMENT, SENDS_SECRET, Finite, FunctionName, Record
 
 JUDGE_PROMPT = """\
 You grade an answer.
@@ -100,7 +100,6 @@ class RewardConfig(Record):
                 raise ValueError(f'a reward of the kind "{self.kind}" needs {field}')
         if self.label and self.kind != "reward_model":
             raise ValueError(f'label is for a reward of the kind "reward_model", this one is a "{self.kind}"')
-        refuse_password("url", self.url)
         if self.url and not _is_address(self.url):
             raise ValueError(f'url {self.url!r} is no address of a service: write it as "http://host:port"')
         return self

@@ -216,7 +216,7 @@ def _read_json(path: Path) -> dict[str, Any]:  # Any: JSON
         within = path.parent / "checkpoint"  # of a run
         meant = within if (within / path.name).is_file() else "the folder of a Hugging Face checkpoint"
         raise CheckpointError(f"{path.parent} has no {path.name}: give {meant}") from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read as JSON ({error}): give a model directory") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} holds no JSON object: give a model directory")

@@ -116,7 +116,7 @@ def _weight_files(model_dir: Path) -> list[Path]:
     try:
         weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         shards = [model_dir / name for name in sorted(set(weight_map.values()))]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{index} has no readable weight_map ({error!r}): publish it again") from error
     if missing := [path.name for path in shards if not _leads_to_a_file(path)]:
         raise CheckpointError(f"{index} names {_show_names(missing)}, which is not there: copy the whole checkpoint")

@@ -71,7 +71,7 @@ def read_config(directory: Path) -> dict[str, Any]:  # Any: JSON
     """
     try:
         config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{directory}/config.json cannot be read ({error}): publish it again") from error
     if not isinstance(config, dict):
         raise CheckpointError(f"{directory}/config.json holds no object: publish it again")

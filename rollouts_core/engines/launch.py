@@ -29,6 +29,7 @@ from rollouts_core.engines.sending_to_vllm import RECEIVER
 from rollouts_core.engines.vllm import LOGPROBS_MODE
 from rollouts_core.errors import ConfigError
 from rollouts_core.job import ServeJob
+from rollouts_core.model.pickled_weights import refuse_pickled_weights
 
 FOREIGN_VARIABLES = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
 """Those of our own environment, which would lead the engine's interpreter to packages of other versions."""
@@ -59,9 +60,12 @@ def exec_engine(job: ServeJob, run_dir: Path, *, api_key: str = "") -> NoReturn:
     Raises:
         ConfigError: the interpreter of the engine's environment does not exist or has another NCCL, or the address is
             beyond this machine and no key would protect it.
+        CheckpointError: the weights are pickled.
     """
     check_host(job, api_key)
     model_dir = Path(job.model.model.path)
+    if not job.model.model.allow_pickle:
+        refuse_pickled_weights(model_dir)
     # Others are served as they are: they can be asked for completions, and new weights are refused with a sentence.
     if job.engine.kind == "vllm" and is_tied(model_dir) and can_be_untied(model_dir):
         write_untied(model_dir, run_dir / "served_model")

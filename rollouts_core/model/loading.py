@@ -23,13 +23,14 @@ from rollouts_core.config.messages import first_line
 from rollouts_core.data.rendering import with_template_values
 from rollouts_core.errors import CheckpointError, ConfigError, DataError, DivergedError
 from rollouts_core.model.logprobs import LogitTransform, transform_logits
+from rollouts_core.model.pickled_weights import refuse_pickled_weights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 UNLOADABLE = (OSError, ValueError, KeyError)
 """What transformers raises where a folder lacks files, or has some of a kind of model that it does not know."""
-BAD_SETTINGS = (StrictDataclassError, TypeError, AttributeError, ArithmeticError)
+BAD_SETTINGS = (StrictDataclassError, TypeError, AttributeError, ArithmeticError, RecursionError)
 """What it raises for a config.json with values that no model has, as they come."""
 LARGE_LOGIT = 100.0
 """A cap bends logits of this size, whatever it is."""
@@ -357,16 +358,6 @@ def _build_without_values(config: ModelConfig, *, dtype: torch.dtype, attention:
 def _asked_attention(attention: str) -> str | None:
     """None lets transformers take sdpa for the models that have it, and eager for the others."""
     return None if attention == "sdpa" else attention
-
-
-def refuse_pickled_weights(path: Path) -> None:
-    """Raise CheckpointError for a folder whose weights lie in pickled files alone, which can hold code."""
-    pickled = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in path.glob(pattern))
-    if pickled and not any(path.glob("*.safetensors")):
-        raise CheckpointError(
-            f"the weights at {path} are pickled ({pickled[0]}), and a pickle can run code when it is loaded: convert "
-            "them to safetensors, or set model.allow_pickle"
-        )
 
 
 def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:

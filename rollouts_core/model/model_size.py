@@ -99,7 +99,7 @@ def read_folder(folder: Path) -> ModelSize:
         num_file_bytes = sum(path.stat().st_size for path in files)
         config = folder / "config.json"
         settings = json.loads(config.read_text(encoding="utf-8")) if config.is_file() else {}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, struct.error) as error:
         return ModelSize(problem=f"its files cannot be read ({first_line(error)})")  # who loads it says more
     if not tensors:
         return ModelSize(problem="it has no weights as safetensors")

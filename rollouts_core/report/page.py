@@ -23,6 +23,7 @@ from rollouts_core.job import EvalJob
 from rollouts_core.report.charts import format_seconds
 from rollouts_core.report.curves import load_curves
 from rollouts_core.report.inputs import ReportInput
+from rollouts_core.report.markdown import as_code, escaped
 from rollouts_core.report.results import Results, load_results, load_selections
 from rollouts_core.report.trainings import describe_trainings, load_job_of
 from rollouts_core.report.transcripts import iterate_samples, load_transcripts
@@ -107,7 +108,7 @@ def render_summary_markdown(report: ReportInput) -> str:
     """
     results = load_results(report)
     heading = {True: "Improvement", False: "No improvement", None: "Result"}[report.is_improvement]
-    lines = [f"# {report.run_name}", "", f"**{heading}.** {report.verdict or results.finding}", ""]
+    lines = [f"# {escaped(report.run_name)}", "", f"**{heading}.** {escaped(report.verdict or results.finding)}", ""]
     lines += [VERDICT_SCOPE, ""] if report.verdict else []
     lines += [render_results_markdown(results), ""]
     costs = format_costs(report)
@@ -115,13 +116,13 @@ def render_summary_markdown(report: ReportInput) -> str:
     head, rule = (" Cost |", "---:|") if costs else ("", "")
     lines += [f"| Stage | How | Why | Time |{head} Run directory |", f"|---|---|---|---:|{rule}---|"]
     lines += [
-        f"| {stage.name} | {stage.how} | {stage.why.replace('|', '/')} | {format_seconds(stage.seconds)} |{cell} "
-        f"{_markdown_code(stage.run_dir)} |"
+        f"| {' | '.join(map(escaped, (stage.name, stage.how, stage.why)))} | {format_seconds(stage.seconds)} |{cell} "
+        f"{as_code(stage.run_dir).replace('|', '/')} |"
         for stage, cell in zip(report.stages, cells, strict=False)
     ]
     if costs:
         lines += [f"| {OUTSIDE_STAGES} | | | |{cells[-2]} |", f"| All, until this report | | | |{cells[-1]} |"]
-    return "\n".join([*lines, "", f"Final checkpoint: {_markdown_code(report.checkpoint_path)}", ""])
+    return "\n".join([*lines, "", f"Final checkpoint: {as_code(report.checkpoint_path)}", ""])
 
 
 def render_results_markdown(results: Results) -> str:
@@ -129,12 +130,10 @@ def render_results_markdown(results: Results) -> str:
     display = results.display
     lines = [f"| Checkpoint | {display.title.capitalize()} | 95 % interval | {display.rows.capitalize()} |"]
     lines += ["|---|---:|---:|---:|"]
-    lines += [f"| {s.label} {s.checkpoint} | {s.mean} | {s.interval} | {s.num_rows} |" for s in results.scores]
-    return "\n".join([*lines, "", *(f"- {difference.sentence}" for difference in results.differences)])
-
-
-def _markdown_code(text: str) -> str:
-    return f"`{text}`" if text else ""
+    lines += [
+        f"| {escaped(f'{s.label} {s.checkpoint}')} | {s.mean} | {s.interval} | {s.num_rows} |" for s in results.scores
+    ]
+    return "\n".join([*lines, "", *(f"- {escaped(difference.sentence)}" for difference in results.differences)])
 
 
 def usage_code(report: ReportInput) -> str:

@@ -90,7 +90,7 @@ def read_rollouts(path: Path, *, temperature: float) -> list[Sample]:
         # Every line: of a file that was cut, the samples before would pass for the whole step.
         records = [json.loads(line) for line in path.read_bytes().splitlines()]
         samples = [sample_from_json(record) for record in records]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DataError(
             f"{path} holds no rollouts, or a part of them ({first_line(error)}): give what an RL stage recorded"
         ) from error

@@ -91,7 +91,7 @@ def link_or_copy(source: Path, destination: Path) -> None:
         destination.hardlink_to(source.resolve())  # where it is a link itself: to a link the way would be another
     except OSError:  # another file system, or one without hard links
         with appearing_whole(destination) as partial:
-            shutil.copyfile(source, partial)
+            shutil.copy(source, partial)  # with its mode
             _fsync_file(partial)
 
 

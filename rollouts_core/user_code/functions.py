@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import inspect
+import sys
 from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any, TypeVar
@@ -17,6 +18,7 @@ from rollouts_core.errors import ConfigError
 from rollouts_core.user_code.code_folders import use_code_folders
 from rollouts_core.user_code.failures import describe_raised, find_user_place
 
+OWN_PACKAGE = "rollouts_core"
 IS_MISSING = "; is it beside the configuration, in the current folder, or on PYTHONPATH?"
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])  # Any: user functions of many shapes
 
@@ -45,7 +47,8 @@ def resolve_function(name: str | FunctionT, known: Mapping[str, FunctionT], *, s
         raise ConfigError(f"{setting}: {name!r} names no module: give package.module:function")
     found: Any = (module := _import(module_name, setting=setting))  # Any: whatever the name leads to
     for part in function_name.split("."):
-        found = getattr(found, part, None) if found is module or inspect.isclass(found) else None
+        is_entered = (found is module or inspect.isclass(found)) and not part.startswith("__")
+        found = getattr(found, part, None) if is_entered else None
     if found is None:
         functions = [each for each, value in vars(module).items() if callable(value)]
         close = difflib.get_close_matches(function_name, functions, n=1)
@@ -54,24 +57,35 @@ def resolve_function(name: str | FunctionT, known: Mapping[str, FunctionT], *, s
     if not callable(found):
         raise ConfigError(f"{setting}: {name!r} is not a function")
     if home := find_foreign_home(found, module):
+        own = module_name if module_name.startswith(f"{OWN_PACKAGE}.") else module_name.partition(".")[0]
         raise ConfigError(
-            f"{setting}: {name!r} is not defined in {module_name.partition('.')[0]} but in {home}: give the name that "
-            "it has there, or define a function that calls it"
+            f"{setting}: {name!r} is not defined in {own} but in {home}: give the name that it has there, or define a "
+            "function that calls it"
         )
     function: FunctionT = found
     return function
 
 
 def find_foreign_home(found: object, module: ModuleType) -> str:
-    """The module that defines a function or class if it belongs to another package than `module`, else "".
+    """The module that defines what a name led to, if it is another package than that of `module`, else "".
 
     Trust in a package would otherwise reach everything that the package imports, such as `os.abort`. Objects and inner
-    functions that the package made from parts of others are its own.
+    functions that the package made from parts of others are its own, unless they are names of the other one, too. Of
+    this project a module is trusted, not the package.
     """
-    if not (inspect.isroutine(found) or inspect.isclass(found)) or "<locals>" in getattr(found, "__qualname__", ""):
+    is_defined = inspect.isroutine(found) or inspect.isclass(found)
+    home = str(getattr(found if is_defined else type(found), "__module__", None) or "builtins")
+    is_own = f"{home}.".startswith(f"{module.__name__}.")
+    if is_own or _top(home) == _top(module.__name__) != OWN_PACKAGE:
         return ""
-    home = str(getattr(found, "__module__", None) or "builtins")
-    return "" if home.partition(".")[0] == module.__name__.partition(".")[0] else home
+    if is_defined and "<locals>" not in getattr(found, "__qualname__", ""):
+        return home
+    names = vars(sys.modules[home]).values() if home in sys.modules else ()
+    return home if any(each is found for each in names) else ""
+
+
+def _top(module_name: str) -> str:
+    return module_name.partition(".")[0]
 
 
 def _say_no_file(name: str, *, setting: str) -> str:

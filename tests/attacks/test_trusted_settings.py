@@ -21,10 +21,13 @@ from flows.evaluate_settings import EvaluateConfig
 from flows.form import RunOptions
 from flows.retrain_settings import RetrainConfig, ScheduleConfig
 from flows.store import STORE_VARIABLE
-from flows.trusted_code import VARIABLE, check_trusted
+from flows.trusted_code import OWN_MODULES, VARIABLE, check_trusted
 from infra.node import FurtherNode, InstanceNode, LocalNode, NodeSettings, RentedNode, SSHNode
 from rollouts_core.config import Config
+from rollouts_core.environments import ENVIRONMENTS, VerifiersEnvironment
 from rollouts_core.errors import ConfigError
+from rollouts_core.filters import FILTERS
+from rollouts_core.rewards import REWARDS
 from rollouts_core.user_code.functions import resolve_function
 
 DATA = {"sft": "sft.jsonl", "prompts": "p.jsonl", "selection": "s.jsonl", "heldout": "h.jsonl"}
@@ -144,11 +147,59 @@ def test_a_secret_goes_to_the_address_that_was_trusted_alone(tmp_path: Path, mon
         "rollouts_core.environments.sandbox:Path",
         "rollouts_core.config:Record.model_construct",
         "rollouts_core.system.files:os.remove",
+        "rollouts_core.rewards:Sample.__class__",
+        "rollouts_core.rewards:__class__",
+        "rollouts_core.rewards:__loader__.get_data",
+        "rollouts_core.rewards:__builtins__.eval",
+        "rollouts_core.rewards:call_within",
+        "rollouts_core.rewards:gather",
+        "rollouts_core.environments.code:run_program",
+        "rollouts_core.rewards:Decimal",
+        "rollouts_core.rewards:partial",
+        "rollouts_core.config:Config.parse_file",
+        "rollouts_core.config:Config.model_validate_json",
     ],
 )
 def test_a_trusted_module_lends_no_trust_to_what_it_imports(name: str) -> None:
-    with pytest.raises(ConfigError, match=r"is not defined in rollouts_core but in|has no"):
+    with pytest.raises(ConfigError, match=r"is not defined in rollouts_core[a-z_.]* but in|has no"):
         resolve_function(name, {}, setting="reward_fn")
+
+
+def test_an_object_or_inner_function_of_another_package_is_not_ones_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "foreign_shell.py").write_text(
+        "import os\n\nclass Run:\n    def __call__(self, sample):\n        os.abort()\n\nrun = Run()\n"
+        "def make():\n    def inner(sample):\n        os.abort()\n    return inner\n\ninner = make()\n"
+    )
+    (tmp_path / "team_rewards.py").write_text(
+        "from foreign_shell import Run, inner, make, run\n\nown = Run()\nown_inner = make()\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name in ("run", "inner", "Run", "make"):
+        with pytest.raises(ConfigError, match="is not defined in team_rewards but in foreign_shell"):
+            resolve_function(f"team_rewards:{name}", {}, setting="reward_fn")
+    for name in ("own", "own_inner"):
+        assert callable(resolve_function(f"team_rewards:{name}", {}, setting="reward_fn"))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("rollouts_core.__main__:main", "rollouts_core.system.files:remove_directory", "rollouts_core:exact_match"),
+        *("rollouts_core.environments.sandbox_child:main", "rollouts_core.backends.launch:main", "rollouts_core.rl:f"),
+        *("rollouts_core.rewards.x:f", "rollouts_core.environments:f", "rollouts_core.user_code.functions:_import"),
+    ],
+)
+def test_of_this_project_only_modules_that_grade_need_no_trust(name: str) -> None:
+    for settings in ({"reward_fn": name}, {"environment": name}, {"filters": [{"name": name, "settings": {"a": 1}}]}):
+        with pytest.raises(ConfigError, match="may not name here"):
+            check(**settings)
+
+
+def test_modules_that_grade_are_those_of_the_named_graders() -> None:
+    named = {*REWARDS.values(), *FILTERS.values(), *ENVIRONMENTS.values()} - {VerifiersEnvironment}
+    assert set(OWN_MODULES) == {each.__module__ for each in named}
 
 
 @pytest.mark.parametrize(

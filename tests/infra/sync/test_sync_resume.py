@@ -277,7 +277,7 @@ def test_no_late_call_of_an_earlier_attempt_lets_a_copy_appear(source: Path, tar
     """The connection broke before the answer to `commit`, which is carried out when the next attempt has begun."""
     part = break_off_amid_the_fourth_chunk(source, target)
     manifest = {"config.json": [2, None], "model": [part.stat().st_size, None]}
-    request = json.dumps({"files": manifest, "executable": []}).encode()
+    request = json.dumps({"files": manifest, "executable": [], "private": []}).encode()
 
     def commit_late() -> None:
         arguments = ["commit", str(target), str(part.parent)]

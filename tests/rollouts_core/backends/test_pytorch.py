@@ -203,6 +203,14 @@ def test_the_configuration_alone_is_that_of_a_checkpoint(base_model: ModelConfig
     assert (tmp_path / "config.json").read_text() == (tmp_path / "step_000001" / "config.json").read_text()
 
 
+def test_every_file_of_a_checkpoint_has_the_mode_of_a_new_file(base_model: ModelConfig, tmp_path: Path) -> None:
+    """A published checkpoint keeps the modes: weights that only their owner may read would be of no use to a team."""
+    asyncio.run(create_backend(base_model).save_checkpoint(tmp_path / "step_000000", {"step": 0}).result())
+    (tmp_path / "new").write_text("")
+    files = [path for path in (tmp_path / "step_000000").rglob("*") if path.is_file()]
+    assert {path.stat().st_mode for path in files} == {(tmp_path / "new").stat().st_mode}
+
+
 def test_a_checkpoint_is_of_the_moment_of_the_call(base_model: ModelConfig, tmp_path: Path) -> None:
     backend = create_backend(base_model)
     take_steps(backend, range(2))

@@ -1,0 +1,29 @@
+"""Show text of machines, models, data and users as plain text in Markdown.
+
+Not here: pages of HTML, whose templates escape everything (page.py).
+"""
+
+from __future__ import annotations
+
+import re
+
+_MARKUP = re.compile(r"[\\`*\[\]<>|~&!]|(?<![^\W_])_|_(?![^\W_])|^[#+=-]|^(?:\d+)[.)]")
+"""Characters with a meaning in Markdown. An underscore between letters and digits has none."""
+
+
+def escaped(text: str) -> str:
+    """One line of Markdown without links, images, HTML, tables or control characters: what it shows is the text."""
+    printable = "".join(each if each.isprintable() else " " for each in text)
+    return _MARKUP.sub(_escape, " ".join(printable.split()))
+
+
+def as_code(text: str) -> str:
+    """One line of Markdown with the text as code; nothing for no text."""
+    line = " ".join("".join(each if each.isprintable() else " " for each in text).split())
+    longest = max((len(each) for each in re.findall("`+", line)), default=0)
+    fence, space = "`" * (longest + 1), " " if line.startswith("`") or line.endswith("`") else ""
+    return f"{fence}{space}{line}{space}{fence}" if line else ""
+
+
+def _escape(found: re.Match[str]) -> str:
+    return f"{found[0][:-1]}\\{found[0][-1]}"

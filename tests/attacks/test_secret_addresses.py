@@ -1,0 +1,111 @@
+"""Pins that settings refuse addresses with a password or key, and that the refusal does not repeat the secret.
+
+Settings lie in job.json, in the database of Prefect, in reports and logs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from pydantic import TypeAdapter, ValidationError
+
+from flows.form import RunOptions
+from flows.retrain_settings import RetrainConfig
+from infra.node import NodeSettings
+from rollouts_core.config import Config, EngineConfig, RewardConfig
+from rollouts_core.errors import ConfigError
+
+QUERIES = (
+    *("token", "api_key", "apikey", "API-KEY", "access_token", "key", "X-Amz-Signature", "X-Amz-Credential", "sig"),
+    *("X-Amz-Security-Token", "x-goog-signature", "password", "passwd", "pwd", "secret", "client_secret", "auth"),
+    *("subscription-key", "AWSAccessKeyId", "Authorization", "jwt", "session_id", "code", "%74oken", "a=1&token"),
+    *("a=1;token", "a=1#token"),
+)
+
+
+@pytest.mark.parametrize("query", QUERIES)
+def test_a_key_in_the_query_of_a_service_is_refused_and_not_repeated(query: str) -> None:
+    with pytest.raises(ValidationError) as refusal:
+        RewardConfig(kind="http", url=f"https://judge.example/v1?{query}=PASSWORD")
+    sentence = refusal.value.errors()[0]["msg"]
+    assert "the query of the address holds a key or password" in sentence and "PASSWORD" not in sentence
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "https://host/v1?x=sk-proj-0123456789abcdefghijkl",
+        "https://host/v1?sk-proj-0123456789abcdefghijkl",
+        "https://host/v1#access=0123456789abcdefghijklmnop",
+        "https://user:PASSWORD@host/v1",
+        "https://PASSWORD@host",
+        "https://user:PASSWORD@host?x=1",
+        "judge.example/v1?token=PASSWORD",
+        "user:PASSWORD@judge.example:8000/v1",
+    ],
+)
+def test_what_looks_like_a_key_is_refused_whatever_its_name(url: str) -> None:
+    with pytest.raises(ValidationError, match="settings are kept with runs and shown in reports"):
+        RewardConfig(kind="http", url=url)
+
+
+@pytest.mark.parametrize(
+    "query", ["api-version=2024-06-01-preview", "mode=math", "max_tokens=512", "model=org/name-7b"]
+)
+def test_other_queries_are_kept(query: str) -> None:
+    assert RewardConfig(kind="http", url=f"https://host/v1?{query}").url.endswith(query)
+
+
+@pytest.mark.parametrize(
+    "text", ["Is a@b.example valid? 1:2@3 is not.", "Which key?", "a? token=x", "see https://x.example/a"]
+)
+def test_prompts_of_a_judge_may_speak_of_addresses(text: str) -> None:
+    prompt = f"{text} {{prompt}} {{response}}"
+    reward = RewardConfig(kind="judge", url="https://host/v1", model="m", judge_prompt=prompt)
+    assert reward.judge_prompt == prompt
+
+
+SETTINGS: dict[str, Any] = {
+    "model": {"model": {"path": "URL"}},
+    "data": {"data": {"prompts": "URL"}},
+    "several data": {"data": {"sft": [{"path": "URL"}]}},
+    "resumed": {"training": {"rl": {"resume_from": "URL"}}},
+    "judge": {"rollout": {"rewards": [{"kind": "judge", "url": "URL", "model": "m"}]}},
+    "classifier": {"rollout": {"rewards": [{"kind": "classifier", "model": "URL"}]}},
+    "router": {"rollout": {"engine": {"kind": "sglang", "python": "/p", "router_url": "URL"}}},
+    "argument": {"rollout": {"engine": {"kind": "sglang", "python": "/p", "extra_args": ["--load", "URL"]}}},
+}
+
+
+def with_url(settings: Any, url: str) -> Any:  # Any: JSON
+    if isinstance(settings, dict):
+        return {name: with_url(each, url) for name, each in settings.items()}
+    if isinstance(settings, list):
+        return [with_url(each, url) for each in settings]
+    return url if settings == "URL" else settings
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("url", ["https://host?token=PASSWORD", "https://me:PASSWORD@host", "s3://b/x?sig=PASSWORD"])
+def test_no_setting_takes_an_address_with_a_secret(setting: str, url: str) -> None:
+    base = {"model": {"path": "m"}, "mode": "rl"}
+    with pytest.raises(ValidationError) as refusal:
+        Config.model_validate({**base, **with_url(SETTINGS[setting], url)})
+    said = [each["msg"] for each in refusal.value.errors() if "kept with runs" in each["msg"]]
+    assert said and "PASSWORD" not in "".join(said)
+
+
+def test_settings_of_runs_retrainings_and_machines_take_none_either() -> None:
+    for model, settings in (
+        (RunOptions, {"name": "x", "publish": "s3://bucket/x?token=PASSWORD"}),
+        (RetrainConfig, {"sources": ["https://host/rows?token=PASSWORD"]}),
+        (EngineConfig, {"router_url": "http://host?token=PASSWORD"}),
+    ):
+        with pytest.raises((ValidationError, ConfigError)) as refusal:
+            model.model_validate(settings)
+        assert "kept with runs" in str(refusal.value)
+    ssh = {"provider": "ssh", "host": "gpu", "package_index": "https://host/simple?token=PASSWORD"}
+    with pytest.raises(ValidationError) as refused:
+        TypeAdapter[NodeSettings](NodeSettings).validate_python(ssh)
+    assert "PASSWORD" not in refused.value.errors()[0]["msg"]
