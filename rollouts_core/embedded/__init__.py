@@ -13,5 +13,6 @@ Not here: the client that drives it (it speaks SGLang's HTTP API, so SGLang's cl
     protocol.py      SGLang's JSON -> requests, completions -> SGLang's JSON
     app.py           HTTP endpoints
     gate.py          whom they answer
+    slow_clients.py  connections on which no request comes
     server.py        the server process
 """

@@ -52,7 +52,7 @@ class Gate:
             await send({"type": "websocket.close", "code": 1008})
         else:
             status, problem = refusal
-            headers = [(b"content-type", b"application/json")]
+            headers = [(b"content-type", b"application/json"), (b"connection", b"close")]  # strangers keep no place
             await send({"type": "http.response.start", "status": status, "headers": headers})
             await send({"type": "http.response.body", "body": json.dumps({"error": problem}).encode()})
 

@@ -14,6 +14,7 @@ import errno
 import logging
 import signal
 import socket
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -28,6 +29,7 @@ from rollouts_core.embedded.decoder import Decoder
 from rollouts_core.embedded.gate import Gate, is_loopback
 from rollouts_core.embedded.receiving import WeightReceiver
 from rollouts_core.embedded.scheduler import Scheduler
+from rollouts_core.embedded.slow_clients import BoundedProtocol, SlowClients
 from rollouts_core.errors import EngineError, InputError, NoMemoryError, RolloutsError
 from rollouts_core.keys import SENDABLE
 
@@ -38,6 +40,10 @@ API_KEY_VARIABLE = "ROLLOUTS_API_KEY"
 KEEP_ALIVE_S = 300
 SHUTDOWN_GRACE_S = 1
 LISTEN_BACKLOG = 2048
+MAX_SENT_SHARE = 2
+"""Of the weights' bytes, in an update that is sent: trainers may send a tied output head beside its embedding."""
+TICKS_PER_S = 10
+"""Of uvicorn's."""
 
 
 class PortInUseError(InputError):
@@ -88,7 +94,7 @@ def serve(
         decoder = _load_decoder(model_dir, num_slots=max_running_requests, context_length=context_length)
         url = f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
         with Scheduler(decoder, model_dir=model_dir) as scheduler:
-            receiver = WeightReceiver()
+            receiver = WeightReceiver(max_bytes=MAX_SENT_SHARE * decoder.num_weight_bytes)
             app = build_app(scheduler, receiver)
             config = uvicorn.Config(
                 Gate(app, api_key),
@@ -96,6 +102,7 @@ def serve(
                 access_log=False,
                 lifespan="off",
                 ws="none",
+                http=BoundedProtocol,
                 timeout_keep_alive=KEEP_ALIVE_S,
                 timeout_graceful_shutdown=SHUTDOWN_GRACE_S,
             )
@@ -147,11 +154,14 @@ class _Server(uvicorn.Server):
         self._scheduler = scheduler
         self._receiver = receiver
         self._on_ready = on_ready
+        self._slow_clients = SlowClients()
         self.failure: RolloutsError | None = None
         """Why the generation thread ended by itself; None while it lives."""
 
     async def on_tick(self, counter: int) -> bool:
-        """Stop when the generation thread has failed: whoever supervises the process can start it anew."""
+        """Close slow connections, and stop when the generation thread has failed: its supervisor starts it anew."""
+        if counter % TICKS_PER_S == 0:
+            self._slow_clients.close_overdue(self.server_state.connections, time.monotonic())  # type: ignore[arg-type]
         self.failure = self._scheduler.failure
         return await super().on_tick(counter) or bool(self.failure)
 
