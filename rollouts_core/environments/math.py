@@ -18,6 +18,8 @@ from rollouts_core.types import Sample
 
 TIMEOUT_S = 2
 """How long an answer may take to parse, and to compare; one that takes longer is wrong."""
+MAX_ANSWER_CHARS = 2000
+"""Of an answer that is read as mathematics. Longer ones take all their time, and math-verify logs them whole."""
 MAX_EXPONENT = 1000
 """Numbers of more digits are compared as text."""
 HASHES = re.compile(r"####\s*([^\n]+)")
@@ -82,6 +84,8 @@ class MathVerifyEnvironment:
             return 0.0
         if normalise_answer(found) == normalise_answer(expected):
             return 1.0
+        if len(found) > MAX_ANSWER_CHARS:
+            return 0.0
         gold, guess = (
             self._parse(f"${text.strip().strip('$')}$", parsing_timeout=TIMEOUT_S) for text in (expected, found)
         )
