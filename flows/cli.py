@@ -357,7 +357,7 @@ def serve(
     """
     check_model_folder(model_dir)
     raise_file_limit()
-    from rollouts_core.embedded.server import is_loopback  # torch loads here
+    from rollouts_core.embedded.gate import is_loopback
     from rollouts_core.embedded.server import serve as serve_model
 
     if is_loopback(host):

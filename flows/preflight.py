@@ -314,8 +314,9 @@ def check_engine_nodes(config: Config, node: NodeSettings) -> None:
         )
     if engine.kind == "vllm":
         raise ConfigError(
-            f"{setting}: an engine on another node is reached over the network, where vLLM's key protects its "
-            "completions alone, not its weights: choose the kind sglang or embedded, or leave the nodes out"
+            f"{setting}: an engine on another node is reached over the network, and vLLM's development endpoints, "
+            "which replace weights and run code, stay on their machine: choose the kind sglang or embedded, or "
+            "leave the nodes out"
         )
     if engine.weight_transfer == "tensors":
         raise ConfigError(

@@ -84,13 +84,13 @@ class SourceFile:
         return tuple(self.digest(number) for number in range(self.num_chunks))
 
     def open(self) -> FileIO:
-        """The file, for somebody else to read; a link that took its place since it was listed is not followed.
+        """The file, for the caller to read. A link that took its place is not followed, and a FIFO is not waited for.
 
         Raises:
             TransientInfraError: it cannot be read any more.
         """
         try:
-            descriptor = os.open(self.path, os.O_RDONLY | os.O_NOFOLLOW)
+            descriptor = os.open(self.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         except OSError as error:
             raise TransientInfraError(f"{self.path} cannot be read any more: {error.strerror}") from error
         return os.fdopen(descriptor, "rb", buffering=0)

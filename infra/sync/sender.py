@@ -39,6 +39,8 @@ _READ_BYTES = 256 << 10
 """So little that it is still in the processor's cache when it has been hashed."""
 _HANDED_ON_BYTES = 64 << 10
 """Less is copied, which takes fewer calls."""
+_READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
+"""Without waiting for the writer of a FIFO that took the place of a listed file."""
 _F_SETPIPE_SZ, _PIPE_BYTES = 1031, 1 << 20
 _LEFT_OUT = (".", "damaged")
 DIGESTS: dict[str, Callable[..., Any]] = {"sha256": hashlib.sha256}
@@ -119,12 +121,15 @@ class Sender:
     def send_file(self, name: str, size_there: int, digests: list[str]) -> None:
         """Write one file's lines and what the asker lacks of it; what is appended meanwhile is not part of it."""
         try:
-            descriptor = os.open(self._directory / name, os.O_RDONLY | os.O_NOFOLLOW)
+            descriptor = os.open(self._directory / name, _READ)
         except OSError:
             self._write_line({"name": name, "size": None})
             return
         with os.fdopen(descriptor, "rb", buffering=0) as file:
             status = os.fstat(descriptor)
+            if not stat.S_ISREG(status.st_mode):
+                self._write_line({"name": name, "size": None})
+                return
             self._write_line({"name": name, "size": status.st_size, "modified_ns": status.st_mtime_ns})
             for start in range(0, status.st_size, self._chunk_bytes):
                 there = digests[start // self._chunk_bytes] if start < size_there else ""
@@ -136,7 +141,7 @@ class Sender:
     def pour_file(self, name: str, size: int, modified_ns: int) -> None:
         """Write the bytes of a file that is as it was listed, and say on stderr what its chunks are."""
         try:
-            descriptor = os.open(self._directory / name, os.O_RDONLY | os.O_NOFOLLOW)
+            descriptor = os.open(self._directory / name, _READ)
         except OSError:
             _say(is_changed=True)
             return

@@ -12,13 +12,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from rollouts_core.backends.jax_architecture import load_jax_architecture
 from rollouts_core.config import ENGINE_MARGINS, Config, EngineKind, ModelConfig
 from rollouts_core.config.messages import first_line
 from rollouts_core.embedded.architecture import load_architecture
+from rollouts_core.embedded.weights import open_tensors
 from rollouts_core.engines.content import EMBEDDING, HEAD, check_can_be_untied, is_tied
 from rollouts_core.errors import CheckpointError, ConfigError, DataError
 from rollouts_core.findings import Caution
@@ -142,7 +143,7 @@ def _check_weights(folder: Path, config: Config) -> None:
         if not os.access(path, os.R_OK):
             raise CheckpointError(f"model.path: {path} cannot be read (Permission denied)")
         try:
-            with safe_open(path, framework="pt") as tensors:
+            with open_tensors(path) as tensors:
                 found = {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}  # noqa: SIM118
         except (OSError, SafetensorError) as error:
             raise CheckpointError(_say_damaged(path, error)) from error
@@ -181,7 +182,7 @@ def _check_tied_head(folder: Path, holders: Mapping[str, Path], settings: PreTra
         return
     tensors = []
     for name, path in holders.items():
-        with safe_open(path, framework="pt") as file:
+        with open_tensors(path) as file:
             tensors.append(file.get_tensor(name))
     if not tensors[0].equal(tensors[1]):
         raise CheckpointError(f"model.path: {describe_own_head(str(folder))}")
@@ -212,10 +213,13 @@ def _check_shards(folder: Path) -> None:
 
 
 def _say_damaged(path: Path, error: OSError | SafetensorError) -> str:
-    with path.open("rb") as file:
-        is_pointer = file.read(len(LFS_POINTER)) == LFS_POINTER
-    if is_pointer:
-        return f"{path} is a pointer of Git LFS in place of the weights: fetch them with `git lfs pull` in its folder"
+    if path.is_file():
+        with path.open("rb") as file:
+            is_pointer = file.read(len(LFS_POINTER)) == LFS_POINTER
+        if is_pointer:
+            return (
+                f"{path} is a pointer of Git LFS in place of the weights: fetch them with `git lfs pull` in its folder"
+            )
     return f"{path} was cut or is damaged ({first_line(error)}): copy it again"
 
 

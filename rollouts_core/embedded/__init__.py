@@ -11,5 +11,8 @@ Not here: the client that drives it (it speaks SGLang's HTTP API, so SGLang's cl
     receiving.py     weights that a trainer sends, by a group of ../backends/process_group.py
     scheduler.py     owns the thread that steps: queue, pause, weight updates, aborts
     protocol.py      SGLang's JSON -> requests, completions -> SGLang's JSON
-    server.py        HTTP endpoints and the server process
+    app.py           HTTP endpoints
+    gate.py          whom they answer
+    slow_clients.py  connections on which no request comes
+    server.py        the server process
 """

@@ -9,6 +9,7 @@ Errors have SGLang's forms: {"error": "unknown field ..."} where a request break
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -530,11 +531,18 @@ def _string(body: dict[str, Json], name: str) -> str:
 
 
 def _json(content: Json, *, status: int = 200) -> Response:
-    return Response(orjson.dumps(content), status_code=status, media_type="application/json")
+    return Response(_render(content), status_code=status, media_type="application/json")
 
 
 def _event(content: Json) -> bytes:
-    return b"data: " + orjson.dumps(content) + b"\n\n"
+    return b"data: " + _render(content) + b"\n\n"
+
+
+def _render(content: Json) -> bytes:
+    try:
+        return orjson.dumps(content)
+    except TypeError:  # halves of characters, as a file of others may have them, which orjson does not write
+        return json.dumps(content).encode()
 
 
 async def _error_response(_: Request, error: Exception) -> Response:

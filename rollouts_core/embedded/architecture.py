@@ -12,8 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from rollouts_core.errors import CheckpointError
+from rollouts_core.system.regular_files import read_file
 
 SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+MAX_CONFIG_BYTES = 16 * 2**20
+"""Of a config.json; those of the hub have kilobytes."""
 
 
 class UnsupportedModelError(CheckpointError):
@@ -87,7 +90,7 @@ def load_architecture(
                 f"{model_dir}: {runner} does not support {found}; it supports {supported}: {remedy}"
             )
         return _describe(names[0], config, read_end_token_ids(model_dir))
-    except (KeyError, TypeError, AttributeError) as error:
+    except (KeyError, TypeError, AttributeError, ArithmeticError) as error:
         raise CheckpointError(
             f"{model_dir}: config.json is not the whole config.json of a model ({error!r}): copy the checkpoint again"
         ) from error
@@ -211,7 +214,7 @@ def _rope(config: Mapping[str, Any]) -> Mapping[str, Any]:  # Any: JSON
 
 def _read_json(path: Path) -> dict[str, Any]:  # Any: JSON
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(read_file(path, max_bytes=MAX_CONFIG_BYTES))
     except FileNotFoundError as error:
         within = path.parent / "checkpoint"  # of a run
         meant = within if (within / path.name).is_file() else "the folder of a Hugging Face checkpoint"

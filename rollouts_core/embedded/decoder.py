@@ -19,7 +19,8 @@ H query heads, K key-value heads, D head width, V vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -28,6 +29,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from rollouts_core.config.messages import first_line
 from rollouts_core.embedded.architecture import (
     Architecture,
     UnsupportedModelError,
@@ -38,7 +40,7 @@ from rollouts_core.embedded.architecture import (
 from rollouts_core.embedded.projection import Projection, choose_library, find_row_step
 from rollouts_core.embedded.segments import SegmentAddress, read_segment
 from rollouts_core.embedded.weights import check_tensors, digest_tensors, read_tensors, tensor_digest
-from rollouts_core.errors import CheckpointError, NoMemoryError
+from rollouts_core.errors import CheckpointError, NoMemoryError, RolloutsError
 
 LENGTH_STEP = 32
 """Attention over a multiple of 32 positions has no odd-sized tail, which would round differently."""
@@ -155,8 +157,10 @@ class Decoder:
 
         The KV cache is left as it is: its owner decides which rows to compute again.
         """
-        check_same_computation(model_dir, self.architecture)
-        self._replace_weights(read_tensors(model_dir), source=str(model_dir))
+        with _failures_named(str(model_dir)):
+            check_same_computation(model_dir, self.architecture)
+            tensors = read_tensors(model_dir)
+        self._replace_weights(tensors, source=str(model_dir))
         self._segment_ids = {}
 
     @torch.inference_mode()
@@ -168,14 +172,16 @@ class Decoder:
         Args:
             model_dir: directory with the config.json that goes with them.
         """
-        check_same_computation(model_dir, self.architecture)
+        with _failures_named(str(model_dir)):
+            check_same_computation(model_dir, self.architecture)
         segment_ids = {name: segment.id for segment in segments for name in segment.names}
         kept = {name for name, found in segment_ids.items() if self._segment_ids.get(name) == found}
         if HEAD in segment_ids and self.architecture.ties_embeddings:
             kept -= {HEAD, EMBEDDING}  # they are compared with each other
         tensors: dict[str, Tensor] = {}
         for segment in segments:
-            tensors |= read_segment(segment, [name for name in segment.names if name not in kept])
+            with _failures_named(segment.path):
+                tensors |= read_segment(segment, [name for name in segment.names if name not in kept])
         self._replace_weights(tensors, kept=kept, source="the published segments")
         self._segment_ids = segment_ids
 
@@ -362,6 +368,18 @@ class Decoder:
     def _new_cache(self, num_slots: int, length: int) -> Tensor:
         a = self.architecture
         return torch.zeros(a.num_layers, num_slots, length, 2 * a.num_kv_heads, a.head_dim, dtype=self.dtype)
+
+
+@contextmanager
+def _failures_named(source: str) -> Iterator[None]:
+    """Raise CheckpointError for any failure to read files that others wrote: the decoder is as it was, and goes on."""
+    try:
+        yield
+    except RolloutsError:
+        raise
+    except Exception as error:
+        problem = f"{type(error).__name__}: {first_line(error)}"
+        raise CheckpointError(f"{source} cannot be read as a model ({problem}): publish it again") from error
 
 
 def _lay_out(ids_B: Tensor, places_B: Tensor, prompts: Sequence[Sequence[int]], *, first_slot: int) -> Pass:

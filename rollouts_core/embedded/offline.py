@@ -60,6 +60,8 @@ def check_request(request: GenerationRequest, decoder: Decoder, *, has_text: boo
         raise ValueError(f"The input ({num_input} tokens) is longer than the model's context length ({limit} tokens).")
     if (request.params.stop or request.params.stop_regex) and not has_text:
         raise ValueError("stop strings need a tokenizer.json in the model directory: use stop_token_ids instead.")
+    if (count := len(request.params.logit_bias)) > vocab_size:
+        raise ValueError(f"logit_bias may have at most {vocab_size} keys, got {count}.")
     if foreign := [token for token, _ in request.params.logit_bias if not 0 <= token < vocab_size]:
         raise ValueError(f"logit_bias must has keys in [0, {vocab_size - 1}], got {foreign[0]}.")  # SGLang's words
     num_new = request.params.max_new_tokens

@@ -33,6 +33,10 @@ MAX_COMPLETIONS_PER_PROMPT = 1024
 MAX_CHARS_PER_TOKEN = 32
 """A text with more for each token of the context is refused unread; most have four. To turn it into token ids would
 take minutes and gigabytes."""
+MAX_NAMED_TOKENS = 2**18
+"""In `stop_token_ids` and `logit_bias`, which are looked through at every token; no vocabulary is larger."""
+MAX_ID_CHARS = 1024
+"""Of a request's id, which each of its completions has a copy of."""
 MAX_SHOWN_VALUES, MAX_SHOWN_CHARS, MAX_SHOWN_DEPTH = 20, 40, 3
 """What an error shows of a value."""
 
@@ -158,6 +162,8 @@ def sampling_params_from_json(value: Json) -> SamplingParams:
             raise _unsupported(name)
     own = {name: setting for name, setting in given.items() if name not in NEUTRAL_VALUES}
     for name, setting in own.items():
+        if isinstance(setting, list | dict) and len(setting) > MAX_NAMED_TOKENS:
+            raise RequestError(f"{name} may have at most {MAX_NAMED_TOKENS} entries, got {len(setting)}.")
         _check_sampling_type(name, setting)
     own.pop("n", None)  # of the call
     own |= own.pop("custom_params", {})
@@ -502,6 +508,9 @@ def _request_ids(value: Json, num_prompts: int, per_prompt: int, *, is_batch: bo
     """The ids of all completions; one id for several names them `<id>_<n>`, as in SGLang."""
     if value is None:
         return [uuid.uuid4().hex for _ in range(num_prompts * per_prompt)]
+    ids = value if isinstance(value, list) else [value]
+    if any(isinstance(entry, str) and len(entry) > MAX_ID_CHARS for entry in ids):
+        raise RequestError(f"rid may have at most {MAX_ID_CHARS} characters.")
     if isinstance(value, str):
         return [f"{value}_{index}" for index in range(num_prompts * per_prompt)] if is_batch else [value]
     if not isinstance(value, list) or not all(isinstance(entry, str) for entry in value):

@@ -12,6 +12,7 @@ weights as they were.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -71,9 +72,14 @@ class BucketCall:
 
 
 class WeightReceiver:
-    """Groups with trainers, and the update that is open; used by the thread of one event loop, and closed there."""
+    """Groups with trainers, and the update that is open; used by the thread of one event loop, and closed there.
 
-    def __init__(self) -> None:
+    Args:
+        max_bytes: of all tensors of an update.
+    """
+
+    def __init__(self, max_bytes: int = sys.maxsize) -> None:
+        self._max_bytes = max_bytes
         self._groups: dict[str, Any] = {}  # Any: ProcessGroupGloo, which not every build of torch has
         self._arrived: dict[str, Tensor] | None = None
         """None while no update is open."""
@@ -125,6 +131,9 @@ class WeightReceiver:
         if call.group not in self._groups:
             raise RequestError(f"There is no group {call.group}: initialize it.")
         sizes = [math.prod(shape) * call.dtypes[name].itemsize for name, shape in call.shapes.items()]
+        held = sum(tensor.nbytes for tensor in arrived.values())
+        if held + sum(sizes) > self._max_bytes:
+            raise RequestError(f"{held + sum(sizes)} bytes are more than the weights of the model, {self._max_bytes}.")
         flat = torch.empty(sum(sizes), dtype=torch.uint8)
         with _failures_named("the weights did not arrive"):
             await in_short_thread(partial(self._receive_bytes, call.group, flat))

@@ -13,9 +13,10 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor
 
+from rollouts_core.embedded.weights import open_tensors
 from rollouts_core.errors import CheckpointError
 
 BOOT_ID, PROCESS_NAMESPACE = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
@@ -52,7 +53,7 @@ def read_segment(segment: SegmentAddress, names: Collection[str]) -> dict[str, T
         CheckpointError: it is gone, or holds something else.
     """
     try:
-        with safe_open(segment.path, framework="pt") as file:
+        with open_tensors(segment.path) as file:
             return {name: file.get_tensor(name) for name in names}
     except (OSError, SafetensorError) as error:
         raise CheckpointError(

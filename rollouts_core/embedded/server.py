@@ -1,6 +1,6 @@
 """Run the embedded engine as a process: bind, load, serve, and end in order.
 
-Not here: the endpoints (app.py), generation (scheduler.py), the command line.
+Not here: the endpoints (app.py), whom they answer (gate.py), generation (scheduler.py), the command line.
 
     socket bound -> weights loaded -> /health 200 -> SIGTERM: requests end with what they have -> serve() returns
          |                                  |
@@ -11,28 +11,25 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import hmac
 import logging
 import signal
 import socket
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
-from ipaddress import ip_address
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import torch
 import uvicorn
-from starlette.datastructures import Headers
-from starlette.responses import JSONResponse
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 from rollouts_core.embedded.app import build_app
 from rollouts_core.embedded.decoder import Decoder
+from rollouts_core.embedded.gate import Gate, is_loopback
 from rollouts_core.embedded.receiving import WeightReceiver
 from rollouts_core.embedded.scheduler import Scheduler
+from rollouts_core.embedded.slow_clients import BoundedProtocol, SlowClients
 from rollouts_core.errors import EngineError, InputError, NoMemoryError, RolloutsError
 from rollouts_core.keys import SENDABLE
 
@@ -43,6 +40,10 @@ API_KEY_VARIABLE = "ROLLOUTS_API_KEY"
 KEEP_ALIVE_S = 300
 SHUTDOWN_GRACE_S = 1
 LISTEN_BACKLOG = 2048
+MAX_SENT_SHARE = 2
+"""Of the weights' bytes, in an update that is sent: trainers may send a tied output head beside its embedding."""
+TICKS_PER_S = 10
+"""Of uvicorn's."""
 
 
 class PortInUseError(InputError):
@@ -93,14 +94,15 @@ def serve(
         decoder = _load_decoder(model_dir, num_slots=max_running_requests, context_length=context_length)
         url = f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
         with Scheduler(decoder, model_dir=model_dir) as scheduler:
-            receiver = WeightReceiver()
+            receiver = WeightReceiver(max_bytes=MAX_SENT_SHARE * decoder.num_weight_bytes)
             app = build_app(scheduler, receiver)
             config = uvicorn.Config(
-                require_key(app, api_key) if api_key else refuse_web_pages(app),
+                Gate(app, api_key),
                 log_config=None,
                 access_log=False,
                 lifespan="off",
                 ws="none",
+                http=BoundedProtocol,
                 timeout_keep_alive=KEEP_ALIVE_S,
                 timeout_graceful_shutdown=SHUTDOWN_GRACE_S,
             )
@@ -123,55 +125,6 @@ def _load_decoder(model_dir: Path, *, num_slots: int, context_length: int | None
     """
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="loading") as loading:
         return loading.submit(Decoder, model_dir, num_slots=num_slots, context_length=context_length).result()
-
-
-def require_key(app: ASGIApp, api_key: str) -> ASGIApp:
-    """`app`, with SGLang's 401 for requests that do not carry the key."""
-    expected = f"Bearer {api_key}".encode()
-
-    async def checked_app(scope: Scope, receive: Receive, send: Send) -> None:
-        given = Headers(scope=scope).get("authorization", "").encode()
-        if hmac.compare_digest(given, expected):
-            await app(scope, receive, send)
-        else:
-            await JSONResponse({"error": "Unauthorized"}, status_code=401)(scope, receive, send)
-
-    return checked_app
-
-
-def refuse_web_pages(app: ASGIApp) -> ASGIApp:
-    """`app`, with 403 for what a page of somebody else's asks from a browser of this machine, which no key keeps out.
-
-    Browsers name the page's origin, or the page's name as the host if it leads to a loopback address, or say that the
-    request is from another site.
-    """
-
-    async def checked_app(scope: Scope, receive: Receive, send: Send) -> None:
-        headers = Headers(scope=scope)
-        places = [f"//{headers.get('host', 'localhost')}", headers.get("origin", "//localhost")]
-        is_foreign = headers.get("sec-fetch-site") == "cross-site"  # of a GET, browsers name no origin
-        if all(map(_is_of_this_machine, places)) and not is_foreign:
-            await app(scope, receive, send)
-        else:
-            problem = "a server without a key answers programs of its machine, by 127.0.0.1 or localhost, alone"
-            await JSONResponse({"error": problem}, status_code=403)(scope, receive, send)
-
-    return checked_app
-
-
-def _is_of_this_machine(url: str) -> bool:
-    try:
-        return is_loopback(urlsplit(url).hostname or "")
-    except ValueError:
-        return False
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach what listens on this address."""
-    try:
-        return host == "localhost" or ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def bind_port(host: str, port: int) -> socket.socket:
@@ -201,11 +154,14 @@ class _Server(uvicorn.Server):
         self._scheduler = scheduler
         self._receiver = receiver
         self._on_ready = on_ready
+        self._slow_clients = SlowClients()
         self.failure: RolloutsError | None = None
         """Why the generation thread ended by itself; None while it lives."""
 
     async def on_tick(self, counter: int) -> bool:
-        """Stop when the generation thread has failed: whoever supervises the process can start it anew."""
+        """Close slow connections, and stop when the generation thread has failed: its supervisor starts it anew."""
+        if counter % TICKS_PER_S == 0:
+            self._slow_clients.close_overdue(self.server_state.connections, time.monotonic())  # type: ignore[arg-type]
         self.failure = self._scheduler.failure
         return await super().on_tick(counter) or bool(self.failure)
 

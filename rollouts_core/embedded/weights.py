@@ -8,23 +8,50 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from blake3 import blake3
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file
 from torch import Tensor
 
 from rollouts_core.errors import CheckpointError, DivergedError
 from rollouts_core.system.concurrency import read_each
+from rollouts_core.system.regular_files import found_file, read_file
 
 MAX_NAMES_SHOWN = 3
+MAX_HEADER_BYTES = 16 * 2**20
+"""Of what a safetensors file says of its tensors: 100,000 of them. The library takes 100 MB, and half a minute."""
+MAX_INDEX_BYTES = 64 * 2**20
+"""Of model.safetensors.index.json."""
 SUMMED = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 """Number formats that hold numbers themselves: what quantization packs, and eight bits, torch has no sums of."""
 ROTARY_FREQUENCIES = ".rotary_emb.inv_freq"
 """How tensors end that old Llama checkpoints hold for each layer, and that follow from config.json."""
+
+
+@contextmanager
+def open_tensors(path: Path | str) -> Iterator[Any]:  # Any: safe_open has no types
+    """The tensors of a safetensors file, mapped, not copied; they stay where they are after the block.
+
+    Raises:
+        OSError: it cannot be read, is no regular file, or lists more tensors than any model has.
+        SafetensorError: it is cut or damaged.
+    """
+    with found_file(path) as found:
+        with open(found, "rb") as file:  # noqa: PTH123 - a Path would be normalised
+            num_header_bytes = int.from_bytes(file.read(8), "little")
+        if num_header_bytes > MAX_HEADER_BYTES:
+            raise OSError(f"its header has {num_header_bytes:,} bytes, more than {MAX_HEADER_BYTES:,}")
+        try:
+            tensors = safe_open(found, framework="pt")
+        except RuntimeError as error:  # torch's, of a file that is too large to be mapped
+            raise OSError(str(error)) from error
+        with tensors as opened:
+            yield opened
 
 
 def read_tensors(model_dir: Path) -> dict[str, Tensor]:
@@ -36,7 +63,8 @@ def read_tensors(model_dir: Path) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for path in _weight_files(model_dir):
         try:
-            tensors.update(load_file(path))
+            with open_tensors(path) as file:
+                tensors.update(file.get_tensors())
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{path} cannot be read as safetensors ({error}): publish it again") from error
     return {name: tensor for name, tensor in tensors.items() if not name.endswith(ROTARY_FREQUENCIES)}
@@ -67,7 +95,7 @@ def find_not_finite(model_dir: Path) -> str:
     except CheckpointError:  # whoever loads the model explains that
         return ""
     for path in paths:
-        with safe_open(path, framework="pt") as tensors:
+        with open_tensors(path) as tensors:
             for name in tensors.keys():  # noqa: SIM118 - it is no mapping
                 tensor = tensors.get_tensor(name)
                 if tensor.dtype in SUMMED and not is_finite(tensor):
@@ -114,7 +142,7 @@ def _weight_files(model_dir: Path) -> list[Path]:
             f"{model_dir} has neither {single.name} nor {index.name}: give a directory with safetensors weights"
         )
     try:
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        weight_map = json.loads(read_file(index, max_bytes=MAX_INDEX_BYTES))["weight_map"]
         shards = [model_dir / name for name in sorted(set(weight_map.values()))]
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{index} has no readable weight_map ({error!r}): publish it again") from error

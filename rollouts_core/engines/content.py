@@ -21,9 +21,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from rollouts_core.config import ModelConfig
+from rollouts_core.embedded.architecture import MAX_CONFIG_BYTES
 from rollouts_core.embedded.weights import read_tensors, tensor_digest, tensor_sha256
 from rollouts_core.errors import CheckpointError, WeightSyncError
 from rollouts_core.model.model_size import read_folder
+from rollouts_core.system.regular_files import read_file
 
 FUSED = {
     "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
@@ -70,7 +72,7 @@ def read_config(directory: Path) -> dict[str, Any]:  # Any: JSON
         CheckpointError: it is missing or no JSON object.
     """
     try:
-        config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+        config = json.loads(read_file(directory / "config.json", max_bytes=MAX_CONFIG_BYTES))
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{directory}/config.json cannot be read ({error}): publish it again") from error
     if not isinstance(config, dict):

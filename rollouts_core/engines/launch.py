@@ -21,7 +21,8 @@ import torch
 
 from rollouts_core.checks.cpu_formats import describe_slow_bfloat16
 from rollouts_core.config import EngineConfig, EngineKind
-from rollouts_core.embedded.server import API_KEY_VARIABLE, is_loopback
+from rollouts_core.embedded.gate import is_loopback
+from rollouts_core.embedded.server import API_KEY_VARIABLE
 from rollouts_core.engines import in_vllm, sweep
 from rollouts_core.engines.content import can_be_untied, is_tied, read_config, write_untied
 from rollouts_core.engines.nccl import check_version, nccl_version
@@ -37,6 +38,8 @@ MAX_SOCKET_PATH = 107
 """Bytes of the path of a unix socket."""
 SOCKET_NAME_BYTES = 64
 """What the folder's path leaves for names in it: vLLM's are UUIDs, those of multiprocessing two levels of names."""
+GATE = "rollouts_gate.Gate"
+"""What vLLM adds to its server, from the folder in_vllm: its own key leaves the development endpoints open."""
 CPU_CACHE_GIB = 1
 """Memory for keys and values of an engine on a CPU, which is for small models."""
 
@@ -59,7 +62,7 @@ def exec_engine(job: ServeJob, run_dir: Path, *, api_key: str = "") -> NoReturn:
 
     Raises:
         ConfigError: the interpreter of the engine's environment does not exist or has another NCCL, or the address is
-            beyond this machine and no key would protect it.
+            beyond this machine without a key, or of vLLM.
         CheckpointError: the weights are pickled.
     """
     check_host(job, api_key)
@@ -86,13 +89,13 @@ def exec_engine(job: ServeJob, run_dir: Path, *, api_key: str = "") -> NoReturn:
 
 
 def check_host(job: ServeJob, api_key: str) -> None:
-    """Raise ConfigError for an address beyond this machine where a key is missing, or would not protect."""
+    """Raise ConfigError for an address beyond this machine without a key, or of vLLM."""
     if is_loopback(job.host):
         return
     if job.engine.kind == "vllm":
         raise ConfigError(
-            f"{job.host} is an address beyond this machine, where vLLM's key protects its completions alone: whoever "
-            "reaches it could replace its weights and run code. Let it listen on 127.0.0.1, and reach it by a tunnel"
+            f"{job.host} is an address beyond this machine, and vLLM's development endpoints, which replace weights "
+            "and run code, stay on their machine: let it listen on 127.0.0.1, and reach it by a tunnel"
         )
     if not api_key:
         raise ConfigError(
@@ -209,11 +212,11 @@ def _render_vllm(job: ServeJob, model_dir: str, on_gpu: bool) -> tuple[list[str]
         *("--max-model-len", str(job.context_length), "--max-num-seqs", str(job.deployment.max_running_requests)),
         *("--tensor-parallel-size", _num_gpus(job), "--logprobs-mode", LOGPROBS_MODE),
         *(["--enable-sleep-mode"] if job.deployment.colocated else []),
+        *("--middleware", GATE),
     ]
-    env = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    env = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "PYTHONPATH": in_vllm.__path__[0]}
     if job.engine.weight_transfer != "auto":
         arguments += ["--worker-extension-cls", RECEIVER]
-        env["PYTHONPATH"] = in_vllm.__path__[0]
     if on_gpu:
         return arguments, env
     on_cpu = {

@@ -9,15 +9,19 @@ Which answers are equal is decided by the name of the environment, never by what
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Mapping
 from decimal import Context, Decimal, InvalidOperation, Overflow
 from typing import Any
 
+from rollouts_core.environments.grading_limit import GradingLimit
 from rollouts_core.errors import ConfigError
 from rollouts_core.types import Sample
 
 TIMEOUT_S = 2
 """How long an answer may take to parse, and to compare; one that takes longer is wrong."""
+MAX_ANSWER_CHARS = 2000
+"""Of an answer that is read as mathematics. Longer ones take all their time, and math-verify logs them whole."""
 MAX_EXPONENT = 1000
 """Numbers of more digits are compared as text."""
 HASHES = re.compile(r"####\s*([^\n]+)")
@@ -72,9 +76,13 @@ class MathVerifyEnvironment:
                 'the environment "math", which compares answers as text'
             ) from error
         self._parse, self._verify = parse, verify
+        self.grading_limit = GradingLimit(TIMEOUT_S)
 
     def grade(self, sample: Sample) -> float:
-        """1 for a final answer that is mathematically the reference, 0 for a wrong one, none, or a hopeless one."""
+        """1 for a final answer that is mathematically the reference, 0 for a wrong one, none, or a hopeless one.
+
+        `grading_limit` counts those that take too long.
+        """
         found = marked_answer(sample.response)
         reference = str(sample.metadata.get("answer", ""))
         expected = marked_answer(reference) or reference
@@ -82,10 +90,15 @@ class MathVerifyEnvironment:
             return 0.0
         if normalise_answer(found) == normalise_answer(expected):
             return 1.0
+        if len(found) > MAX_ANSWER_CHARS:
+            return 0.0
+        began = time.monotonic()
         gold, guess = (
             self._parse(f"${text.strip().strip('$')}$", parsing_timeout=TIMEOUT_S) for text in (expected, found)
         )
-        return float(self._verify(gold, guess, timeout_seconds=TIMEOUT_S))
+        is_equal = self._verify(gold, guess, timeout_seconds=TIMEOUT_S)
+        is_late = not is_equal and time.monotonic() - began > TIMEOUT_S
+        return self.grading_limit.note(sample) if is_late else float(is_equal)
 
 
 def check_reference(answer: str) -> None:

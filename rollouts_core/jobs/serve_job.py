@@ -9,7 +9,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from rollouts_core.embedded.server import API_KEY_VARIABLE, bind_port, is_loopback, serve
+from rollouts_core.embedded.gate import is_loopback
+from rollouts_core.embedded.server import API_KEY_VARIABLE, bind_port, serve
 from rollouts_core.errors import InputError
 from rollouts_core.job import ServeJob
 from rollouts_core.jobs.lease_service import start_lease_service

@@ -27,6 +27,7 @@ from typing import Any
 from rollouts_core.config import ModelConfig
 from rollouts_core.config.files import HUB_ID
 from rollouts_core.config.messages import first_line
+from rollouts_core.system.regular_files import found_file
 
 HUB_TIMEOUT_S = 15.0
 """How long the hub may take; loading its library takes a second or two of it."""
@@ -145,7 +146,7 @@ def _weight_files(folder: Path) -> list[Path]:
 
 
 def _shapes_in(path: Path) -> dict[str, tuple[int, ...]]:
-    with path.open("rb") as file:
+    with found_file(path) as found, open(found, "rb") as file:  # noqa: PTH123 - a Path would be normalised
         (num_header_bytes,) = struct.unpack("<Q", file.read(8))
         if num_header_bytes > path.stat().st_size:
             raise ValueError(f"{path} is no safetensors file")

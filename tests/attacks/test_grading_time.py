@@ -16,6 +16,7 @@ from rollouts_core.environments import Tool
 from rollouts_core.environments.code import CodeEnvironment
 from rollouts_core.environments.grading_limit import GradingLimit
 from rollouts_core.environments.json_schema import JSONSchemaEnvironment
+from rollouts_core.environments.math import MathVerifyEnvironment
 from rollouts_core.environments.protocol import Outcome
 from rollouts_core.environments.sandbox import SandboxLimits
 from rollouts_core.environments.tools import answer_tool_calls
@@ -59,6 +60,23 @@ def test_json_that_is_hard_to_check_gets_no_reward_within_seconds(name: str) -> 
     assert graded.reward == 0.0
     assert time.monotonic() - began < 10
     assert take_reward_metrics(environment.grade) == {"num_over_grading_limit": 1.0}
+    assert take_reward_metrics(environment.grade) == {"num_over_grading_limit": 0.0}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("answer", ["9^{9^{9^{9}}}", "(1+" * 300 + "1" + ")" * 300], ids=["power", "brackets"])
+def test_mathematics_that_is_hard_to_compute_gets_no_reward_and_is_counted(answer: str) -> None:
+    environment, began = MathVerifyEnvironment(), time.monotonic()
+    assert environment.grade(sample_of(f"\\boxed{{{answer}}}", answer="x+1")) == 0.0
+    assert time.monotonic() - began < 20
+    assert take_reward_metrics(environment.grade) == {"num_over_grading_limit": 1.0}
+
+
+def test_an_endless_answer_is_not_read_as_mathematics() -> None:
+    environment, began = MathVerifyEnvironment(), time.monotonic()
+    assert environment.grade(sample_of("\\boxed{" + "(" * 200_000, answer="x+1")) == 0.0
+    assert environment.grade(sample_of("\\boxed{" + "(" * 200_000 + "}", answer="x+1")) == 0.0
+    assert time.monotonic() - began < 2
     assert take_reward_metrics(environment.grade) == {"num_over_grading_limit": 0.0}
 
 

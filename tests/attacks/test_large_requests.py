@@ -6,6 +6,7 @@ Without these tests one request would fill the machine's memory, or keep all oth
 from __future__ import annotations
 
 import asyncio
+import itertools
 import resource
 import threading
 import time
@@ -28,6 +29,9 @@ from tests.rollouts_core.embedded.tiny_models import make_model, save_model
 
 CONTEXT = 64
 SHORT = {"max_new_tokens": 2}
+ZEROS = itertools.product("0\u0660\u06f0\u07c0\u0966\u09e6", repeat=6)
+SAME_TOKEN = ",".join(f'"{"".join(zeros)}3": 0' for zeros in ZEROS).encode()
+"""A bias of one token, 46,656 times: its number begins with the zeros of several scripts."""
 
 
 @pytest.fixture
@@ -53,6 +57,13 @@ def held_mb() -> float:
         (b'{"input_ids": [' + b"[1]," * 3_000_000 + b"[1]]}", "lists and objects: send less at once"),
         (b'{"input_ids": [' + b"[1]," * 100_000 + b"[1]]}", f"at most {MAX_WAITING_REQUESTS} completions"),
         (b'{"input_ids": [[' + b"1," * 10_000_000 + b"1],[1]]}", "longer than the model's context length"),
+        (b'{"rid": "' + b"x" * (30 << 20) + b'", "input_ids": [3], "sampling_params": {"n": 1024}}', "rid may have"),
+        (b'{"rid": ["' + b"x" * (30 << 20) + b'"], "input_ids": [3], "sampling_params": {"n": 1024}}', "rid may have"),
+        (
+            b'{"input_ids": [3], "sampling_params": {"stop_token_ids": [' + b"1," * 10_000_000 + b"1]}}",
+            "may have at most",
+        ),
+        (b'{"input_ids": [3], "sampling_params": {"logit_bias": {' + SAME_TOKEN + b"}}}", "may have at most"),
         (b'{"input_ids": {"a": [' + b"1," * 10_000_000 + b"1]}}", "expected a list of token ids"),
     ],
     ids=[
@@ -65,6 +76,10 @@ def held_mb() -> float:
         "lists",
         "prompts",
         "list",
+        "long id",
+        "long ids",
+        "ends",
+        "biases",
         "no list",
     ],
 )

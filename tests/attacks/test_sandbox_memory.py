@@ -17,8 +17,10 @@ from typing import Any
 
 import pytest
 
+from rollouts_core.environments.memory_groups import NAME, find_group_parent
 from rollouts_core.environments.protocol import Outcome
 from rollouts_core.environments.sandbox import SandboxLimits, SandboxResult, run_in_sandbox
+from tests.excuses import ExcusedSkip
 
 MEMORY_MB = 96
 MEMORY_OF_MANY_MB = 192
@@ -189,6 +191,13 @@ while True:
         held += 128
     hold(held)
 """
+OWN_PAGES = """
+for _ in range(15):
+    if os.fork() == 0:
+        kept = bytearray(40 << 20)
+        time.sleep(20)
+time.sleep(20)
+"""
 ATTACKS = {
     "sockets that wait to be accepted": (SOCKETS_THAT_WAIT, MEMORY_MB),
     "pairs of streams": (FILLED_PAIRS.replace("*KIND", "").replace("SIZE", "1 << 16"), MEMORY_OF_MANY_MB),
@@ -229,6 +238,18 @@ def test_no_program_holds_more_memory_than_it_may(name: str) -> None:
         if held[-1] < KERNEL_MB:
             break
     assert min(held) < KERNEL_MB
+
+
+@pytest.mark.parametrize("name", ["pairs of streams", "pages"])
+def test_where_a_cgroup_can_be_made_the_kernel_ends_what_holds_too_much(name: str) -> None:
+    """It counts exactly, also the memory of sockets, and says that it ended a process: the program is to blame."""
+    if not (parent := find_group_parent()):
+        raise ExcusedSkip("no cgroup here has a limit of memory: run as root outside containers, or with Delegate=yes")
+    code = ATTACKS[name][0] if name in ATTACKS else OWN_PAGES
+    result = run(f"{BEGIN}WANTED = 1 << 40\n{code}", memory_mb=MEMORY_MB, wall_s=8)
+    assert result.outcome is Outcome.TOOL_ERROR
+    assert f"all processes together held more than {MEMORY_MB} MB" in result.stderr
+    assert not list(Path(parent).glob(NAME)), "its cgroup is left behind"
 
 
 @pytest.mark.parametrize(

@@ -53,9 +53,9 @@ except InputError as error:
 
 
 @contextmanager
-def serving(model_dir: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
+def serving(model_dir: Path, *, program: str = SERVE) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """A server process and its URL; the process is gone afterwards."""
-    command = [sys.executable, "-c", SERVE, str(model_dir), "0"]
+    command = [sys.executable, "-c", program, str(model_dir), "0"]
     with subprocess.Popen(
         command, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:

@@ -1,0 +1,64 @@
+"""Open files whose names others give, and nothing that only looks like a file.
+
+To open a FIFO waits until a program writes to it, to open a device may set it to work, and /dev/zero never ends.
+
+Not here: writing files (files.py), what is in them.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+KINDS = {
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFDIR: "a directory",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+LOOK_AT = getattr(os, "O_PATH", os.O_RDONLY | os.O_NONBLOCK)
+"""O_PATH, which Linux alone has, finds a file without opening it."""
+
+
+@contextmanager
+def found_file(path: Path | str) -> Iterator[str]:
+    """A path by which the block opens the regular file at `path`, also if another file takes its place meanwhile.
+
+    Links are followed: another process's memory is named by one (/proc/<pid>/fd/<n>).
+
+    Raises:
+        OSError: there is no file, it may not be read, is empty, or is no regular file.
+    """
+    try:
+        descriptor = os.open(path, LOOK_AT)
+    except ValueError as error:  # a zero byte in the path
+        raise OSError(f"no file can have this name: {error}") from error
+    try:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError(f"it is {KINDS.get(stat.S_IFMT(status.st_mode), 'something else')}, not a file")
+        if not status.st_size:  # so are files of /proc, of which some wait for their next line for ever
+            raise OSError("it is empty")
+        found = f"/dev/fd/{descriptor}"
+        if not os.access(found, os.R_OK):
+            raise PermissionError("Permission denied")
+        yield found
+    finally:
+        os.close(descriptor)
+
+
+def read_file(path: Path, *, max_bytes: int) -> bytes:
+    """The content of a regular file.
+
+    Raises:
+        OSError: as by `found_file`, or the file has more than `max_bytes`.
+    """
+    with found_file(path) as found, open(found, "rb") as file:  # noqa: PTH123 - a Path would be normalised
+        content = file.read(max_bytes + 1)
+    if len(content) > max_bytes:
+        raise OSError(f"it has more than {max_bytes:,} bytes")
+    return content
