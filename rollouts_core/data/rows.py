@@ -32,6 +32,7 @@ from typing import Any, NamedTuple, Protocol
 
 from rollouts_core.config.data import ColumnType
 from rollouts_core.config.messages import first_line
+from rollouts_core.data.bad_rows import BadRows
 from rollouts_core.data.conversations import Row
 from rollouts_core.data.source_text import TEXT_FIELDS, SpelledNumber, as_text
 from rollouts_core.data.text_files import (
@@ -72,8 +73,12 @@ class RowTable(Protocol):
 
     def __len__(self) -> int: ...
 
-    def read(self, indices: Sequence[int]) -> list[tuple[int, Row]]:
-        """The rows at these places from 0, each with the number from 1 that errors call it."""
+    def read(self, indices: Sequence[int], bad: BadRows | None = None) -> list[tuple[int, Row]]:
+        """The rows at these places from 0, each with the number from 1 that errors call it.
+
+        Args:
+            bad: takes the errors of rows, which are left out; without it the first one is raised.
+        """
         ...
 
 
@@ -134,7 +139,7 @@ class JsonlRows:
     def __len__(self) -> int:
         return len(self._offsets)
 
-    def read(self, indices: Sequence[int]) -> list[tuple[int, Row]]:
+    def read(self, indices: Sequence[int], bad: BadRows | None = None) -> list[tuple[int, Row]]:
         """The rows at these places, each with its line number."""
         rows: list[tuple[int, Row]] = []
         try:
@@ -144,7 +149,7 @@ class JsonlRows:
                     line = file.readline()
                     if zlib.crc32(line) != self._checksums[i]:
                         raise DataError(f"{self.path}, row {self._numbers[i]} changed while it was in use: start again")
-                    rows.append((self._numbers[i], _parse_line(line, self.path, self._numbers[i])))
+                    rows += _parse_noted(line, self.path, self._numbers[i], bad)
             self._watch.check(self.digest)
         except OSError as error:
             raise DataError(f"{self.path} cannot be read any more ({error.strerror}): start again") from error
@@ -178,8 +183,8 @@ class TableRows:
     def __len__(self) -> int:
         return len(self._table)
 
-    def read(self, indices: Sequence[int]) -> list[tuple[int, Row]]:
-        """The rows at these places."""
+    def read(self, indices: Sequence[int], bad: BadRows | None = None) -> list[tuple[int, Row]]:
+        """The rows at these places; a table has no row that cannot be read alone."""
         try:
             columns = self._table[list(indices)]
         except (ImportError, OSError) as error:
@@ -241,8 +246,14 @@ def open_rows(
     )
 
 
-def load_rows(path: str | Path, *, columns: Mapping[str, ColumnType] | None = None) -> Iterator[tuple[int, Row]]:
+def load_rows(
+    path: str | Path, *, columns: Mapping[str, ColumnType] | None = None, bad: BadRows | None = None
+) -> Iterator[tuple[int, Row]]:
     """Rows of a file or of a Hugging Face dataset, each with its number from 1 (its line in JSONL).
+
+    Args:
+        columns: types of columns of CSV that are not text.
+        bad: takes the errors of lines, which are left out; without it the first one is raised.
 
     Raises:
         DataError: no such file, a line that is no JSON object, or no row at all.
@@ -251,7 +262,7 @@ def load_rows(path: str | Path, *, columns: Mapping[str, ColumnType] | None = No
     if not _is_plain_jsonl(Path(path)):
         table = open_rows(path, columns=columns)
         for start in range(0, len(table), TABLE_READ_ROWS):
-            yield from table.read(range(start, min(start + TABLE_READ_ROWS, len(table))))
+            yield from table.read(range(start, min(start + TABLE_READ_ROWS, len(table))), bad)
         return
     _check_exists(Path(path))
     is_empty = True
@@ -260,7 +271,7 @@ def load_rows(path: str | Path, *, columns: Mapping[str, ColumnType] | None = No
         for number, line in enumerate(lines, start=1):
             if not line.isspace():
                 is_empty = False
-                yield number, _parse_line(line, str(path), number)
+                yield from _parse_noted(line, str(path), number, bad)
     if _stamp_files(Path(path)) != before:
         raise DataError(f"{path} changed while it was in use: start again")
     if is_empty:
@@ -521,8 +532,12 @@ def _is_empty(path: str | Path) -> DataError:
     return DataError(f"{path} is empty: expected at least one row")
 
 
+class _ArrayError(DataError):
+    """A file that is no JSONL at all."""
+
+
 def _is_array(path: str) -> DataError:
-    return DataError(
+    return _ArrayError(
         f"{path} is one JSON array: expected one JSON object per line, which `jq -c '.[]' FILE` makes of an array"
     )
 
@@ -552,6 +567,19 @@ def _check_parquet(path: Path) -> None:
 
     if read_metadata(path).num_rows == 0:
         raise _is_empty(path)
+
+
+def _parse_noted(line: bytes, path: str, number: int, bad: BadRows | None) -> list[tuple[int, Row]]:
+    """The row with its number; [] for one whose error was noted."""
+    try:
+        return [(number, _parse_line(line, path, number))]
+    except _ArrayError:
+        raise
+    except DataError as error:
+        if bad is None:
+            raise
+        bad.note(number, error)
+        return []
 
 
 def _parse_line(line: bytes, path: str, number: int) -> Row:

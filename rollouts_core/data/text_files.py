@@ -15,13 +15,14 @@ import io
 import json
 import lzma
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import IO, Any, Literal, NamedTuple, cast
 
 from rollouts_core.config.data import ColumnType
 from rollouts_core.config.messages import closest_name, first_line
+from rollouts_core.data.bad_rows import BadRows
 from rollouts_core.data.source_text import TEXT_FIELDS, as_text
 from rollouts_core.errors import DataError
 from rollouts_core.system.files import appearing_whole
@@ -152,7 +153,7 @@ def _csv_rows(
     csv.field_size_limit(MAX_CELL_CHARS)
     lines = io.TextIOWrapper(content, encoding="utf-8-sig", newline="")
     reader = csv.reader(lines, delimiter=file.separator, strict=True)
-    number = 0
+    number, bad = 0, BadRows(file.name)
     try:
         header = next(reader, [])
         _check_header(file, header, columns)
@@ -160,17 +161,30 @@ def _csv_rows(
             if not cells:  # a blank line
                 continue
             number += 1
-            if len(cells) != len(header):
-                raise DataError(
-                    f"{file.name}, row {number}: found {len(cells)} cells for the {len(header)} columns of the first "
-                    "line: quote cells in which the separator or a line break stands"
-                )
-            filled = {name: cell for name, cell in zip(header, cells, strict=True) if cell != ""}
-            yield {name: _typed(file, number, name, cell, columns.get(name, "text")) for name, cell in filled.items()}
+            try:
+                row = _csv_row(file, number, header, cells, columns)
+            except DataError as error:
+                bad.note(number, error)
+                continue
+            yield row
+        bad.num_rows = number
+        bad.check()
     except UnicodeDecodeError as error:
         raise DataError(f"{file.name}, row {number + 1}: not UTF-8 ({error.reason}): save the file as UTF-8") from error
     except csv.Error as error:
         raise DataError(f"{file.name}, row {number + 1}: not valid CSV: {first_line(error)}") from error
+
+
+def _csv_row(
+    file: TextFile, number: int, header: Sequence[str], cells: Sequence[str], columns: Mapping[str, ColumnType]
+) -> dict[str, Any]:  # Any: JSON
+    if len(cells) != len(header):
+        raise DataError(
+            f"{file.name}, row {number}: found {len(cells)} cells for the {len(header)} columns of the first "
+            "line: quote cells in which the separator or a line break stands"
+        )
+    filled = {name: cell for name, cell in zip(header, cells, strict=True) if cell != ""}
+    return {name: _typed(file, number, name, cell, columns.get(name, "text")) for name, cell in filled.items()}
 
 
 def _check_header(file: TextFile, header: list[str], columns: Mapping[str, ColumnType]) -> None:
