@@ -28,7 +28,7 @@ MAX_READS = 4
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 MAX_NAME_BYTES, MAX_PATH_CHARS = 255, 4000
 """What a file system takes, beside the folder that the path is relative to."""
-DATA_FILE_SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet", ".csv", ".tsv", ".gz", ".bz2", ".xz")
+DATA_FILE_SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet", ".csv", ".tsv", ".gz", ".bz2", ".xz", ".zst")
 
 
 def read_settings(path: Path) -> dict[str, Any]:  # Any: unchecked file content

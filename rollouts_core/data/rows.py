@@ -445,11 +445,30 @@ def _load_dataset(source: _Source) -> Any:  # Any: a path, or a table of dataset
         return datasets.load_dataset("parquet", data_files=name, split="train", cache_dir=cache)
     chosen = {"revision": source.revision or None, "cache_dir": cache}
     builder = datasets.load_dataset_builder(str(path), source.subset or None, **chosen)
+    _check_kinds(builder, source)
     if files := _find_text_files(builder, source):
         write_lines(files, source.copy, source.columns)
         return source.copy
     table = datasets.load_dataset(str(path), source.subset or None, split=source.split, **chosen)
     return _check_commit(table, path, source.revision)
+
+
+def _check_kinds(builder: Any, source: _Source) -> None:  # Any: datasets has no types
+    """Raise DataError for a folder with rows of several kinds: the `datasets` library reads the most frequent kind."""
+    readme = source.path / "README.md"
+    chosen = {str(name) for names in (builder.config.data_files or {}).values() for name in names}
+    if not source.path.is_dir() or (readme.is_file() and "data_files" in readme.read_text(errors="replace")):
+        return
+    kinds = {find_kind(name)[0] or Path(name).suffix for name in chosen}
+    for file in sorted(source.path.rglob("*")):
+        kind = find_kind(file)[0] or file.suffix
+        is_rows = ".json" not in file.suffixes and kind in ("json", "csv", ".parquet") and file.stem != "metadata"
+        is_hidden = any(part.startswith(".") for part in file.relative_to(source.path).parts)
+        if is_rows and not is_hidden and kind not in kinds and str(file) not in chosen:
+            raise DataError(
+                f"{source.path} has rows of several kinds ({Path(min(chosen)).name} and {file.name}), and only one "
+                "kind would be read: give one of the files, or write all of them in one kind"
+            )
 
 
 def _find_text_files(builder: Any, source: _Source) -> list[TextFile]:  # Any: datasets has no types
@@ -459,7 +478,7 @@ def _find_text_files(builder: Any, source: _Source) -> list[TextFile]:  # Any: d
     from datasets.packaged_modules.json.json import Json
 
     kind: FileKind = "csv" if isinstance(builder, Csv) else "json"
-    if not isinstance(builder, Csv | Json) or getattr(builder.config, "field", None):
+    if not isinstance(builder, Csv | Json):
         return []
     _check_csv_options(builder.config, source) if kind == "csv" else None
     splits = builder.config.data_files
@@ -469,9 +488,12 @@ def _find_text_files(builder: Any, source: _Source) -> list[TextFile]:  # Any: d
     manager = datasets.DownloadManager(dataset_name=builder.dataset_name, download_config=downloads)
     files: list[TextFile] = []
     for name in splits[source.split]:
+        separator, field = (builder.config.sep, "") if kind == "csv" else ("", builder.config.field or "")
+        if find_kind(name)[1]:  # unpacked as it is read, also with what `datasets` has no package for
+            files.append(TextFile(Path(manager.download(name)), kind, str(name), separator, field))
+            continue
         for file in manager.iter_files([manager.download_and_extract(name)]):
-            separator = builder.config.sep if kind == "csv" else ""
-            files.append(TextFile(Path(file), kind, str(name), separator))
+            files.append(TextFile(Path(file), kind, str(name), separator, field))
     return files
 
 
@@ -532,12 +554,12 @@ def _is_empty(path: str | Path) -> DataError:
     return DataError(f"{path} is empty: expected at least one row")
 
 
-class _ArrayError(DataError):
+class _NoLinesError(DataError):
     """A file that is no JSONL at all."""
 
 
 def _is_array(path: str) -> DataError:
-    return _ArrayError(
+    return _NoLinesError(
         f"{path} is one JSON array: expected one JSON object per line, which `jq -c '.[]' FILE` makes of an array"
     )
 
@@ -573,7 +595,7 @@ def _parse_noted(line: bytes, path: str, number: int, bad: BadRows | None) -> li
     """The row with its number; [] for one whose error was noted."""
     try:
         return [(number, _parse_line(line, path, number))]
-    except _ArrayError:
+    except _NoLinesError:
         raise
     except DataError as error:
         if bad is None:
@@ -591,6 +613,10 @@ def _parse_line(line: bytes, path: str, number: int) -> Row:
     except (ValueError, RecursionError) as error:
         if number == 1 and line.lstrip().startswith(b"["):
             raise _is_array(path) from error
+        if number == 1 and line.strip().removeprefix(b"\xef\xbb\xbf") == b"{":
+            raise _NoLinesError(
+                f"{path} has JSON over several lines: expected one JSON object per line, which `jq -c . FILE` makes"
+            ) from error
         raise DataError(f"{path}, row {number}: not valid JSON: {_describe_broken(error)}") from error
     if number == 1 and isinstance(row, list):
         raise _is_array(path)
