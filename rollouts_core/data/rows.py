@@ -35,6 +35,7 @@ from rollouts_core.config.messages import first_line
 from rollouts_core.data.bad_rows import BadRows
 from rollouts_core.data.conversations import Row
 from rollouts_core.data.source_text import TEXT_FIELDS, SpelledNumber, as_text
+from rollouts_core.data.strict_json import STRICT_JSON, find_half_character
 from rollouts_core.data.text_files import (
     OPENERS,
     SUFFIXES,
@@ -607,7 +608,7 @@ def _parse_noted(line: bytes, path: str, number: int, bad: BadRows | None) -> li
 def _parse_line(line: bytes, path: str, number: int) -> Row:
     try:
         text = line.decode("utf-8-sig" if number == 1 else "utf-8")  # editors of Windows mark it
-        row = _STRICT_JSON.decode(text.rstrip(" \t\r\n"))
+        row = STRICT_JSON.decode(text.rstrip(" \t\r\n"))
     except UnicodeDecodeError as error:
         raise DataError(f"{path}, row {number}: not UTF-8 ({error.reason}): save the file as UTF-8") from error
     except (ValueError, RecursionError) as error:
@@ -641,29 +642,13 @@ def _describe_broken(error: ValueError | RecursionError) -> str:
 
 def _check_text(row: Row, path: str, number: int) -> None:
     """Raise DataError for half of a character: JSON can say it, but no tokenizer reads it and no file takes it."""
-    try:
-        json.dumps(row, ensure_ascii=False).encode()
-    except UnicodeEncodeError as error:
-        half = ascii(error.object[error.start])
+    if half := find_half_character(row):
         raise DataError(
             f"{path}, row {number}: {half} is half of a character, as where a text was cut: mend it or leave it out"
-        ) from error
-
-
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:  # Any: JSON
-    values = dict(pairs)
-    if len(values) != len(pairs):
-        keys = [key for key, _ in pairs]
-        raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} occurs twice in one object")
-    return values
-
-
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is no JSON value; write null or leave the field out")
+        )
 
 
 _SPELLED_JSON = json.JSONDecoder(parse_float=SpelledNumber, parse_int=SpelledNumber)
-_STRICT_JSON = json.JSONDecoder(object_pairs_hook=_unique_keys, parse_constant=_refuse_constant)
 
 
 def _without_nulls(value: Any) -> Any:  # Any: a column's value

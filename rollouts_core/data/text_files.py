@@ -25,6 +25,7 @@ from rollouts_core.config.data import ColumnType
 from rollouts_core.config.messages import closest_name, first_line
 from rollouts_core.data.bad_rows import BadRows
 from rollouts_core.data.source_text import TEXT_FIELDS, as_text
+from rollouts_core.data.strict_json import read_strict_json
 from rollouts_core.errors import DataError
 from rollouts_core.system.files import appearing_whole
 
@@ -301,5 +302,5 @@ _READERS: dict[ColumnType, Callable[[str], Any]] = {  # Any: JSON
     "int": int,
     "float": _read_float,
     "bool": lambda cell: BOOLEANS[cell.strip().lower()],
-    "json": json.loads,
+    "json": read_strict_json,
 }
