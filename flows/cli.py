@@ -40,7 +40,7 @@ from flows.no_improvement import NoImprovementError
 from flows.notify import notify
 from flows.password import own_password
 from flows.prefect_yaml import prefect_yaml
-from flows.preflight import check_evaluation, check_files, check_pipeline, check_writable
+from flows.preflight import check_evaluation, check_files, check_pipeline, check_writable, load_checkable
 from flows.preset import preset
 from flows.prune_cli import prune
 from flows.quickstart_files import CONFIG_NAME, quickstart_folder, write_quickstart
@@ -58,6 +58,7 @@ from infra.ports import check_loopback
 from rollouts_core.config import Config, parse_config
 from rollouts_core.config.record import MAX_INTEGER
 from rollouts_core.errors import InputError, RolloutsError
+from rollouts_core.mistakes import Mistakes
 from rollouts_core.system.open_files import raise_file_limit
 from rollouts_core.system.utf8 import ensure_utf8
 from tasks.inputs import bring_inputs
@@ -187,11 +188,11 @@ def run(
             f"expected one configuration, found {' '.join(arguments)}: write settings into the file; key=value goes "
             "with --deployment"
         )
-    pipeline = load_pipeline(Path(arguments[0]))
+    pipeline = load_checkable(Path(arguments[0]))
     given = {"store": str(store) if store else "", "name": name, "fresh": fresh}
     settings = pipeline.run.model_dump() | {option: value for option, value in given.items() if value}
     options = parse_config(RunOptions, settings, source="command line")
-    run_pipeline(Pipeline(config=pipeline.config, node=pipeline.node, run=options), port=port)
+    run_pipeline(replace(pipeline, run=options, retrain=None, schedule=None, evaluate=None), port=port)
 
 
 def evaluate(
@@ -215,7 +216,7 @@ def evaluate(
 
     What was scored before, with the same settings and rows, is not scored again.
     """
-    pipeline = load_pipeline(config)
+    pipeline = load_checkable(config)
     given = {key: value for key, value in (("model", model), ("against", against), ("data", data)) if value}
     own = pipeline.evaluate.model_dump() if pipeline.evaluate else {}
     if not (own | given).get("model"):
@@ -267,7 +268,7 @@ def validate(
     """
     if as_json and not show:
         raise InputError("--json goes with --show N: say how many rows of each file")
-    pipeline = load_pipeline(config)
+    pipeline = load_checkable(config)
     place = store or Path(pipeline.run.store)
     if show:
         print_rows(pipeline.config, place, show, as_json=as_json)
@@ -282,7 +283,9 @@ def print_rows(config: Config, store: Path, num_rows: int, *, as_json: bool) -> 
     from rollouts_core.checks.shown import show_rows  # torch and transformers load here
     from rollouts_core.data.shown_rows import describe_row
 
-    check_files(config.data)
+    mistakes = Mistakes()
+    check_files(config.data, mistakes)
+    mistakes.check()
     for shown in show_rows(bring_inputs(config, store, lambda line: typer.echo(line, err=True)), num_rows):
         typer.echo(json.dumps(asdict(shown)) if as_json else f"{shown_lines(describe_row(shown))}\n")
 

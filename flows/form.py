@@ -15,10 +15,11 @@ from __future__ import annotations
 
 import re
 import runpy
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -45,17 +46,21 @@ from rollouts_core.config import (
     RLTrainingConfig,
     SFTTrainingConfig,
     name_of_function,
-    parse_config,
     read_settings,
     resolve_paths,
 )
-from rollouts_core.config.messages import explain_validation_error, list_mistakes, reason_of, suggest_key
-from rollouts_core.errors import ConfigError
+from rollouts_core.config.files import leave_out_meant, read_record
+from rollouts_core.config.messages import reason_of, suggest_key
+from rollouts_core.errors import ConfigError, InputError
+from rollouts_core.mistakes import Mistakes
 from rollouts_core.user_code.code_folders import add_code_folders
 from rollouts_core.user_code.failures import describe_raised
 from rollouts_core.user_code.functions import resolve_function
 from tasks.trackers import TrackerName
 
+RecordT = TypeVar("RecordT", bound=BaseModel)
+OWN_TABLES = ("node", "run", "retrain", "schedule", "evaluate")
+"""Tables of a file that are none of the core's."""
 NODE_FILES = ("key_file", "known_hosts", "requirements", "ssh_config")
 """Settings of nodes that name files of this machine."""
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
@@ -88,16 +93,25 @@ def without_stale(settings: Any) -> Any:  # Any: unchecked input
     return {key: value for key, value in settings.items() if key not in stale and key in own}
 
 
-def with_known_keys(settings: Any) -> Any:  # Any: unchecked input
-    """What is posted about a node, whose keys must be some provider's: the form leaves those of another tab there."""
+def node_in_sentences(settings: Any, validate: ValidatorFunctionWrapHandler) -> Any:  # Any: unchecked input
+    """The node that is posted, whose keys must be some provider's: the form leaves those of another tab there."""
     known = {key for node_type in NODE_TYPES.values() for key in node_type.model_fields}
-    for key in settings.keys() - known if isinstance(settings, dict) else ():
-        raise ValueError(f"unknown key node.{key}{suggest_key(['node', key], list(known), Config)} ({OTHER_VERSION})")
-    return settings
+    unknown = {key: settings[key] for key in settings if key not in known} if isinstance(settings, dict) else {}
+    try:
+        if not unknown:
+            return validate(settings)
+    except ValidationError:
+        if not isinstance(settings, dict):
+            raise
+    mistakes = Mistakes()
+    mistakes.order_by({"node": settings})
+    _read_node({**without_stale(settings), **unknown}, Path("the form"), mistakes)
+    raise ValueError(_said(mistakes, of_other_version=bool(unknown)))
 
 
 def in_sentences(
     record: type[BaseModel],
+    table: str,
     settings: Any,  # Any: unchecked input
     validate: ValidatorFunctionWrapHandler,
 ) -> Any:  # Any: the record
@@ -105,10 +119,17 @@ def in_sentences(
     try:
         return validate(settings)
     except ValidationError as error:
-        said = explain_validation_error(error, record, source="the form")
-        if any(each["type"] in ("extra_forbidden", "missing") for each in error.errors()):
-            said += ("\n" if "\n" in said else " ") + f"({OTHER_VERSION})"
-        raise ValueError(said) from error
+        of_other_version = any(each["type"] in ("extra_forbidden", "missing") for each in error.errors())
+        mistakes = Mistakes()
+        mistakes.order_by({table: settings} if table else settings)
+        source = f"the form, table {table}" if table else "the form"
+        read_record(record, settings, mistakes, source=source, table=table)
+        raise ValueError(_said(mistakes, of_other_version=of_other_version)) from error
+
+
+def _said(mistakes: Mistakes, *, of_other_version: bool) -> str:
+    said = mistakes.describe()
+    return said + (("\n" if "\n" in said else " ") + f"({OTHER_VERSION})") * of_other_version
 
 
 OTHER_VERSION = (
@@ -118,9 +139,9 @@ OTHER_VERSION = (
 
 HeldNode = Annotated[NodeSettings, BeforeValidator(without_stale)]
 """The settings of a node that a run has, whichever version began it."""
-FormNode = Annotated[HeldNode, BeforeValidator(with_known_keys)]
+FormNode = Annotated[HeldNode, WrapValidator(node_in_sentences)]
 """A node's settings as Prefect's form posts them; files are read strictly."""
-FormConfig = Annotated[Config, WrapValidator(partial(in_sentences, Config))]
+FormConfig = Annotated[Config, WrapValidator(partial(in_sentences, Config, ""))]
 
 
 class RunOptions(Record):
@@ -168,9 +189,9 @@ class RunOptions(Record):
         return self
 
 
-FormRun = Annotated[RunOptions, WrapValidator(partial(in_sentences, RunOptions))]
-FormRetrain = Annotated[RetrainConfig, WrapValidator(partial(in_sentences, RetrainConfig))]
-FormEvaluate = Annotated[EvaluateConfig, WrapValidator(partial(in_sentences, EvaluateConfig))]
+FormRun = Annotated[RunOptions, WrapValidator(partial(in_sentences, RunOptions, "run"))]
+FormRetrain = Annotated[RetrainConfig, WrapValidator(partial(in_sentences, RetrainConfig, "retrain"))]
+FormEvaluate = Annotated[EvaluateConfig, WrapValidator(partial(in_sentences, EvaluateConfig, "evaluate"))]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,73 +206,159 @@ class Pipeline:
     schedule: ScheduleConfig | None = None
     evaluate: EvaluateConfig | None = None
     """Which models are scored, where the pipeline says so."""
+    settings: Mapping[str, Any] = field(default_factory=dict)  # Any: unchecked file content
+    """The file's content. Mistakes are listed in its order."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Draft:
+    """What was read of a file; None stands for a table that does not fit."""
+
+    config: Config | None
+    node: NodeSettings | None
+    run: RunOptions | None
+    retrain: RetrainConfig | None = None
+    schedule: ScheduleConfig | None = None
+    evaluate: EvaluateConfig | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)  # Any: unchecked file content
+
+    def whole(self) -> Pipeline:
+        """The pipeline, of a file without mistakes."""
+        assert self.config is not None and self.node is not None and self.run is not None, "mistakes were raised"
+        return Pipeline(
+            config=self.config,
+            node=self.node,
+            run=self.run,
+            retrain=self.retrain,
+            schedule=self.schedule,
+            evaluate=self.evaluate,
+            settings=self.settings,
+        )
 
 
 def load_pipeline(path: Path) -> Pipeline:
     """The pipeline that a TOML, JSON or Python file describes; a Python file defines `config`.
 
     Raises:
-        ConfigError: one sentence with the file, the key and what to do.
+        ConfigError: a line for each mistake, with the file, the key and what to do.
+    """
+    mistakes = Mistakes(ConfigError, InputError)
+    draft = read_draft(path, mistakes)
+    mistakes.check()
+    return draft.whole()
+
+
+def read_draft(path: Path, mistakes: Mistakes) -> Draft:
+    """What a TOML, JSON or Python file describes; settings that do not fit are noted.
+
+    Raises:
+        ConfigError: the file cannot be read.
     """
     add_code_folders([path.parent, Path.cwd()])
     if path.suffix != ".py":
-        return parse_pipeline(read_settings(path), path)
+        return _read_tables(read_settings(path), path, mistakes)
     settings = _run_python_file(path)
     if isinstance(settings, dict):
-        pipeline = parse_pipeline(settings, path)
+        draft = _read_tables(settings, path, mistakes)
     elif isinstance(settings, Config):
-        run = RunOptions(name=name_of(path))
-        pipeline = Pipeline(config=_beside(settings, path.parent), node=LocalNode(), run=run)
+        draft = Draft(config=_beside(settings, path.parent), node=LocalNode(), run=RunOptions(name=name_of(path)))
     else:
         retrain = settings.retrain and settings.retrain.beside(path.parent)
         evaluate = settings.evaluate and settings.evaluate.beside(path.parent)
         config, node = _beside(settings.config, path.parent), _node_beside(settings.node, path.parent)
-        pipeline = replace(settings, config=config, node=node, retrain=retrain, evaluate=evaluate)
-        check_retraining(pipeline.config, pipeline.retrain, pipeline.schedule, source=str(path))
-    _check_importable(pipeline.config, path)
-    return pipeline
+        draft = Draft(config=config, node=node, run=settings.run, retrain=retrain, evaluate=evaluate)
+        draft = replace(draft, schedule=settings.schedule)
+        check_retraining(config, retrain, settings.schedule, source=str(path))
+    if draft.config is not None:
+        _check_importable(draft.config, path, mistakes)
+    return draft
 
 
 def parse_pipeline(settings: dict[str, Any], path: Path) -> Pipeline:  # Any: unchecked file content
-    """The pipeline of a file's content; paths of this machine are relative to the file's folder."""
+    """The pipeline of a file's content; paths of this machine are relative to the file's folder.
+
+    Raises:
+        ConfigError: a line for each mistake, with the file, the key and what to do.
+    """
+    mistakes = Mistakes(ConfigError, InputError)
+    draft = _read_tables(settings, path, mistakes)
+    mistakes.check()
+    return draft.whole()
+
+
+def _read_tables(settings: dict[str, Any], path: Path, mistakes: Mistakes) -> Draft:  # Any: unchecked file content
     sections = dict(settings)
-    node, run = sections.pop("node", {}), sections.pop("run", {})
-    retrain, schedule = sections.pop("retrain", None), sections.pop("schedule", None)
-    evaluate = sections.pop("evaluate", None)
-    known = [*Config.model_fields, "node", "run", "retrain", "schedule", "evaluate"]
-    others = _settings_beside()
-    if unknown := [
-        f"unknown key {key}{suggest_key([str(key)], known, Config, others=others)}"
-        for key in sections
-        if key not in known
-    ]:
-        raise ConfigError(list_mistakes(unknown, source=str(path)))
-    optional = {"retrain": retrain or {}, "schedule": schedule or {}, "evaluate": evaluate or {}}
-    for name, section in {"node": node, "run": run, **optional}.items():
-        if not isinstance(section, dict):
-            raise ConfigError(f"{path}: {name}: expected a table of settings, found {section!r}")
-    provider = node.get("provider", "local")
-    if not isinstance(provider, str) or provider not in NODE_TYPES:
-        raise ConfigError(f"{path}: node.provider is {provider!r}: {_expected_provider(provider)}")
-    node_type = NODE_TYPES[provider]
-    for section, name, model in ((node, "node", node_type), (run, "run", RunOptions)):
-        for key in section:
-            if key not in model.model_fields:
-                hint = _suggest_node_key(key, provider) if name == "node" else ""
-                hint = hint or suggest_key([name, str(key)], list(model.model_fields), Config)
-                raise ConfigError(f"{path}: unknown key {name}.{key}{hint}")
-    scored = None if evaluate is None else parse_config(EvaluateConfig, evaluate, source=f"{path}, table evaluate")
-    again = None if retrain is None else parse_config(RetrainConfig, retrain, source=f"{path}, table retrain")
-    pipeline = Pipeline(
-        config=parse_config(Config, resolve_paths(sections, path.parent), source=str(path)),
-        node=parse_config(node_type, resolve_node_paths(node, path.parent), source=f"{path}, table node"),
-        run=parse_config(RunOptions, {"name": name_of(path), **run}, source=f"{path}, table run"),
+    mistakes.order_by(settings)
+    given = {name: sections.pop(name) for name in OWN_TABLES if name in sections}
+    known = [*Config.model_fields, *OWN_TABLES]
+    for key in [key for key in sections if key not in known]:
+        hint = suggest_key([str(key)], known, Config, others=_settings_beside())
+        mistakes.note(str(key), ConfigError(f"{path}: unknown key {key}{hint}"), names_place=True)
+        leave_out_meant(mistakes, [str(key)], hint)
+        del sections[key]
+    for name, section in list(given.items()):
+        if not isinstance(section, dict) and (section is not None or name in ("node", "run")):
+            error = ConfigError(f"{path}: {name}: expected a table of settings, found {section!r}")
+            mistakes.note(name, error, names_place=True)
+            del given[name]
+
+    def read(name: str, model: type[RecordT], table: dict[str, Any]) -> RecordT | None:  # Any: unchecked file content
+        return read_record(model, table, mistakes, source=f"{path}, table {name}", table=name)
+
+    options = _known_keys("run", given.get("run", {}), RunOptions, path, mistakes)
+    evaluate, retrain, schedule = (given.get(name) for name in ("evaluate", "retrain", "schedule"))
+    scored = None if evaluate is None else read("evaluate", EvaluateConfig, evaluate)
+    again = None if retrain is None else read("retrain", RetrainConfig, retrain)
+    draft = Draft(
+        config=_read_config(sections, path, mistakes),
+        node=_read_node(given.get("node", {}), path, mistakes),
+        run=read("run", RunOptions, {"name": name_of(path), **options}),
         retrain=again and again.beside(path.parent),
-        schedule=None if schedule is None else parse_config(ScheduleConfig, schedule, source=f"{path}, table schedule"),
+        schedule=None if schedule is None else read("schedule", ScheduleConfig, schedule),
         evaluate=scored and scored.beside(path.parent),
+        settings=settings,
     )
-    check_retraining(pipeline.config, pipeline.retrain, pipeline.schedule, source=str(path))
-    return pipeline
+    if draft.config is not None and not mistakes:
+        with mistakes.at("schedule"):
+            check_retraining(draft.config, draft.retrain, draft.schedule, source=str(path))
+    return draft
+
+
+def _read_config(settings: dict[str, Any], path: Path, mistakes: Mistakes) -> Config | None:  # Any: unchecked
+    resolved: dict[str, Any] | None = None  # Any: unchecked file content
+    with mistakes.at(""):
+        resolved = resolve_paths(settings, path.parent)
+    return None if resolved is None else read_record(Config, resolved, mistakes, source=str(path))
+
+
+def _read_node(settings: dict[str, Any], path: Path, mistakes: Mistakes) -> NodeSettings | None:  # Any: unchecked
+    provider = settings.get("provider", "local")
+    if not isinstance(provider, str) or provider not in NODE_TYPES:
+        error = ConfigError(f"{path}: node.provider is {provider!r}: {_expected_provider(provider)}")
+        mistakes.note("node.provider", error, names_place=True)
+        return None
+    node_type = NODE_TYPES[provider]
+    known = _known_keys("node", settings, node_type, path, mistakes, hint=partial(_suggest_node_key, provider=provider))
+    resolved = resolve_node_paths(known, path.parent)
+    node: NodeSettings | None = read_record(node_type, resolved, mistakes, source=f"{path}, table node", table="node")
+    return node
+
+
+def _known_keys(
+    table: str,
+    settings: dict[str, Any],  # Any: unchecked file content
+    model: type[BaseModel],
+    path: Path,
+    mistakes: Mistakes,
+    *,
+    hint: Callable[[str], str] = lambda _: "",
+) -> dict[str, Any]:  # Any: unchecked file content
+    """The settings of a table that its record has; other keys are noted, with `hint` before any other suggestion."""
+    for key in [key for key in settings if key not in model.model_fields]:
+        said = hint(str(key)) or suggest_key([table, str(key)], list(model.model_fields), Config)
+        mistakes.note(f"{table}.{key}", ConfigError(f"{path}: unknown key {table}.{key}{said}"), names_place=True)
+        leave_out_meant(mistakes, [table, str(key)], said)
+    return {key: value for key, value in settings.items() if key in model.model_fields}
 
 
 def _settings_beside() -> list[str]:
@@ -261,7 +368,7 @@ def _settings_beside() -> list[str]:
     return list(dict.fromkeys(f"{table}.{name}" for table, record in records for name in record.model_fields))
 
 
-def _suggest_node_key(key: str, provider: str) -> str:
+def _suggest_node_key(key: str, *, provider: str) -> str:
     """Where an unknown key of a node is a setting: in its query, or with other providers; empty where nowhere."""
     others = [name for name, node_type in NODE_TYPES.items() if key in node_type.model_fields]
     is_of_query = not others and key in GPUQuery.model_fields
@@ -345,8 +452,8 @@ def _node_beside(node: NodeSettings, folder: Path) -> NodeSettings:
     return type(node).model_validate(resolve_node_paths(node.model_dump(exclude_unset=True), folder))
 
 
-def _check_importable(config: Config, path: Path) -> None:
-    """Raise ConfigError for a function that the jobs, which are other processes, could not find."""
+def _check_importable(config: Config, path: Path, mistakes: Mistakes) -> None:
+    """Note a function that the jobs, which are other processes, could not find."""
     rollout = config.rollout
     functions = {name: getattr(rollout, name) for name in ("generate_fn", "reward_fn", "filter_fn", "buffer_filter_fn")}
     functions |= {f"rewards.{index}.name": each.name for index, each in enumerate(rollout.rewards)}
@@ -360,7 +467,9 @@ def _check_importable(config: Config, path: Path) -> None:
                 raise ConfigError(f"{function!r} has no name")
             resolve_function(name_of_function(function), {}, setting=f"rollout.{name}")
         except ConfigError as error:
-            raise ConfigError(
+            located = ConfigError(
                 f"{path}: rollout.{name}: the jobs, processes of their own, cannot import {called}: put it into a "
                 'module beside the configuration and name it "module:function"'
-            ) from error
+            )
+            located.__cause__ = error
+            mistakes.note(f"rollout.{name}", located, names_place=True)

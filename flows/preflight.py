@@ -16,10 +16,10 @@ from typing import Any, TypeGuard
 
 import httpx
 
-from flows.form import Pipeline
+from flows.form import Pipeline, read_draft
 from flows.server import check_path
 from infra.bootstrap import check_disk
-from infra.errors import PermanentInfraError
+from infra.errors import PermanentInfraError, TransientInfraError
 from infra.node import (
     FurtherNode,
     InstanceNode,
@@ -49,14 +49,15 @@ from rollouts_core.checks.resource_needs import (
     shared_gpu_warning,
     training_needs,
 )
-from rollouts_core.config import Config, DataConfig, EngineConfig
-from rollouts_core.errors import ConfigError
+from rollouts_core.config import Config, DataConfig, EngineConfig, ModelConfig
+from rollouts_core.errors import ConfigError, DataError, InputError
 from rollouts_core.findings import Caution
 from rollouts_core.keys import key_header, read_key
+from rollouts_core.mistakes import Mistakes
 from rollouts_core.model.model_size import ModelSize, find_model_size
 from rollouts_core.system.private_files import keep_private
 from tasks.closest_stage import find_older_version
-from tasks.inputs import bring_inputs
+from tasks.inputs import bring_inputs, named_urls
 from tasks.installed_engines import check_installed, check_router, leads_engines
 from tasks.model_names import find_named_model, with_heldout
 from tasks.optional_packages import check_packages, check_sent_packages, needed_packages
@@ -72,78 +73,162 @@ PROBE_BYTES = 1 << 20
 """Prefect's database asks for room in pieces smaller than this."""
 
 
+def load_checkable(path: Path) -> Pipeline:
+    """The pipeline that a file describes. If settings do not fit, the files that the others name are looked at, too.
+
+    Raises:
+        InputError: a line for each mistake.
+    """
+    mistakes = Mistakes()
+    draft = read_draft(path, mistakes)
+    if mistakes and draft.config is not None and not named_urls(draft.config):
+        for name, given in draft.config.data:
+            if given == "":  # its absence was noted if the mode needs it
+                mistakes.leave_out(f"data.{name}")
+        check_files(draft.config.data, mistakes)
+        check_training(draft.config, mistakes, trains_here=False)
+    mistakes.check()
+    return draft.whole()
+
+
 def check_pipeline(pipeline: Pipeline, store: Path) -> list[str]:
     """What was found out about a pipeline, facts and warnings, without starting anything.
 
     Models and data that URLs name are fetched into the store: what is in them can only be seen there.
 
     Raises:
-        InputError, PermanentInfraError: one sentence about what does not work.
-        StoreUnavailableError: an object store does not answer.
+        InputError, PermanentInfraError: a line for each mistake, in the order of the configuration.
+        TransientInfraError: a machine or an object store does not answer, and nothing else was found.
     """
-    check_trainer_nodes(pipeline.config, pipeline.node)
-    check_engine_nodes(pipeline.config, pipeline.node)
-    check_weight_transfer(pipeline.config, pipeline.node)
-    check_writable(store)
-    keep_private(store)
-    check_files(pipeline.config.data)
-    check_trackers(pipeline.run.report_to)
-    check_copied_packages(pipeline.config, pipeline.node)
+    mistakes = _mistakes_of(pipeline)
     findings: list[str] = []
-    if pipeline.run.publish:
-        check_writable_store(ObjectStore(f"{pipeline.run.publish}/{pipeline.run.name}"))
-        findings.append(f"{pipeline.run.publish}: can be written")
-    config = bring_inputs(pipeline.config, store, findings.append)
-    if isinstance(pipeline.node, RentedNode):  # a machine costs money: what else it can do is seen when it is there
-        trained = check_training(config, trains_here=False)
+    _check_run(pipeline, store, mistakes, findings)
+    if mistakes.has("run.store") and named_urls(pipeline.config):  # nothing can be fetched
+        mistakes.check()
+    config = bring_inputs(pipeline.config, store, findings.append, mistakes)
+    check_files(config.data, mistakes)
+    if not mistakes.has("run.store"):
+        with mistakes.at("node"):
+            findings += _check_node(pipeline.node, config, store, mistakes)
+    findings += check_training(config, mistakes, trains_here=isinstance(pipeline.node, LocalNode))
+    with mistakes.at("deployment"):
+        check_own_gpus(config, pipeline.node)
+    if not mistakes:
+        findings += warn_of_older_stages(config, store)
+    with mistakes.at("retrain"):
+        findings += check_retrain(pipeline, config, store)
+    mistakes.check()
+    return findings
+
+
+def _mistakes_of(pipeline: Pipeline) -> Mistakes:
+    mistakes = Mistakes(InputError, PermanentInfraError, TransientInfraError)
+    parts = {**pipeline.config.model_dump(), "node": pipeline.node.model_dump(), "run": pipeline.run.model_dump()}
+    mistakes.order_by(pipeline.settings or parts)
+    return mistakes
+
+
+def _check_run(pipeline: Pipeline, store: Path, mistakes: Mistakes, findings: list[str]) -> None:
+    """Check the store, and what the settings of the machines and of the run say by themselves."""
+    config, node, run = pipeline.config, pipeline.node, pipeline.run
+    with mistakes.at("node"):
+        check_trainer_nodes(config, node)
+    with mistakes.at("node"):
+        check_engine_nodes(config, node)
+    with mistakes.at("rollout.engine.weight_transfer"):
+        check_weight_transfer(config, node)
+    _check_store(store, mistakes)
+    with mistakes.at("run.report_to"):
+        check_trackers(run.report_to)
+    with mistakes.at("node"):
+        check_copied_packages(config, node)
+    if run.publish:
+        with mistakes.at("run.publish"):
+            check_writable_store(ObjectStore(f"{run.publish}/{run.name}"))
+            findings.append(f"{run.publish}: can be written")
+
+
+def _check_store(store: Path, mistakes: Mistakes) -> None:
+    try:
+        check_writable(store)
+        keep_private(store)
+    except InputError as error:
+        mistakes.note("run.store", error, names_place=True)
+
+
+def _check_node(settings: NodeSettings, config: Config, store: Path, mistakes: Mistakes) -> list[str]:
+    """What the machine is, or which could be rented."""
+    findings: list[str] = []
+    if isinstance(settings, RentedNode):  # a machine costs money: what else it can do is seen when it is there
         size = find_model_size(config.model)
-        check_query(pipeline.node.query, config, size, sends_weights=pipeline.node.num_engine_nodes > 0)
-        fitting = with_enough_memory(pipeline.node, config, size)
+        with mistakes.at("node.query"):
+            check_query(settings.query, config, size, sends_weights=settings.num_engine_nodes > 0)
+        fitting = with_enough_memory(settings, config, size)
         offers = find_rentable(fitting)
-        rented = [*describe_memory(fitting, config, size, offers), describe_rentable(fitting, offers)]
-        older = warn_of_older_stages(config, store)
-        return [*findings, *rented, *trained, *older, *check_retrain(pipeline, config, store)]
-    node = reach_node(pipeline.node, store, findings)
-    if node is not None:
-        check_installed_engines(config, pipeline.node, node)
-        check_installed_packages(config, pipeline.node, node)
-        check_own_disk(config, pipeline.node, node)
-        if config.mode != "sft" and not config.data.rollouts:
+        return [*describe_memory(fitting, config, size, offers), describe_rentable(fitting, offers)]
+    node = reach_node(settings, store, findings)
+    if node is None:
+        return findings
+    with mistakes.at("node"):
+        check_installed_engines(config, settings, node)
+    with mistakes.at("node"):
+        check_installed_packages(config, settings, node)
+    with mistakes.at("node"):
+        check_own_disk(config, settings, node)
+    if config.mode != "sft" and not config.data.rollouts:
+        with mistakes.at("deployment"):
             check_engine_ports(config, node, store)
-    trained = check_training(config, trains_here=isinstance(pipeline.node, LocalNode))
-    check_own_gpus(config, pipeline.node)
-    return [*findings, *trained, *warn_of_older_stages(config, store), *check_retrain(pipeline, config, store)]
+    return findings
 
 
 def check_evaluation(pipeline: Pipeline, store: Path) -> list[str]:
     """What was found out about an evaluation, a sentence each, without scoring anything.
 
     Raises:
-        InputError, PermanentInfraError: one sentence about what does not work.
-        StoreUnavailableError: an object store does not answer.
+        InputError, PermanentInfraError: a line for each mistake, in the order of the configuration.
+        TransientInfraError: a machine or an object store does not answer, and nothing else was found.
     """
     evaluate, run = pipeline.evaluate, pipeline.run
     assert evaluate is not None, "a pipeline without [evaluate] names no model"
+    mistakes = _mistakes_of(pipeline)
     if run.publish or run.register_as:
-        raise ConfigError("an evaluation makes no checkpoint: leave run.publish and run.register_as empty")
-    check_writable(store)
-    keep_private(store)
-    check_copied_packages(pipeline.config, pipeline.node, trains=False)
+        sentence = "an evaluation makes no checkpoint: leave run.publish and run.register_as empty"
+        mistakes.note("run", ConfigError(sentence), names_place=True)
+    _check_store(store, mistakes)
+    if mistakes.has("run.store"):  # models of the store are named
+        mistakes.check()
+    with mistakes.at("node"):
+        check_copied_packages(pipeline.config, pipeline.node, trains=False)
     findings: list[str] = []
-    config = with_heldout(pipeline.config, evaluate.data, store, findings.append)
-    named = [given for given in (evaluate.model, evaluate.against) if given]
-    models = [find_named_model(given, pipeline.config, store, findings.append).model for given in named]
-    if isinstance(pipeline.node, RentedNode):
-        findings.append(describe_rentable(pipeline.node, find_rentable(pipeline.node)))
-    else:
-        alone = without_further_nodes(pipeline.node)
-        if node := reach_node(alone, store, findings):
-            check_installed_engines(config, alone, node, trains=False)
-            check_installed_packages(config, alone, node, trains=False)
-            check_own_disk(config, alone, node, trains=False)
+    config = pipeline.config.model_copy(update={"data": DataConfig(heldout=pipeline.config.data.heldout)})
+    with mistakes.at("evaluate.data" if evaluate.data else "data.heldout"):
+        config = with_heldout(pipeline.config, evaluate.data, store, findings.append)
+    models: list[ModelConfig] = []
+    for setting, given in (("model", evaluate.model), ("against", evaluate.against)):
+        if given:
+            with mistakes.at(f"evaluate.{setting}"):
+                models.append(find_named_model(given, pipeline.config, store, findings.append).model)
+    with mistakes.at("node"):
+        findings += _check_evaluating_node(pipeline.node, config, store, mistakes)
     from rollouts_core.checks.validate import validate_evaluation  # torch and transformers load here
 
-    return findings + validate_evaluation(config, models)
+    findings += validate_evaluation(config, models, mistakes)
+    mistakes.check()
+    return findings
+
+
+def _check_evaluating_node(settings: NodeSettings, config: Config, store: Path, mistakes: Mistakes) -> list[str]:
+    if isinstance(settings, RentedNode):
+        return [describe_rentable(settings, find_rentable(settings))]
+    alone, findings = without_further_nodes(settings), list[str]()
+    if node := reach_node(alone, store, findings):
+        with mistakes.at("node"):
+            check_installed_engines(config, alone, node, trains=False)
+        with mistakes.at("node"):
+            check_installed_packages(config, alone, node, trains=False)
+        with mistakes.at("node"):
+            check_own_disk(config, alone, node, trains=False)
+    return findings
 
 
 def reach_node(settings: NodeSettings, store: Path, findings: list[str]) -> Node | None:
@@ -156,8 +241,8 @@ def reach_node(settings: NodeSettings, store: Path, findings: list[str]) -> Node
     return provision_node(settings, store)
 
 
-def check_training(config: Config, *, trains_here: bool) -> list[str]:
-    """What was found out about models and data.
+def check_training(config: Config, mistakes: Mistakes, *, trains_here: bool) -> list[str]:
+    """What was found out about models and data; errors are noted.
 
     Args:
         trains_here: the training runs on this machine.
@@ -165,11 +250,15 @@ def check_training(config: Config, *, trains_here: bool) -> list[str]:
     from rollouts_core.checks.resumed import check_resumed_inputs  # torch and transformers load here
     from rollouts_core.checks.validate import validate_config
 
-    findings = validate_config(config, trains_here=trains_here)
+    findings = validate_config(config, mistakes, trains_here=trains_here)
+    if mistakes:  # digests of large data take a while
+        return findings
     if config.mode != "rl" and config.training.sft.resume_from:
-        check_resumed_inputs(sft_job(config))
+        with mistakes.at("training.sft.resume_from"):
+            check_resumed_inputs(sft_job(config))
     if config.mode != "sft" and config.training.rl.resume_from:
-        check_resumed_inputs(rl_job(base_model(config), config), knows_model=config.mode == "rl")
+        with mistakes.at("training.rl.resume_from"):
+            check_resumed_inputs(rl_job(base_model(config), config), knows_model=config.mode == "rl")
     return findings
 
 
@@ -449,14 +538,18 @@ def check_writable(store: Path) -> None:
         raise ConfigError(f"the store {store} cannot be written ({reason}): choose another with --store") from error
 
 
-def check_files(data: DataConfig) -> None:
-    """Raise ConfigError for a data file that does not exist; names of hub datasets are left to the loader."""
-    named = [(name, getattr(data, name)) for name in ("sft_eval", "prompts", "rollouts", "selection", "heldout")]
-    demonstrations = [data.sft] if isinstance(data.sft, str) else [dataset.path for dataset in data.sft]
-    for name, given in [*(("sft", path) for path in demonstrations), *named]:
-        path = Path(given)
-        if path.is_absolute() and not path.exists():
-            raise ConfigError(f"data.{name}: {path} does not exist")
+def check_files(data: DataConfig, mistakes: Mistakes) -> None:
+    """Note each data file that does not exist; names of hub datasets are left to the loader."""
+    given = {
+        f"data.{name}": getattr(data, name) for name in ("sft_eval", "prompts", "rollouts", "selection", "heldout")
+    }
+    if isinstance(data.sft, str):
+        given["data.sft"] = data.sft
+    else:
+        given |= {f"data.sft.{index}": dataset.path for index, dataset in enumerate(data.sft)}
+    for setting, path in given.items():
+        if Path(path).is_absolute() and not Path(path).exists():
+            mistakes.note(setting, DataError(f"{setting}: {path} does not exist"))
 
 
 def is_own_engine(trainer: Session, port: int, node: Node, *, api_key: str = "") -> bool:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 from infra.errors import StoreUnavailableError
@@ -21,6 +22,7 @@ from infra.ledger import LEDGER_FILE, Ledger
 from infra.stores.download import WantedFile, digest_of, download, find_wanted
 from infra.stores.object_store import ObjectStore, is_url
 from rollouts_core.config import Config
+from rollouts_core.mistakes import Mistakes
 from rollouts_core.system.files import write_json
 from tasks.places import INPUTS
 
@@ -29,26 +31,35 @@ _MAX_NAME_CHARS = 60
 _DATA = ("sft_eval", "prompts", "rollouts", "selection", "heldout")
 
 
-def named_urls(config: Config) -> list[str]:
-    """The URLs among the models and data of a configuration."""
-    training = config.training
-    given = [config.model.path, training.sft.resume_from, training.rl.resume_from]
-    given += [getattr(config.data, name) for name in _DATA]
-    given += [each.model_folder for each in config.rollout.rewards]
-    given += [config.data.sft] if isinstance(config.data.sft, str) else [each.path for each in config.data.sft]
-    return [each for each in dict.fromkeys(given) if is_url(each)]
+def named_urls(config: Config) -> dict[str, str]:
+    """The URLs among the models and data of a configuration, by the settings that name them."""
+    data, training = config.data, config.training
+    given = {"model.path": config.model.path}
+    if isinstance(data.sft, str):
+        given["data.sft"] = data.sft
+    else:
+        given |= {f"data.sft.{index}": each.path for index, each in enumerate(data.sft)}
+    given |= {f"data.{name}": getattr(data, name) for name in _DATA}
+    given |= {"training.sft.resume_from": training.sft.resume_from, "training.rl.resume_from": training.rl.resume_from}
+    given |= {f"rollout.rewards.{index}": each.model_folder for index, each in enumerate(config.rollout.rewards)}
+    return {setting: url for setting, url in given.items() if is_url(url)}
 
 
-def bring_inputs(config: Config, store: Path, say: Callable[[str], None]) -> Config:
+def bring_inputs(config: Config, store: Path, say: Callable[[str], None], mistakes: Mistakes | None = None) -> Config:
     """The configuration with paths in the store in the place of URLs; what they name lies there then.
 
     Args:
         say: told what was fetched, a sentence each.
+        mistakes: takes the error of each setting, whose URL stays; without it the first one is raised.
 
     Raises:
         InfraError: one sentence about a URL that cannot be fetched.
     """
-    places = {url: str(bring_input(url, store, say)) for url in named_urls(config)}
+    places: dict[str, str] = {}
+    for setting, url in named_urls(config).items():
+        if url not in places:
+            with nullcontext() if mistakes is None else mistakes.at(setting):
+                places[url] = str(bring_input(url, store, say))
 
     def placed(given: str) -> str:
         return places.get(given, given)

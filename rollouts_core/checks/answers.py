@@ -11,6 +11,7 @@ from typing import Any
 
 from rollouts_core.config import Config
 from rollouts_core.config.messages import first_line
+from rollouts_core.data.bad_rows import BadRows, noted_rows
 from rollouts_core.data.conversations import find_answer_elsewhere
 from rollouts_core.environments import ENVIRONMENTS
 from rollouts_core.errors import ConfigError, DataError, RolloutsError
@@ -19,15 +20,24 @@ from rollouts_core.rollout.resolve import resolve_environment
 from rollouts_core.types import Prompt
 from rollouts_core.user_code.failures import describe_raised
 
+RowCheck = Callable[[Mapping[str, Any]], None]  # Any: JSON
 COMPARE_BY_LOSS = 'set evaluation.metric = "loss"'
 """What helps where the rows that checkpoints are compared on are demonstrations; in the mode sft alone."""
 
 
-def check_answers(prompts: Sequence[Prompt], config: Config, *, source: str) -> None:
-    """Raise DataError for a prompt whose graders cannot compare completions with what it has, as far as is known."""
+def check_answers(prompts: Sequence[Prompt], config: Config, *, source: str, bad: BadRows | None = None) -> None:
+    """Look for prompts whose graders cannot compare completions with what they have, as far as is known.
+
+    Args:
+        bad: takes the errors of rows; without it they are raised when all prompts were looked at.
+
+    Raises:
+        DataError: see above.
+        ConfigError: a check of the user's own failed.
+    """
     needed: dict[str, str] = {}
     of_text: list[str] = []
-    checks: dict[str, Callable[[Mapping[str, Any]], None]] = {}  # Any: JSON
+    checks: dict[str, RowCheck] = {}
     for grader in config.rollout.reward_names:
         if grader == config.rollout.environment_name:
             environment = resolve_environment(config.rollout)
@@ -40,26 +50,45 @@ def check_answers(prompts: Sequence[Prompt], config: Config, *, source: str) -> 
             needed["answer"] = grader
             of_text.append(grader)
             checks[grader] = partial(check_reward_row, grader)
-    for prompt in prompts:
-        where = f"{source}, row {prompt.row}: prompt {prompt.id!r}"
-        for name, grader in needed.items():
-            if not (prompt.answer if name == "answer" else name in prompt.metadata):
-                remedy = f": give it one, or {COMPARE_BY_LOSS}" if config.mode == "sft" else ""
-                elsewhere = find_answer_elsewhere(prompt.metadata) if name == "answer" else ""
-                remedy = elsewhere or remedy
-                raise DataError(f"{where} has no `{name}`, which {grader} compares completions with{remedy}")
-        try:
-            if prompt.has_json_answer and of_text:
-                raise ValueError(_describe_json_answer(prompt.answer, of_text[0]))
-            for name, check in checks.items():
-                _run_check(name, check, {**prompt.metadata, "answer": prompt.answer}, where)
-        except ValueError as error:
-            raise DataError(f"{where} cannot be graded: {first_line(error)}") from error
+    with noted_rows(source, bad) as noted:
+        for prompt in prompts:
+            with noted.at(prompt.row):
+                _check_answer(prompt, config, needed, of_text, checks, source=source)
 
 
-def _run_check(
-    name: str, check: Callable[[Mapping[str, Any]], None], row: Mapping[str, Any], where: str
-) -> None:  # Any: JSON
+def _check_answer(
+    prompt: Prompt,
+    config: Config,
+    needed: Mapping[str, str],
+    of_text: Sequence[str],
+    checks: Mapping[str, RowCheck],
+    *,
+    source: str,
+) -> None:
+    """Raise DataError for a prompt that cannot be graded.
+
+    Args:
+        needed: fields that a grader needs, and its name.
+        of_text: graders that compare with one text.
+        checks: the graders' own, by name.
+    """
+    where = f"{source}, row {prompt.row}: prompt {prompt.id!r}"
+    for name, grader in needed.items():
+        if not (prompt.answer if name == "answer" else name in prompt.metadata):
+            remedy = f": give it one, or {COMPARE_BY_LOSS}" if config.mode == "sft" else ""
+            elsewhere = find_answer_elsewhere(prompt.metadata) if name == "answer" else ""
+            remedy = elsewhere or remedy
+            raise DataError(f"{where} has no `{name}`, which {grader} compares completions with{remedy}")
+    try:
+        if prompt.has_json_answer and of_text:
+            raise ValueError(_describe_json_answer(prompt.answer, of_text[0]))
+        for name, check in checks.items():
+            _run_check(name, check, {**prompt.metadata, "answer": prompt.answer}, where)
+    except ValueError as error:
+        raise DataError(f"{where} cannot be graded: {first_line(error)}") from error
+
+
+def _run_check(name: str, check: RowCheck, row: Mapping[str, Any], where: str) -> None:  # Any: JSON
     """Raise what the check says of the row, and ConfigError where the check itself fails."""
     try:
         check(row)

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from rollouts_core.checks.epochs import MANY_EPOCHS_OF_SFT, describe_epochs
-from rollouts_core.checks.mistakes import Mistakes
 from rollouts_core.checks.model_checks import check_longest
 from rollouts_core.checks.templates import UnreadFields, UnwrittenRoles, find_unwritten
 from rollouts_core.config import Config, DatasetConfig
 from rollouts_core.config.data import RowFile
+from rollouts_core.data.bad_rows import BadRows
 from rollouts_core.data.chat import Conversation, TrainOn, trained_turns
 from rollouts_core.data.conversations import (
     UNTRAINED_MARKS,
@@ -34,6 +34,7 @@ from rollouts_core.data.rows import resolve_revision
 from rollouts_core.data.turns import THOUGHTS
 from rollouts_core.errors import DataError
 from rollouts_core.findings import Caution
+from rollouts_core.mistakes import Mistakes
 from rollouts_core.types import Status
 
 if TYPE_CHECKING:
@@ -66,12 +67,12 @@ def check_demonstrations(
     sft = config.training.sft
     noted = Mistakes() if mistakes is None else mistakes
     read: list[tuple[DatasetConfig, _Counts]] = []
-    for index, dataset in enumerate(config.demonstrations):
-        with noted.at(f"data.sft.{index}" if isinstance(config.data.sft, tuple) else "data.sft"):
+    for place, dataset in place_datasets(config, noted):
+        with noted.at(place):
             read.append((dataset, _check_demonstrations(dataset, config, tokenizer, held_out)))
-    if noted:
-        if mistakes is None:
-            noted.check()
+    if mistakes is None:
+        noted.check()
+    if noted.has("data.sft"):
         return []
     for dataset, counts in read:
         findings += [counts.sentence(dataset.path), *counts.taught_turns.warn(dataset.path, counts.num_checked)]
@@ -96,6 +97,35 @@ def check_demonstrations(
         *findings,
         describe_epochs("training.sft", sft.num_steps, per_epoch, of_what=of_what, many=MANY_EPOCHS_OF_SFT),
     ]
+
+
+def place_datasets(config: Config, mistakes: Mistakes) -> list[tuple[str, DatasetConfig]]:
+    """The datasets of SFT without mistakes, each with the setting that names it."""
+    if isinstance(config.data.sft, str):
+        return [] if mistakes.has("data.sft") else [("data.sft", config.demonstrations[0])]
+    placed = [(f"data.sft.{index}", dataset) for index, dataset in enumerate(config.data.sft)]
+    return [(place, dataset) for place, dataset in placed if not mistakes.has(place)]
+
+
+def dataset_of(name: RowFile, config: Config) -> DatasetConfig:
+    """The file that another setting of `data` names, as a dataset."""
+    return DatasetConfig(path=getattr(config.data, name), columns=config.data.columns_of(name))
+
+
+def read_each_demonstration(dataset: DatasetConfig) -> None:
+    """Read the rows of a dataset without the tokenizer of a model.
+
+    Raises:
+        DataError: rows that are no demonstrations, or a dataset that cannot be read.
+    """
+    [table] = open_datasets([dataset.model_copy(update={"revision": resolve_revision(dataset.path, dataset.revision)})])
+    bad, num_rows = BadRows(dataset.path), count_used_rows(table, dataset)
+    for start in range(0, num_rows, CHUNK_ROWS):
+        for number, row in table.read(range(start, min(start + CHUNK_ROWS, num_rows)), bad):
+            bad.num_rows = number
+            with bad.at(number):
+                read_demonstration(row)
+    bad.check()
 
 
 class TaughtTurns:
@@ -198,14 +228,15 @@ def _check_demonstrations(
     num_rows = count_used_rows(table, dataset)
     num_checked = min(num_rows, NUM_STREAMED_ROWS_CHECKED) if config.data.streaming else num_rows
     chunks = (range(i, min(i + CHUNK_ROWS, num_checked)) for i in range(0, num_checked, CHUNK_ROWS))
-    read = (row for chunk in chunks for row in table.read(chunk))
+    bad = BadRows(dataset.path)
+    read = (row for chunk in chunks for row in table.read(chunk, bad))
     num_kept = num_samples = num_cut = num_tokens = num_longest = num_trained = 0
     rows = _say_progress(read, dataset.path, num_checked)
     taught_turns = TaughtTurns(tokenizer, config.training.sft.train_on)
     unwritten_roles, unread_fields = UnwrittenRoles(tokenizer), UnreadFields(config.model.chat_template_kwargs)
-    noted = _note_rows(rows, taught_turns, unwritten_roles, unread_fields)
+    noted = _note_rows(rows, taught_turns, unwritten_roles, unread_fields, bad)
     watched = watch_rows(noted, dataset.path, held_out)
-    for samples in iterate_samples(watched, dataset.path, tokenizer, sample_rules(config.training.sft)):
+    for samples in iterate_samples(watched, dataset.path, tokenizer, sample_rules(config.training.sft), bad=bad):
         num_kept += bool(samples)
         num_samples += len(samples)
         num_cut += any(sample.status is Status.TRUNCATED for sample in samples)
@@ -213,6 +244,7 @@ def _check_demonstrations(
             num_tokens += len(sample.tokens)
             num_longest = max(num_longest, len(sample.tokens))
             num_trained += sum(map(bool, sample.loss_mask))
+    bad.check()
     if num_kept == 0 and num_checked == num_rows:
         raise DataError(f"{dataset.path}: all {num_rows} rows are longer than training.sft.max_length: raise it")
     return _Counts(
@@ -245,9 +277,11 @@ def _note_rows(
     taught_turns: TaughtTurns,
     unwritten_roles: UnwrittenRoles,
     unread_fields: UnreadFields,
+    bad: BadRows,
 ) -> Iterator[tuple[int, Row]]:
     """The same rows of demonstrations; those are told of each."""
     for number, row in rows:
+        bad.num_rows = number
         with suppress(DataError):  # who makes samples of the rows says what is wrong
             read = read_demonstration(row)
             if not isinstance(read, str):
@@ -260,6 +294,6 @@ def _note_rows(
 def check_compared_demonstrations(name: RowFile, config: Config, tokenizer: PreTrainedTokenizerBase) -> list[str]:
     """What was found in demonstrations whose loss is taken, as sentences."""
     path = getattr(config.data, name)
-    counts = _check_demonstrations(DatasetConfig(path=path, columns=config.data.columns_of(name)), config, tokenizer)
+    counts = _check_demonstrations(dataset_of(name, config), config, tokenizer)
     findings = [counts.sentence(path), *counts.warn_of_unseen(path)]
     return [*findings, *check_longest(path, counts.num_longest, config.model)]

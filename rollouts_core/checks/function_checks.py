@@ -6,7 +6,7 @@ Not here: finding them by name (resolve.py), the other checks before a training 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -18,14 +18,17 @@ from rollouts_core.environments.protocol import Outcome, describe_tools, is_mult
 from rollouts_core.errors import ConfigError, EnvironmentUnavailableError, RewardError
 from rollouts_core.filters import FilterDecision, FilterFn
 from rollouts_core.findings import Caution
+from rollouts_core.mistakes import Mistakes
 from rollouts_core.rewards import RewardFn, WeightedRewards, grade_sample
 from rollouts_core.rollout.conversation import hold_conversation
 from rollouts_core.rollout.generate import build_pending_group, complete_sample
 from rollouts_core.rollout.resolve import (
     resolve_buffer_filter_fn,
     resolve_environment,
+    resolve_filter,
     resolve_filter_fn,
     resolve_generate_fn,
+    resolve_reward,
     resolve_reward_fn,
 )
 from rollouts_core.system.time_limits import interrupt_after
@@ -51,18 +54,27 @@ def one_of_each_shape(prompts: Iterable[Prompt]) -> list[Prompt]:
     return list(shapes.values())[:MAX_TRIED_PROMPTS]
 
 
-def find_functions(rollout: RolloutConfig) -> None:
-    """Import every function that the settings name.
-
-    Raises:
-        ConfigError: a name that stands for nothing.
-    """
-    resolve_reward_fn(rollout)
-    resolve_environment(rollout)
-    resolve_filter_fn(rollout)
-    resolve_buffer_filter_fn(rollout)
-    if rollout.generate_fn != "":
-        resolve_generate_fn(rollout)
+def find_functions(rollout: RolloutConfig, mistakes: Mistakes) -> None:
+    """Import every function that the settings name; a name that stands for nothing is noted."""
+    for index, reward in enumerate(rollout.rewards):
+        if not mistakes.has(f"rollout.rewards.{index}"):  # a model that could not be fetched
+            with mistakes.at(f"rollout.rewards.{index}"):
+                resolve_reward(reward, rollout)
+    for index, each in enumerate(rollout.filters):
+        with mistakes.at(f"rollout.filters.{index}"):
+            resolve_filter(each)
+    with mistakes.at("rollout.environment"):
+        resolve_environment(rollout)
+    named: dict[str, Callable[[RolloutConfig], object]] = {
+        "reward_fn": resolve_reward_fn,
+        "filter_fn": resolve_filter_fn,
+        "buffer_filter_fn": resolve_buffer_filter_fn,
+        "generate_fn": resolve_generate_fn,
+    }
+    for setting, resolve in named.items():
+        if getattr(rollout, setting) != "":
+            with mistakes.at(f"rollout.{setting}"):
+                resolve(rollout)
 
 
 def shape_of(prompt: Prompt) -> tuple[bool, frozenset[str]]:
@@ -71,7 +83,7 @@ def shape_of(prompt: Prompt) -> tuple[bool, frozenset[str]]:
 
 
 def check_functions(config: Config, prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Find the user's functions, grade completions of each prompt, an empty one and its answer, converse, and filter a
+    """Call the user's functions: grade completions of each prompt, an empty one and its answer, converse, and filter a
     group.
 
     Returns:
@@ -81,7 +93,6 @@ def check_functions(config: Config, prompts: Sequence[Prompt], tokenizer: PreTra
         ConfigError: a name that stands for nothing.
         RewardError: a function raised, or returned something unusable.
     """
-    find_functions(config.rollout)
     filter_fn = resolve_filter_fn(config.rollout)
     graded = asyncio.run(_grade_each(prompts, config, tokenizer))
     if filter_fn is not None:

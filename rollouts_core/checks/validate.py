@@ -16,11 +16,16 @@ from typing import TYPE_CHECKING
 from rollouts_core.checks.answers import COMPARE_BY_LOSS, check_answers
 from rollouts_core.checks.compared_rows import check_held_out, check_num_rows, check_other_rows, warn_of_repeated_rows
 from rollouts_core.checks.cpu_formats import warn_of_slow_bfloat16
-from rollouts_core.checks.demonstrations import check_compared_demonstrations, check_demonstrations
+from rollouts_core.checks.demonstrations import (
+    check_compared_demonstrations,
+    check_demonstrations,
+    dataset_of,
+    place_datasets,
+    read_each_demonstration,
+)
 from rollouts_core.checks.epochs import MANY_EPOCHS_OF_RL, MANY_EPOCHS_OF_SFT, describe_epochs
 from rollouts_core.checks.function_checks import check_functions, find_functions, one_of_each_shape, shape_of
 from rollouts_core.checks.learning_rates import check_learning_rates
-from rollouts_core.checks.mistakes import Mistakes
 from rollouts_core.checks.model_checks import (
     check_generable,
     check_jax_model,
@@ -47,12 +52,14 @@ from rollouts_core.checks.templates import (
 )
 from rollouts_core.config import Config, ModelConfig, name_of_function
 from rollouts_core.config.data import RowFile
+from rollouts_core.data.bad_rows import BadRows
 from rollouts_core.data.chat import is_prefill
 from rollouts_core.data.dataset import check_disjoint, load_prompts_from_jsonl
-from rollouts_core.data.held_out import HeldOutRows, read_held_out
-from rollouts_core.environments.protocol import describe_tools
-from rollouts_core.errors import DataError, DemonstrationError
+from rollouts_core.data.held_out import HeldOutRows, Metric, read_held_out
+from rollouts_core.environments.protocol import Environment, describe_tools
+from rollouts_core.errors import ConfigError, DataError, DemonstrationError
 from rollouts_core.findings import Caution
+from rollouts_core.mistakes import Mistakes
 from rollouts_core.model.adapter_targets import check_adapters
 from rollouts_core.model.loading import check_not_quantized, find_positions, load_tokenizer
 from rollouts_core.rollout.generate import check_prompt_lengths
@@ -63,50 +70,87 @@ from rollouts_core.types import Prompt
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+FUNCTION_SETTINGS = ("environment", "reward_fn", "rewards", "filter_fn", "filters", "buffer_filter_fn", "generate_fn")
 NUM_FIRST_ROWS = 64
 """Rows of each file on which functions are tried before the files are read."""
 
 
-def validate_config(config: Config, *, trains_here: bool = True) -> list[str]:
+def validate_config(config: Config, mistakes: Mistakes | None = None, *, trains_here: bool = True) -> list[str]:
     """Check everything that can be checked without training; returns facts and warnings, a sentence each.
 
-    Functions of the user are imported and tried on the first rows before whole files are read.
+    Functions of the user are imported and tried on the first rows before whole files are read. Models and files with an
+    error that was noted before are not read.
 
     Args:
+        mistakes: takes the errors; without it they are raised.
         trains_here: this machine will train, so its CPU is checked; other machines warn when the training starts.
 
     Raises:
         InputError: a line for each mistake, with what was expected, what was found and what to do.
     """
-    mistakes = Mistakes()
-    findings = _check_settings(config, mistakes, trains_here=trains_here)
-    tokenizer: PreTrainedTokenizerBase | None = None
-    with mistakes.at("model"):
-        check_model_files(config)
-        tokenizer = load_tokenizer(config.model)
-        check_model_vocabulary(config.model, tokenizer)
-        findings.insert(0, f"model {config.model.path}: tokenizer with {len(tokenizer)} tokens")
-    if tokenizer is None:
-        with mistakes.at("rollout"):
-            find_functions(config.rollout)
-        mistakes.check()
-    assert tokenizer is not None, "its error was noted"
+    noted = Mistakes() if mistakes is None else mistakes
+    findings = _check_settings(config, noted, trains_here=trains_here)
+    tokenizer = _load_tokenizer(config, noted, findings)
     by_loss = config.evaluation.metric == "loss"
-    tried = set() if by_loss and config.mode == "sft" else _try_functions(config, tokenizer, mistakes, findings)
+    is_graded = not by_loss or config.mode != "sft"
+    if is_graded:
+        find_functions(config.rollout, noted)
+    if tokenizer is None:
+        _check_rows_alone(config, noted)
+    else:
+        findings += _check_data(config, tokenizer, noted, is_graded=is_graded)
+    if mistakes is None:
+        noted.check()
+    if not noted and config.mode != "sft":
+        findings += [*warn_of_own_generation(config), *warn_of_uncorrected_age(config)]
+    return findings
+
+
+def _load_tokenizer(config: Config, mistakes: Mistakes, findings: list[str]) -> PreTrainedTokenizerBase | None:
+    """The tokenizer of a model without mistakes; what it is comes first among the findings."""
+    tokenizer: PreTrainedTokenizerBase | None = None
+    if not mistakes.has("model"):
+        with mistakes.at("model"):
+            tokenizer = load_tokenizer(config.model)
+            check_model_vocabulary(config.model, tokenizer)
+            findings.insert(0, f"model {config.model.path}: tokenizer with {len(tokenizer)} tokens")
+    return tokenizer
+
+
+def _check_data(
+    config: Config, tokenizer: PreTrainedTokenizerBase, mistakes: Mistakes, *, is_graded: bool
+) -> list[str]:
+    """Try the functions on the first rows, then read all rows.
+
+    Args:
+        is_graded: functions grade completions.
+    """
+    findings: list[str] = []
+    tried = _try_functions(config, tokenizer, mistakes, findings) if is_graded else set()
     held_out = _read_held_out(config, mistakes)
     if config.mode != "rl":
         findings += check_demonstrations(config, tokenizer, held_out, mistakes)
-        if config.data.sft_eval:
+        if config.data.sft_eval and not mistakes.has("data.sft_eval"):
             with mistakes.at("data.sft_eval"):
                 findings += check_compared_demonstrations("sft_eval", config, tokenizer)
-    if by_loss:
-        findings += _check_compared_by_loss(config, tokenizer, held_out, mistakes)
-    else:
-        findings += _check_prompts(config, tokenizer, held_out, mistakes, tried)
-    mistakes.check()
-    if config.mode != "sft":
-        findings += [*warn_of_own_generation(config), *warn_of_uncorrected_age(config)]
-    return findings
+    if config.evaluation.metric == "loss":
+        return findings + _check_compared_by_loss(config, tokenizer, held_out, mistakes)
+    return findings + _check_prompts(config, tokenizer, held_out, mistakes, tried)
+
+
+def _check_rows_alone(config: Config, mistakes: Mistakes) -> None:
+    """Look at what can be seen of rows without the tokenizer of a model."""
+    demonstrations = dict(place_datasets(config, mistakes)) if config.mode != "rl" else {}
+    names: list[RowFile] = ["sft_eval"] if config.mode != "rl" and config.data.sft_eval else []
+    names += ["selection", "heldout"] if config.evaluation.metric == "loss" else []
+    readable = [name for name in names if not mistakes.has(f"data.{name}")]
+    demonstrations |= {f"data.{name}": dataset_of(name, config) for name in readable}
+    for place, dataset in demonstrations.items():
+        with mistakes.at(place):
+            read_each_demonstration(dataset)
+    for name, path in _prompt_files(config, mistakes).items():
+        with mistakes.at(f"data.{name}"):
+            _load_checked_prompts(name, path, config, None)
 
 
 def _check_settings(config: Config, mistakes: Mistakes, *, trains_here: bool) -> list[str]:
@@ -115,20 +159,14 @@ def _check_settings(config: Config, mistakes: Mistakes, *, trains_here: bool) ->
     if config.evaluation.metric == "accuracy":
         with mistakes.at("rollout"):
             check_graded(config.rollout)
-    with mistakes.at("training"):
-        check_resumed(config)
-    with mistakes.at("model"):  # a model that cannot be read has one mistake, not one of every check
-        check_model_files(config)
-        check_not_quantized(config.model)  # before an engine refuses such a model: another engine would not help
-        check_generable(config)
-        check_updatable(config)
-        check_shared_heads(config)
-        check_jax_model(config)
-        findings += check_language_model(config)
-        findings += warn_of_dropout(config)
-        findings += check_adapters(config)
-    with mistakes.at("training.sft.packing"):
-        check_packing(config)
+    if not mistakes.has("training.sft.resume_from") and not mistakes.has("training.rl.resume_from"):
+        with mistakes.at("training"):
+            check_resumed(config)
+    if not mistakes.has("model"):
+        with mistakes.at("model"):
+            check_model_files(config)
+    if not mistakes.has("model"):  # a model that cannot be read has one mistake, not one of every check
+        findings += _check_model(config, mistakes)
     with mistakes.at("training"):
         findings += [
             *find_settings_without_effect(config),
@@ -140,32 +178,57 @@ def _check_settings(config: Config, mistakes: Mistakes, *, trains_here: bool) ->
     return findings
 
 
-def _prompt_files(config: Config) -> dict[RowFile, str]:
-    """The files of prompts that are sampled for, by their settings."""
+def _check_model(config: Config, mistakes: Mistakes) -> list[str]:
+    """What a model whose folder is whole can be used for."""
+    findings: list[str] = []
+    with mistakes.at("model"):
+        check_not_quantized(config.model)  # before an engine refuses such a model: another engine would not help
+        check_generable(config)
+        check_updatable(config)
+    with mistakes.at("model"):
+        check_shared_heads(config)
+    with mistakes.at("model"):
+        check_jax_model(config)
+    with mistakes.at("model"):
+        findings += check_language_model(config)
+        findings += warn_of_dropout(config)
+        findings += check_adapters(config)
+    with mistakes.at("training.sft.packing"):
+        check_packing(config)
+    return findings
+
+
+def _prompt_files(config: Config, mistakes: Mistakes) -> dict[RowFile, str]:
+    """The files of prompts that are sampled for, by their settings; without those that have a mistake."""
     if config.evaluation.metric == "loss":
         return {}
     files: dict[RowFile, str] = {"selection": config.data.selection, "heldout": config.data.heldout}
-    return {**files, "prompts": config.data.prompts} if config.mode != "sft" and config.data.prompts else files
+    if config.mode != "sft" and config.data.prompts:
+        files["prompts"] = config.data.prompts
+    return {name: path for name, path in files.items() if not mistakes.has(f"data.{name}")}
 
 
 def _try_functions(
     config: Config, tokenizer: PreTrainedTokenizerBase, mistakes: Mistakes, findings: list[str]
 ) -> set[tuple[bool, frozenset[str]]] | None:
-    """Import and try the functions on the first rows; returns the shapes of these, None if a function failed."""
+    """Try the functions on the first rows; returns the shapes of these, None if a function failed or was not found."""
+    if any(mistakes.has(f"rollout.{setting}") for setting in FUNCTION_SETTINGS):
+        return None
     first: list[Prompt] = []
-    for name, path in _prompt_files(config).items():
-        with suppress(DataError):  # the whole file is read later, and its mistakes are noted then
-            prompts = load_prompts_from_jsonl(path, max_rows=NUM_FIRST_ROWS, columns=config.data.columns_of(name))
-            check_answers(prompts, config, source=path)
-            first += prompts
+    for name, path in _prompt_files(config, mistakes).items():
+        with suppress(DataError, ConfigError):  # the whole file is read later, and its mistakes are noted then
+            bad = BadRows(path)
+            columns = config.data.columns_of(name)
+            prompts = load_prompts_from_jsonl(path, max_rows=NUM_FIRST_ROWS, columns=columns, bad=bad)
+            check_answers(prompts, config, source=path, bad=bad)
+            first += [prompt for prompt in prompts if not bad.has(prompt.row)]
+    chosen = one_of_each_shape(first)
     has_failed = True
     with mistakes.at("rollout"):
-        find_functions(config.rollout)
-        chosen = one_of_each_shape(first)
         with suppress(DataError):  # a chat template that refuses rows is told with the file that has them
             findings += check_functions(config, chosen, tokenizer) if chosen else []
         has_failed = False
-    return None if has_failed else {shape_of(prompt) for prompt in one_of_each_shape(first)}
+    return None if has_failed else {shape_of(prompt) for prompt in chosen}
 
 
 def _check_compared_by_loss(
@@ -174,14 +237,15 @@ def _check_compared_by_loss(
     findings: list[str] = []
     names: tuple[RowFile, RowFile] = ("selection", "heldout")
     for name in names:
-        with mistakes.at(f"data.{name}"):
-            findings += check_compared_demonstrations(name, config, tokenizer)
-    with mistakes.at("data.heldout"):
-        check_other_rows(config.data)
+        if not mistakes.has(f"data.{name}"):
+            with mistakes.at(f"data.{name}"):
+                findings += check_compared_demonstrations(name, config, tokenizer)
+    if not any(mistakes.has(f"data.{name}") for name in names):
+        with mistakes.at("data.heldout"):
+            check_other_rows(config.data)
+            findings += warn_of_repeated_rows(config)
     with mistakes.at("data"):
         findings += check_held_out(held_out)
-    with mistakes.at("data.heldout"):
-        findings += warn_of_repeated_rows(config)
     return findings
 
 
@@ -198,15 +262,13 @@ def _check_prompts(
         tried: shapes of rows that functions were tried on already; None if they failed.
     """
     findings: list[str] = []
-    if config.mode != "sft" and config.data.rollouts:
+    if config.mode != "sft" and config.data.rollouts and not mistakes.has("data.rollouts"):
         with mistakes.at("data.rollouts"):
             findings += _check_recorded_rollouts(config, tokenizer)
-    files, loaded = _prompt_files(config), dict[RowFile, list[Prompt]]()
+    files, loaded = _prompt_files(config, mistakes), dict[RowFile, list[Prompt]]()
     for name, path in files.items():
         with mistakes.at(f"data.{name}"):
             loaded[name] = _load_checked_prompts(name, path, config, tokenizer)
-        with mistakes.at(f"data.{name}"):
-            check_answers(loaded.get(name, []), config, source=path)
     with mistakes.at("rollout"):
         check_conversation(tokenizer, config.rollout)
     if {"selection", "heldout"} <= loaded.keys():
@@ -245,35 +307,61 @@ def _check_recorded_rollouts(config: Config, tokenizer: PreTrainedTokenizerBase)
     return [said, describe_epochs("training.rl", num_steps, num_recorded, of_what=of_what, many=MANY_EPOCHS_OF_SFT)]
 
 
-def validate_evaluation(config: Config, models: Sequence[ModelConfig]) -> list[str]:
+def validate_evaluation(config: Config, models: Sequence[ModelConfig], mistakes: Mistakes | None = None) -> list[str]:
     """Check what can be checked of scoring models on `data.heldout`; returns what was found, a sentence each.
 
+    Args:
+        mistakes: takes the errors; without it they are raised.
+
     Raises:
-        InputError: one sentence with what was expected, what was found and what to do.
+        InputError: a line for each mistake, with what was expected, what was found and what to do.
     """
+    noted = Mistakes() if mistakes is None else mistakes
     if config.evaluation.metric == "accuracy":
-        check_graded(config.rollout)
-    heldout = config.data.heldout
+        with noted.at("rollout"):
+            check_graded(config.rollout)
+        find_functions(config.rollout, noted)
     findings: list[str] = [*warn_of_equal_completions(config)]
     for model in models:
         scored = config.model_copy(update={"model": model, "mode": "sft"})
-        check_model_files(scored)
-        check_generable(scored)
-        tokenizer = load_tokenizer(model)
-        check_model_vocabulary(model, tokenizer)
-        findings.append(f"model {model.path}: tokenizer with {len(tokenizer)} tokens")
-        if config.evaluation.metric == "loss":
-            findings += check_compared_demonstrations("heldout", scored, tokenizer)
-            continue
-        prompts = _load_checked_prompts("heldout", heldout, scored, tokenizer)
-        check_conversation(tokenizer, scored.rollout)
-        check_answers(prompts, scored, source=heldout)
-        findings += check_functions(scored, one_of_each_shape(prompts), tokenizer)
-        findings += [_count_prompts(prompts, heldout), *_warn_of_untold_tools(prompts, heldout)]
-        findings += _warn_of_unwritten(prompts, heldout, model, tokenizer)
-        findings += warn_of_endless_turns(tokenizer)
-        findings += warn_of_unseen_tools(tokenizer, describe_tools(resolve_environment(scored.rollout)))
-    return list(dict.fromkeys([*findings, *warn_of_repeated_rows(config)]))
+        with noted.at("model"):
+            check_model_files(scored)
+            check_generable(scored)
+            tokenizer = load_tokenizer(model)
+            check_model_vocabulary(model, tokenizer)
+            findings.append(f"model {model.path}: tokenizer with {len(tokenizer)} tokens")
+            findings += _check_scored(scored, tokenizer, noted)
+    if noted.has("model"):
+        _check_rows_alone(config.model_copy(update={"mode": "rl"}), noted)
+    if not noted.has("data.heldout"):
+        with noted.at("data.heldout"):
+            findings += warn_of_repeated_rows(config)
+    if mistakes is None:
+        noted.check()
+    return list(dict.fromkeys(findings))
+
+
+def _check_scored(config: Config, tokenizer: PreTrainedTokenizerBase, mistakes: Mistakes) -> list[str]:
+    """What one model finds in the rows that it is scored on."""
+    heldout, findings = config.data.heldout, list[str]()
+    if mistakes.has("data.heldout"):
+        return findings
+    if config.evaluation.metric == "loss":
+        with mistakes.at("data.heldout"):
+            findings += check_compared_demonstrations("heldout", config, tokenizer)
+        return findings
+    prompts: list[Prompt] = []
+    with mistakes.at("data.heldout"):
+        prompts = _load_checked_prompts("heldout", heldout, config, tokenizer)
+    if not prompts or mistakes.has("rollout"):
+        return findings
+    with mistakes.at("rollout"):
+        check_conversation(tokenizer, config.rollout)
+        findings += check_functions(config, one_of_each_shape(prompts), tokenizer)
+        findings += warn_of_unseen_tools(tokenizer, describe_tools(resolve_environment(config.rollout)))
+    findings += [_count_prompts(prompts, heldout), *_warn_of_untold_tools(prompts, heldout)]
+    findings += _warn_of_unwritten(prompts, heldout, config.model, tokenizer)
+    return findings + warn_of_endless_turns(tokenizer)
 
 
 def warn_of_own_generation(config: Config) -> list[Caution]:
@@ -320,18 +408,20 @@ def check_prompt_epochs(config: Config, num_prompts: int) -> list[str]:
 
 
 def _read_held_out(config: Config, mistakes: Mistakes) -> list[HeldOutRows]:
-    """The rows that checkpoints are chosen by, or kept, and those that grade the chosen ones."""
-    metric, num_used, held_out = config.evaluation.metric, config.evaluation.max_prompts, list[HeldOutRows]()
-    names: tuple[RowFile, RowFile] = ("selection", "heldout")
-    for name in names:
-        columns = config.data.columns_of(name)
-        with mistakes.at(f"data.{name}"), _with_remedy(config):
-            path = getattr(config.data, name)
-            held_out.append(read_held_out(f"data.{name}", path, metric, max_rows=num_used, columns=columns))
-    if config.mode != "rl" and (path := config.data.sft_eval):  # keep_best goes by it
-        with mistakes.at("data.sft_eval"):
-            columns = config.data.columns_of("sft_eval")
-            held_out.append(read_held_out("data.sft_eval", path, "loss", columns=columns))
+    """The rows that checkpoints are chosen by, or kept, and those that grade the chosen ones.
+
+    A file that does not fit is left out: its mistakes are noted when all of it is read.
+    """
+    held_out: list[HeldOutRows] = []
+    metrics: dict[RowFile, Metric] = {"selection": config.evaluation.metric, "heldout": config.evaluation.metric}
+    if config.mode != "rl" and config.data.sft_eval:  # keep_best goes by it
+        metrics["sft_eval"] = "loss"
+    for name, metric in metrics.items():
+        max_rows = None if name == "sft_eval" else config.evaluation.max_prompts
+        path, columns = getattr(config.data, name), config.data.columns_of(name)
+        if not mistakes.has(f"data.{name}"):
+            with suppress(DataError):
+                held_out.append(read_held_out(f"data.{name}", path, metric, max_rows=max_rows, columns=columns))
     return held_out
 
 
@@ -380,12 +470,35 @@ def _warn_of_unwritten(
     return unwritten.warn(source, len(prompts)) + unread.warn(source, len(prompts))
 
 
-def _load_checked_prompts(name: RowFile, path: str, config: Config, tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
+def _load_checked_prompts(
+    name: RowFile, path: str, config: Config, tokenizer: PreTrainedTokenizerBase | None
+) -> list[Prompt]:
+    """The prompts of a file.
+
+    Args:
+        tokenizer: of the model; None does not look at their length.
+
+    Raises:
+        DataError: rows that are no prompts, are too long, or cannot be graded.
+    """
+    bad, longest, environment = BadRows(path), 0, _find_environment(config)
     with _with_remedy(config):
-        prompts = load_prompts_from_jsonl(path, columns=config.data.columns_of(name))
-    tools = describe_tools(resolve_environment(config.rollout))
-    max_tokens = config.rollout.max_prompt_tokens
-    longest = check_prompt_lengths(prompts, tokenizer, max_tokens=max_tokens, source=path, tools=tools)
+        prompts = load_prompts_from_jsonl(path, columns=config.data.columns_of(name), bad=bad)
+        if environment is not None:
+            if tokenizer is not None:
+                tools, limit = describe_tools(environment), config.rollout.max_prompt_tokens
+                longest = check_prompt_lengths(prompts, tokenizer, max_tokens=limit, source=path, tools=tools, bad=bad)
+            check_answers(prompts, config, source=path, bad=bad)
+        bad.check()
     kind = config.evaluation_engine.kind
-    check_positions(f"{path}: prompts of {longest} tokens", longest, count_positions(config), config, engine=kind)
+    if tokenizer is not None:
+        check_positions(f"{path}: prompts of {longest} tokens", longest, count_positions(config), config, engine=kind)
     return prompts
+
+
+def _find_environment(config: Config) -> Environment | None:
+    """The environment; None if it cannot be made, which is noted at its setting."""
+    try:
+        return resolve_environment(config.rollout)
+    except ConfigError:
+        return None

@@ -8,22 +8,27 @@ from __future__ import annotations
 import json
 import re
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from rollouts_core.config.messages import explain_validation_error
+from rollouts_core.config.messages import explain_validation_error, find_misfits, nested_record
+from rollouts_core.config.record import PARTS_ALONE
 from rollouts_core.config.reward import has_model_folder
 from rollouts_core.errors import ConfigError
+from rollouts_core.mistakes import Mistakes
 
 RecordT = TypeVar("RecordT", bound=BaseModel)
+MEANT = re.compile(r"did you mean ([\w.]+)")
+MAX_READS = 4
+"""Values that do not fit hide those of the records around them, which are read again without them."""
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 MAX_NAME_BYTES, MAX_PATH_CHARS = 255, 4000
 """What a file system takes, beside the folder that the path is relative to."""
-DATA_FILE_SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet", ".csv", ".tsv", ".gz", ".bz2", ".xz")
+DATA_FILE_SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet", ".csv", ".tsv", ".gz", ".bz2", ".xz", ".zst")
 
 
 def read_settings(path: Path) -> dict[str, Any]:  # Any: unchecked file content
@@ -132,4 +137,75 @@ def parse_config(model: type[RecordT], settings: dict[str, Any], *, source: str)
     try:
         return model.model_validate(settings)
     except ValidationError as error:
-        raise ConfigError(explain_validation_error(error, model, source=source)) from error
+        raise ConfigError(explain_validation_error(error, model, source=source, settings=settings)) from error
+
+
+def read_record(
+    model: type[RecordT],
+    settings: dict[str, Any],  # Any: unchecked input
+    mistakes: Mistakes,
+    *,
+    source: str,
+    table: str = "",
+) -> RecordT | None:
+    """`settings` as a record of `model`, with others in the place of values that are missing or do not fit.
+
+    Each misfit is noted, and so are rules between settings that the other values break. None if no other value can take
+    the place of one.
+
+    Args:
+        source: the file, named at the start of each sentence.
+        table: the table of the file that the settings are; "" for the whole file.
+    """
+    read = settings
+    for _ in range(MAX_READS):
+        try:
+            return model.model_validate(read)
+        except ValidationError as error:
+            misfits = find_misfits(error, model, settings)
+        for path, sentence in misfits:
+            mistakes.note(_dotted(table, path), ConfigError(f"{source}: {sentence}"), names_place=True)
+        for path, sentence in misfits:
+            mistakes.leave_out(_dotted(table, path))
+            leave_out_meant(mistakes, [*filter(None, [table]), *path], sentence)
+        read, previous = _with_defaults(read, [path for path, _ in misfits], model), read
+        if read == previous:
+            break
+    try:
+        return model.model_validate(read, context=PARTS_ALONE)
+    except ValidationError:
+        return None
+
+
+def leave_out_meant(mistakes: Mistakes, path: Sequence[str], sentence: str) -> None:
+    """Leave out the setting that a sentence takes an unknown key for: its absence is no mistake of its own."""
+    if meant := MEANT.search(sentence):
+        mistakes.leave_out(meant[1] if "." in meant[1] else ".".join([*path[:-1], meant[1]]))
+
+
+def _dotted(table: str, path: Sequence[str]) -> str:
+    return ".".join([*filter(None, [table]), *path])
+
+
+def _with_defaults(
+    settings: Any,  # Any: unchecked input
+    paths: Sequence[Sequence[str]],
+    model: type[BaseModel] | None,
+) -> Any:  # Any: unchecked input
+    """The settings without what lies at these paths; of a list, without the whole list.
+
+    What is missing there gets a value that fits its type, so that the rest can be read.
+    """
+    if not isinstance(settings, dict):
+        return settings
+    read = dict(settings)
+    for key in dict.fromkeys(path[0] for path in paths if path):
+        below = [path[1:] for path in paths if path and path[0] == key]
+        record = nested_record(model, key) if model else None
+        if key not in settings:
+            read[key] = "-" if record is None else {}
+        elif [] in map(list, below) or not isinstance(settings[key], dict):
+            del read[key]
+        else:
+            read[key] = _with_defaults(settings[key], below, record)
+    return read

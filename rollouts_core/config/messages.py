@@ -10,24 +10,41 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from rollouts_core.config.foreign_names import find_foreign_name
+from rollouts_core.mistakes import MAX_SHOWN_MISTAKES, place_in
 
 MAX_SHOWN_CHARS = 80
 MAX_LINE_CHARS = 1_000
-MAX_SHOWN_MISTAKES = 5
 
 
-def explain_validation_error(error: ValidationError, model: type[BaseModel], *, source: str) -> str:
+def explain_validation_error(
+    error: ValidationError,
+    model: type[BaseModel],
+    *,
+    source: str,
+    settings: Any,  # Any: unchecked input
+) -> str:
     """What is wrong with each key, a sentence on a line of its own; after MAX_SHOWN_MISTAKES the others are counted.
 
     Args:
         model: the record that was being filled, for the names a misspelt key may have meant.
         source: the file or form, named at the start of each line.
+        settings: the input that was to be read. Its order is that of the lines.
     """
+    return list_mistakes([sentence for _, sentence in find_misfits(error, model, settings)], source=source)
+
+
+def find_misfits(
+    error: ValidationError,
+    model: type[BaseModel],
+    settings: Any,  # Any: unchecked input
+) -> list[tuple[tuple[str, ...], str]]:
+    """Each key that does not fit, as a path, and a sentence on it; in the order of `settings`."""
     problems = sorted(_of_the_meant_type(error.errors()), key=lambda problem: problem["type"] != "extra_forbidden")
     by_key: dict[tuple[str, ...], ErrorDetails] = {}
     for problem in problems:
         by_key.setdefault(tuple(_path_of(problem, model)), problem)
-    return list_mistakes([_sentence(problem, list(path), model) for path, problem in by_key.items()], source=source)
+    ordered = sorted(by_key, key=lambda path: place_in(settings, path))
+    return [(path, line) for path in ordered for line in _sentence(by_key[path], list(path), model).splitlines()]
 
 
 def list_mistakes(mistakes: Sequence[str], *, source: str) -> str:

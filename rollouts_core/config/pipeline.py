@@ -6,11 +6,12 @@ Not here: a single setting (one file per section), how a file of settings is rea
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal, Self
 
 import tomli_w
-from pydantic import model_validator
+from pydantic import ValidationInfo, model_validator
 
 from rollouts_core.config.data import DataConfig, DatasetConfig
 from rollouts_core.config.deployment import DeploymentConfig
@@ -18,7 +19,7 @@ from rollouts_core.config.engine import MAX_VLLM_TEMPERATURE, TRANSFERS, EngineC
 from rollouts_core.config.evaluation import EvaluationConfig
 from rollouts_core.config.files import parse_config, read_settings, resolve_paths
 from rollouts_core.config.model import ModelConfig
-from rollouts_core.config.record import Record
+from rollouts_core.config.record import PARTS_ALONE, Record
 from rollouts_core.config.rl import RLTrainingConfig
 from rollouts_core.config.rollout import RolloutConfig
 from rollouts_core.config.sft import SFTTrainingConfig
@@ -65,47 +66,52 @@ class Config(Record):
         return engine if is_server else EngineConfig()
 
     @model_validator(mode="after")
-    def _check_mode(self) -> Self:
+    def _check_rules(self, info: ValidationInfo) -> Self:
+        """Refuse settings of several sections that do not go together, each rule in a line."""
+        rules = (self._check_mode, self._check_scores, self._check_temperatures, self._check_batch)
+        broken = [sentence for rule in (*rules, self._check_colocated) for sentence in rule()]
+        if broken and info.context != PARTS_ALONE:
+            raise ValueError("\n".join(broken))
+        return self
+
+    def _check_mode(self) -> Iterator[str]:
         if self.data.prompts and self.data.rollouts:
-            raise ValueError("give data.prompts, to sample completions, or data.rollouts, to train on recorded ones")
+            yield "give data.prompts, to sample completions, or data.rollouts, to train on recorded ones"
         source = "rollouts" if self.data.rollouts else "prompts"
         needed = {"sft": ["sft"], "rl": [source], "sft+rl": ["sft", source]}[self.mode]
         for name in [*needed, "selection", "heldout"]:
             if not getattr(self.data, name):
-                raise ValueError(f'mode "{self.mode}" needs data.{name}: {_what_belongs_in(name)}')
+                yield f'mode "{self.mode}" needs data.{name}: {_what_belongs_in(name)}'
         if self.mode != "sft" and self.evaluation.metric == "loss":
-            raise ValueError(f'mode "{self.mode}" compares checkpoints by accuracy: evaluation.metric cannot be "loss"')
+            yield f'mode "{self.mode}" compares checkpoints by accuracy: evaluation.metric cannot be "loss"'
         if self.mode != "sft" and self.rollout.sampling.temperature == 0:
-            raise ValueError("RL needs rollout.sampling.temperature above 0: greedy samples of a group are all equal")
+            yield "RL needs rollout.sampling.temperature above 0: greedy samples of a group are all equal"
         advantage = self.training.rl.advantage
         is_alone = self.rollout.n_samples_per_prompt == 1 and advantage.singleton == "zero"
         if self.mode != "sft" and is_alone and advantage.estimator not in ("constant", "batch_mean_std", "gae"):
-            raise ValueError(
+            yield (
                 f'training.rl.advantage.estimator "{advantage.estimator}" compares the completions of a prompt: it '
                 "needs rollout.n_samples_per_prompt of 2 or more, found 1"
             )
-        return self
 
-    @model_validator(mode="after")
-    def _check_scores(self) -> Self:
+    def _check_scores(self) -> Iterator[str]:
         """Each checkpoint that `keep_best` compares has an evaluation loss of its own."""
         sft = self.training.sft
         is_compared = self.mode != "rl" and self.data.sft_eval and sft.keep_best
         if not is_compared or sft.checkpoint_every % sft.eval_every == 0:
-            return self
+            return
         below = sft.checkpoint_every // sft.eval_every * sft.eval_every
         multiples = [below or sft.eval_every, (below or sft.eval_every) + sft.eval_every]
         divisors = [each for each in range(1, sft.checkpoint_every + 1) if sft.checkpoint_every % each == 0]
         nearest = sorted(divisors, key=lambda each: abs(each - sft.eval_every))[:2]
-        raise ValueError(
+        yield (
             f"training.sft.keep_best {sft.keep_best} compares checkpoints by their own loss on data.sft_eval, and "
             f"eval_every {sft.eval_every} does not divide checkpoint_every {sft.checkpoint_every}, so some are saved "
             f"without one: set training.sft.checkpoint_every to {multiples[0]} or {multiples[1]}, or "
             f"training.sft.eval_every to {' or '.join(map(str, sorted(nearest)))}"
         )
 
-    @model_validator(mode="after")
-    def _check_temperatures(self) -> Self:
+    def _check_temperatures(self) -> Iterator[str]:
         """Those of completions that vLLM is asked for."""
         rollout, evaluation = self.rollout, self.evaluation
         asked: dict[str, float] = {}
@@ -115,25 +121,23 @@ class Config(Record):
             asked["evaluation.temperature"] = evaluation.temperature
         for name, temperature in asked.items():
             if temperature > MAX_VLLM_TEMPERATURE:
-                raise ValueError(
+                yield (
                     f"{name} {temperature:g} is above {MAX_VLLM_TEMPERATURE:g}, and vLLM refuses such requests: lower "
                     "it, or choose another rollout.engine.kind"
                 )
-        return self
 
-    @model_validator(mode="after")
-    def _check_batch(self) -> Self:
+    def _check_batch(self) -> Iterator[str]:
         rl, rollout = self.training.rl, self.rollout
         if self.mode == "sft" or self.data.rollouts:  # recorded batches are what they are
-            return self
+            return
         if rl.num_minibatches > rollout.batch_size:
-            raise ValueError(
+            yield (
                 f"training.rl.num_minibatches {rl.num_minibatches} are more than the {rollout.batch_size} groups of a "
                 "step (rollout.batch_size), and an update needs a whole one: lower the one or raise the other"
             )
         for name in (rollout.filter_fn, *(each.name for each in rollout.filters)):
             if rollout.n_samples_per_prompt == 1 and name in ("reward_nonzero_std", "quality_and_diversity"):
-                raise ValueError(
+                yield (
                     f'the filter "{name}" keeps prompts whose completions have different rewards, and '
                     "rollout.n_samples_per_prompt 1 gives one of each: leave it out, or sample 2 or more"
                 )
@@ -142,36 +146,33 @@ class Config(Record):
         if shaping.overlong_buffer_tokens and penalty_start >= max_new_tokens:
             # A system's own buffer may be longer than all completions here.
             smaller = f" and overlong_buffer_tokens to a part of it, like {max(1, max_new_tokens // 4)}"
-            raise ValueError(
+            yield (
                 f"training.rl.reward_shaping subtracts for more than {penalty_start} tokens (max_response_tokens - "
                 f"overlong_buffer_tokens), and rollout.sampling.max_new_tokens {max_new_tokens} lets no completion be "
                 f"so long: set max_response_tokens to {max_new_tokens}"
                 + smaller
                 * (shaping.overlong_buffer_tokens > max_new_tokens)
             )
-        return self
 
-    @model_validator(mode="after")
-    def _check_colocated(self) -> Self:
+    def _check_colocated(self) -> Iterator[str]:
         if not self.deployment.colocated or self.mode == "sft":
-            return self
+            return
         if self.rollout.max_staleness:
-            raise ValueError(
+            yield (
                 "with deployment.colocated the engines rest while the trainer trains, with rollout.max_staleness "
                 f"{self.rollout.max_staleness} they sample meanwhile: set one of them to its default"
             )
         if self.training.rl.sync_every > 1:
-            raise ValueError(
+            yield (
                 "with deployment.colocated the engines lose their weights in each step: training.rl.sync_every must "
                 f"be 1, found {self.training.rl.sync_every}"
             )
         if self.rollout.engine.weight_transfer == "nccl":
             other = "tensors" if "tensors" in TRANSFERS[self.rollout.engine.kind] else "auto"
-            raise ValueError(
+            yield (
                 "with deployment.colocated engine and trainer share GPUs, and NCCL connects processes of different "
                 f'GPUs: set rollout.engine.weight_transfer = "{other}"'
             )
-        return self
 
     @classmethod
     def load(cls, path: str | Path) -> Self:

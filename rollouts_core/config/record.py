@@ -58,6 +58,8 @@ def _write_function(function: str | Callable[..., Any]) -> str:  # Any: user fun
     return name_of_function(function)
 
 
+PARTS_ALONE = "parts alone"
+"""As the context of a validation: read the sections of a pipeline without the rules between them."""
 MAX_INTEGER = 2**63 - 1
 Finite = Annotated[float, Field(strict=True), AfterValidator(_finite)]
 GpuRank = Annotated[int, Field(ge=0, strict=True)]

@@ -11,12 +11,12 @@ A field that is null counts as absent: tables in which rows of several shapes li
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
-from rollouts_core.config.messages import closest_name
+from rollouts_core.config.messages import closest_name, first_line
 from rollouts_core.data.chat import Conversation, is_prefill
+from rollouts_core.data.strict_json import read_strict_json
 from rollouts_core.data.turns import END_OF_THOUGHTS, THOUGHTS
 from rollouts_core.errors import DataError
 from rollouts_core.types import Message
@@ -42,6 +42,8 @@ TEMPLATE_FIELD = "chat_template_kwargs"
 """The field of a row in which TRL keeps values for the chat template."""
 UNTRAINED_MARKS = ("weight", "train")
 """Keys of a message by which, where they are 0 or false, OpenAI's and Axolotl's rows leave a turn out of the loss."""
+OTHER_ARGUMENTS = ("parameters", "input", "args", "kwargs", "params")
+"""What others call the arguments of a tool call: without them an empty call would be trained on."""
 MAX_SHOWN_CHARS = 80
 MAX_SHOWN_KEYS = 20
 
@@ -202,10 +204,14 @@ def _tool_call(call: object, number: int) -> dict[str, Any]:  # Any: JSON
     function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise DataError(f"a tool call of message {number} must name a `function`, found {_show(call)}")
+    what = f"`arguments` of a tool call of message {number}"
+    if "arguments" not in function and (other := next((key for key in OTHER_ARGUMENTS if key in function), "")):
+        raise DataError(f"{what} are missing, found `{other}`: rename it")
     arguments = function.get("arguments", {})
     if isinstance(arguments, str):
-        what = f"`arguments` of a tool call of message {number}"
         arguments = _parse_json(arguments, what) if arguments.strip() else {}
+    if not isinstance(arguments, dict):
+        raise DataError(f"{what} must be a JSON object, found {_show(arguments)}")
     function = {**function, "arguments": arguments}
     assert isinstance(call, dict)
     return {**call, "function": function} if "function" in call else function
@@ -232,9 +238,9 @@ def _join_parts(parts: list[object], number: int) -> str:
 
 def _parse_json(text: str, what: str) -> Any:  # Any: JSON
     try:
-        return json.loads(text)
+        return read_strict_json(text)
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{what} must be JSON, found {_show(text)}") from error
+        raise DataError(f"{what} must be JSON ({first_line(error)}), found {_show(text)}") from error
 
 
 def _text(row: Row, key: str) -> str:

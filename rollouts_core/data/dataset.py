@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from rollouts_core.config import DatasetConfig, SFTTrainingConfig
 from rollouts_core.config.data import ColumnType
+from rollouts_core.data.bad_rows import BadRows, noted_rows
 from rollouts_core.data.chat import (
     Conversation,
     TokenizedConversation,
@@ -110,18 +111,20 @@ def iterate_samples(
     rules: SampleRules,
     *,
     max_rows: int | None = None,
+    bad: BadRows | None = None,
 ) -> Iterator[RowSamples]:
     """The samples of each row in order; a chunk of rows is in memory at a time.
 
     Args:
         source: what errors call the place the rows come from.
+        bad: takes the errors of rows, which give no sample; without it the first one is raised.
 
     Raises:
         DataError: see `load_sft_dataset`.
     """
     stream = itertools.islice(rows, max_rows)
     while chunk := list(itertools.islice(stream, CHUNK_ROWS)):
-        yield from _build_chunk(chunk, source, tokenizer, rules)
+        yield from _build_chunk(chunk, source, tokenizer, rules, bad)
 
 
 def open_datasets(datasets: Sequence[DatasetConfig]) -> list[RowTable]:
@@ -244,25 +247,33 @@ class _CompactSamples:
 
 
 def load_prompts_from_jsonl(
-    path: str | Path, *, max_rows: int | None = None, columns: Mapping[str, ColumnType] | None = None
+    path: str | Path,
+    *,
+    max_rows: int | None = None,
+    columns: Mapping[str, ColumnType] | None = None,
+    bad: BadRows | None = None,
 ) -> list[Prompt]:
     """Prompts of a JSONL file (or another format that `load_rows` reads), at most `max_rows` from its start.
 
+    Args:
+        columns: types of columns of CSV that are not text.
+        bad: takes the errors of rows, which are left out; without it they are raised when all rows were read.
+
     Raises:
-        DataError: a row without `prompt` or `messages`, named by its number, or an id that occurs twice.
-        DemonstrationError: a row that is none of these but a demonstration.
+        DataError: rows without `prompt` or `messages`, named by their numbers, or an id that occurs twice.
+        DemonstrationError: the first of these rows is a demonstration.
     """
     prompts: list[Prompt] = []
     row_of_id: dict[str, int] = {}
-    for number, row in itertools.islice(load_rows(path, columns=columns), max_rows):
-        try:
-            prompt = build_prompt(row, number, default_id=f"{Path(path).stem}-{number}")
-        except DataError as error:
-            raise type(error)(f"{path}, row {number}: {error}") from error
-        if prompt.id in row_of_id:
-            raise DataError(f"{path}, row {number}: id {prompt.id!r} is also that of row {row_of_id[prompt.id]}")
-        row_of_id[prompt.id] = number
-        prompts.append(prompt)
+    with noted_rows(str(path), bad) as noted:
+        for number, row in itertools.islice(load_rows(path, columns=columns, bad=noted), max_rows):
+            noted.num_rows = number
+            with noted.at(number):
+                prompt = build_prompt(row, number, default_id=f"{Path(path).stem}-{number}")
+                if prompt.id in row_of_id:
+                    raise DataError(f"id {prompt.id!r} is also that of row {row_of_id[prompt.id]}")
+                row_of_id[prompt.id] = number
+                prompts.append(prompt)
     return prompts
 
 
@@ -313,9 +324,13 @@ def _chunks(numbers: Sequence[int], start: int = 0) -> Iterator[Sequence[int]]:
 
 
 def _build_chunk(
-    rows: Sequence[tuple[int, Row]], source: str, tokenizer: PreTrainedTokenizerBase, rules: SampleRules
+    rows: Sequence[tuple[int, Row]],
+    source: str,
+    tokenizer: PreTrainedTokenizerBase,
+    rules: SampleRules,
+    bad: BadRows | None = None,
 ) -> list[RowSamples]:
-    """The samples of each row; the first row that does not fit is an error."""
+    """The samples of each row; the first row that does not fit is an error, or is noted and has none."""
     read: list[Conversation | str | DataError] = []
     for _, row in rows:
         try:
@@ -338,7 +353,11 @@ def _build_chunk(
             else:
                 raise each
         except DataError as error:
-            raise DataError(f"{source}, row {number}: {error}") from error
+            located = DataError(f"{source}, row {number}: {error}")
+            if bad is None:
+                raise located from error
+            bad.note(number, located)
+            samples.append(())
     return samples
 
 

@@ -32,8 +32,10 @@ from typing import Any, NamedTuple, Protocol
 
 from rollouts_core.config.data import ColumnType
 from rollouts_core.config.messages import first_line
+from rollouts_core.data.bad_rows import BadRows
 from rollouts_core.data.conversations import Row
 from rollouts_core.data.source_text import TEXT_FIELDS, SpelledNumber, as_text
+from rollouts_core.data.strict_json import STRICT_JSON, find_half_character
 from rollouts_core.data.text_files import (
     OPENERS,
     SUFFIXES,
@@ -72,8 +74,12 @@ class RowTable(Protocol):
 
     def __len__(self) -> int: ...
 
-    def read(self, indices: Sequence[int]) -> list[tuple[int, Row]]:
-        """The rows at these places from 0, each with the number from 1 that errors call it."""
+    def read(self, indices: Sequence[int], bad: BadRows | None = None) -> list[tuple[int, Row]]:
+        """The rows at these places from 0, each with the number from 1 that errors call it.
+
+        Args:
+            bad: takes the errors of rows, which are left out; without it the first one is raised.
+        """
         ...
 
 
@@ -134,7 +140,7 @@ class JsonlRows:
     def __len__(self) -> int:
         return len(self._offsets)
 
-    def read(self, indices: Sequence[int]) -> list[tuple[int, Row]]:
+    def read(self, indices: Sequence[int], bad: BadRows | None = None) -> list[tuple[int, Row]]:
         """The rows at these places, each with its line number."""
         rows: list[tuple[int, Row]] = []
         try:
@@ -144,7 +150,7 @@ class JsonlRows:
                     line = file.readline()
                     if zlib.crc32(line) != self._checksums[i]:
                         raise DataError(f"{self.path}, row {self._numbers[i]} changed while it was in use: start again")
-                    rows.append((self._numbers[i], _parse_line(line, self.path, self._numbers[i])))
+                    rows += _parse_noted(line, self.path, self._numbers[i], bad)
             self._watch.check(self.digest)
         except OSError as error:
             raise DataError(f"{self.path} cannot be read any more ({error.strerror}): start again") from error
@@ -178,8 +184,8 @@ class TableRows:
     def __len__(self) -> int:
         return len(self._table)
 
-    def read(self, indices: Sequence[int]) -> list[tuple[int, Row]]:
-        """The rows at these places."""
+    def read(self, indices: Sequence[int], bad: BadRows | None = None) -> list[tuple[int, Row]]:
+        """The rows at these places; a table has no row that cannot be read alone."""
         try:
             columns = self._table[list(indices)]
         except (ImportError, OSError) as error:
@@ -241,8 +247,14 @@ def open_rows(
     )
 
 
-def load_rows(path: str | Path, *, columns: Mapping[str, ColumnType] | None = None) -> Iterator[tuple[int, Row]]:
+def load_rows(
+    path: str | Path, *, columns: Mapping[str, ColumnType] | None = None, bad: BadRows | None = None
+) -> Iterator[tuple[int, Row]]:
     """Rows of a file or of a Hugging Face dataset, each with its number from 1 (its line in JSONL).
+
+    Args:
+        columns: types of columns of CSV that are not text.
+        bad: takes the errors of lines, which are left out; without it the first one is raised.
 
     Raises:
         DataError: no such file, a line that is no JSON object, or no row at all.
@@ -251,7 +263,7 @@ def load_rows(path: str | Path, *, columns: Mapping[str, ColumnType] | None = No
     if not _is_plain_jsonl(Path(path)):
         table = open_rows(path, columns=columns)
         for start in range(0, len(table), TABLE_READ_ROWS):
-            yield from table.read(range(start, min(start + TABLE_READ_ROWS, len(table))))
+            yield from table.read(range(start, min(start + TABLE_READ_ROWS, len(table))), bad)
         return
     _check_exists(Path(path))
     is_empty = True
@@ -260,7 +272,7 @@ def load_rows(path: str | Path, *, columns: Mapping[str, ColumnType] | None = No
         for number, line in enumerate(lines, start=1):
             if not line.isspace():
                 is_empty = False
-                yield number, _parse_line(line, str(path), number)
+                yield from _parse_noted(line, str(path), number, bad)
     if _stamp_files(Path(path)) != before:
         raise DataError(f"{path} changed while it was in use: start again")
     if is_empty:
@@ -434,11 +446,30 @@ def _load_dataset(source: _Source) -> Any:  # Any: a path, or a table of dataset
         return datasets.load_dataset("parquet", data_files=name, split="train", cache_dir=cache)
     chosen = {"revision": source.revision or None, "cache_dir": cache}
     builder = datasets.load_dataset_builder(str(path), source.subset or None, **chosen)
+    _check_kinds(builder, source)
     if files := _find_text_files(builder, source):
         write_lines(files, source.copy, source.columns)
         return source.copy
     table = datasets.load_dataset(str(path), source.subset or None, split=source.split, **chosen)
     return _check_commit(table, path, source.revision)
+
+
+def _check_kinds(builder: Any, source: _Source) -> None:  # Any: datasets has no types
+    """Raise DataError for a folder with rows of several kinds: the `datasets` library reads the most frequent kind."""
+    readme = source.path / "README.md"
+    chosen = {str(name) for names in (builder.config.data_files or {}).values() for name in names}
+    if not source.path.is_dir() or (readme.is_file() and "data_files" in readme.read_text(errors="replace")):
+        return
+    kinds = {find_kind(name)[0] or Path(name).suffix for name in chosen}
+    for file in sorted(source.path.rglob("*")):
+        kind = find_kind(file)[0] or file.suffix
+        is_rows = ".json" not in file.suffixes and kind in ("json", "csv", ".parquet") and file.stem != "metadata"
+        is_hidden = any(part.startswith(".") for part in file.relative_to(source.path).parts)
+        if is_rows and not is_hidden and kind not in kinds and str(file) not in chosen:
+            raise DataError(
+                f"{source.path} has rows of several kinds ({Path(min(chosen)).name} and {file.name}), and only one "
+                "kind would be read: give one of the files, or write all of them in one kind"
+            )
 
 
 def _find_text_files(builder: Any, source: _Source) -> list[TextFile]:  # Any: datasets has no types
@@ -448,7 +479,7 @@ def _find_text_files(builder: Any, source: _Source) -> list[TextFile]:  # Any: d
     from datasets.packaged_modules.json.json import Json
 
     kind: FileKind = "csv" if isinstance(builder, Csv) else "json"
-    if not isinstance(builder, Csv | Json) or getattr(builder.config, "field", None):
+    if not isinstance(builder, Csv | Json):
         return []
     _check_csv_options(builder.config, source) if kind == "csv" else None
     splits = builder.config.data_files
@@ -458,9 +489,12 @@ def _find_text_files(builder: Any, source: _Source) -> list[TextFile]:  # Any: d
     manager = datasets.DownloadManager(dataset_name=builder.dataset_name, download_config=downloads)
     files: list[TextFile] = []
     for name in splits[source.split]:
+        separator, field = (builder.config.sep, "") if kind == "csv" else ("", builder.config.field or "")
+        if find_kind(name)[1]:  # unpacked as it is read, also with what `datasets` has no package for
+            files.append(TextFile(Path(manager.download(name)), kind, str(name), separator, field))
+            continue
         for file in manager.iter_files([manager.download_and_extract(name)]):
-            separator = builder.config.sep if kind == "csv" else ""
-            files.append(TextFile(Path(file), kind, str(name), separator))
+            files.append(TextFile(Path(file), kind, str(name), separator, field))
     return files
 
 
@@ -521,8 +555,12 @@ def _is_empty(path: str | Path) -> DataError:
     return DataError(f"{path} is empty: expected at least one row")
 
 
+class _NoLinesError(DataError):
+    """A file that is no JSONL at all."""
+
+
 def _is_array(path: str) -> DataError:
-    return DataError(
+    return _NoLinesError(
         f"{path} is one JSON array: expected one JSON object per line, which `jq -c '.[]' FILE` makes of an array"
     )
 
@@ -554,15 +592,32 @@ def _check_parquet(path: Path) -> None:
         raise _is_empty(path)
 
 
+def _parse_noted(line: bytes, path: str, number: int, bad: BadRows | None) -> list[tuple[int, Row]]:
+    """The row with its number; [] for one whose error was noted."""
+    try:
+        return [(number, _parse_line(line, path, number))]
+    except _NoLinesError:
+        raise
+    except DataError as error:
+        if bad is None:
+            raise
+        bad.note(number, error)
+        return []
+
+
 def _parse_line(line: bytes, path: str, number: int) -> Row:
     try:
         text = line.decode("utf-8-sig" if number == 1 else "utf-8")  # editors of Windows mark it
-        row = _STRICT_JSON.decode(text.rstrip(" \t\r\n"))
+        row = STRICT_JSON.decode(text.rstrip(" \t\r\n"))
     except UnicodeDecodeError as error:
         raise DataError(f"{path}, row {number}: not UTF-8 ({error.reason}): save the file as UTF-8") from error
     except (ValueError, RecursionError) as error:
         if number == 1 and line.lstrip().startswith(b"["):
             raise _is_array(path) from error
+        if number == 1 and line.strip().removeprefix(b"\xef\xbb\xbf") == b"{":
+            raise _NoLinesError(
+                f"{path} has JSON over several lines: expected one JSON object per line, which `jq -c . FILE` makes"
+            ) from error
         raise DataError(f"{path}, row {number}: not valid JSON: {_describe_broken(error)}") from error
     if number == 1 and isinstance(row, list):
         raise _is_array(path)
@@ -587,29 +642,13 @@ def _describe_broken(error: ValueError | RecursionError) -> str:
 
 def _check_text(row: Row, path: str, number: int) -> None:
     """Raise DataError for half of a character: JSON can say it, but no tokenizer reads it and no file takes it."""
-    try:
-        json.dumps(row, ensure_ascii=False).encode()
-    except UnicodeEncodeError as error:
-        half = ascii(error.object[error.start])
+    if half := find_half_character(row):
         raise DataError(
             f"{path}, row {number}: {half} is half of a character, as where a text was cut: mend it or leave it out"
-        ) from error
-
-
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:  # Any: JSON
-    values = dict(pairs)
-    if len(values) != len(pairs):
-        keys = [key for key, _ in pairs]
-        raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} occurs twice in one object")
-    return values
-
-
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is no JSON value; write null or leave the field out")
+        )
 
 
 _SPELLED_JSON = json.JSONDecoder(parse_float=SpelledNumber, parse_int=SpelledNumber)
-_STRICT_JSON = json.JSONDecoder(object_pairs_hook=_unique_keys, parse_constant=_refuse_constant)
 
 
 def _without_nulls(value: Any) -> Any:  # Any: a column's value

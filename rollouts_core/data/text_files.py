@@ -12,17 +12,20 @@ import bz2
 import csv
 import gzip
 import io
+import itertools
 import json
 import lzma
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import IO, Any, Literal, NamedTuple, cast
 
 from rollouts_core.config.data import ColumnType
 from rollouts_core.config.messages import closest_name, first_line
+from rollouts_core.data.bad_rows import BadRows
 from rollouts_core.data.source_text import TEXT_FIELDS, as_text
+from rollouts_core.data.strict_json import read_strict_json
 from rollouts_core.errors import DataError
 from rollouts_core.system.files import appearing_whole
 
@@ -33,12 +36,14 @@ OPENERS: dict[str, Callable[..., IO[bytes]]] = {
     ".gz": cast(Callable[..., IO[bytes]], gzip.open),
     ".bz2": cast(Callable[..., IO[bytes]], bz2.open),
     ".xz": cast(Callable[..., IO[bytes]], lzma.open),
+    ".zst": lambda path: _open_zstd(path),
 }
 """How the names of compressed files end."""
 MAX_CELL_CHARS = 1 << 30
 """The longest text in a cell of CSV: a long conversation fits."""
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 BOOLEANS = {"true": True, "false": False}
+_DECODER = json.JSONDecoder()
 ONE_LINE = str.maketrans("\r\n", "  ")
 """Line breaks of JSON outside of its texts mean nothing; within its texts they are written as \\n."""
 
@@ -52,6 +57,8 @@ class TextFile(NamedTuple):
     """What errors call the file: its content may lie in a cache."""
     separator: str = ","
     """Between the cells of CSV."""
+    field: str = ""
+    """The field of a JSON object that has the rows; empty takes the whole file."""
 
 
 def find_kind(path: str | Path) -> tuple[FileKind | None, str]:
@@ -85,7 +92,7 @@ def write_lines(files: Iterable[TextFile], target: Path, columns: Mapping[str, C
     with appearing_whole(target) as partial, partial.open("wb") as out:
         for file in files:
             try:
-                with closing(_unpacked(file.path)) as content:
+                with closing(_unpacked(file)) as content:
                     for line in _lines_of(file, content, columns):
                         out.write(line if line.endswith(b"\n") else line + b"\n")
             except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
@@ -93,50 +100,125 @@ def write_lines(files: Iterable[TextFile], target: Path, columns: Mapping[str, C
                 raise DataError(f"{file.name} cannot be read ({reason}): write it again") from error
 
 
-def _unpacked(path: Path) -> IO[bytes]:
-    return OPENERS[path.suffix.lower()](path) if path.suffix.lower() in OPENERS else path.open("rb")
+def _unpacked(file: TextFile) -> IO[bytes]:
+    _, packing = find_kind(file.name)
+    return OPENERS[packing](file.path) if packing else file.path.open("rb")
+
+
+def _open_zstd(path: Path) -> IO[bytes]:
+    import pyarrow  # comes with datasets, and is as heavy
+
+    stream = pyarrow.CompressedInputStream(pyarrow.OSFile(str(path)), "zstd")
+    return io.BufferedReader(cast(io.RawIOBase, stream))
 
 
 def _lines_of(file: TextFile, content: IO[bytes], columns: Mapping[str, ColumnType]) -> Iterator[bytes]:
     if file.kind == "csv":
         return (json.dumps(row).encode() for row in _csv_rows(file, content, columns))
-    if file.path.suffixes and ".jsonl" in file.path.suffixes:
+    if file.field:
+        return _rows_below(file, content.read())
+    if ".jsonl" in Path(file.name).suffixes:
         return _json_lines(content)
     first = content.read(1 << 16)
-    rest = io.BytesIO(first + content.read()) if first.removeprefix(BYTE_ORDER_MARK).lstrip().startswith(b"[") else None
-    if rest is None:
-        content.seek(0)
-        return _json_lines(content)
-    return _array_elements(file, rest.read())
+    rest = itertools.chain([first], iter(lambda: content.read(1 << 20), b""))
+    if first.removeprefix(BYTE_ORDER_MARK).lstrip().startswith(b"["):
+        return _array_elements(file, b"".join(rest))
+    return _json_lines(_lines_in(rest))
 
 
-def _json_lines(content: IO[bytes]) -> Iterator[bytes]:
-    for number, line in enumerate(content):
+def _lines_in(chunks: Iterable[bytes]) -> Iterator[bytes]:
+    """The lines of a text that comes in pieces."""
+    begun = b""
+    for chunk in chunks:
+        *lines, begun = (begun + chunk).split(b"\n")
+        yield from (line + b"\n" for line in lines)
+    if begun:
+        yield begun
+
+
+def _json_lines(lines: Iterable[bytes]) -> Iterator[bytes]:
+    for number, line in enumerate(lines):
         yield line if number else line.removeprefix(BYTE_ORDER_MARK)
 
 
 def _array_elements(file: TextFile, content: bytes) -> Iterator[bytes]:
     """The elements of a JSON array as they are written there, each on one line."""
+    text = _decoded(file, content)
+    place = text.index("[")
+    end = place
+    for start, end in _elements_of(file, text, place):
+        yield _on_one_line(text[start:end])
+    end = _skip_space(text, end if end > place else place + 1)
+    if text[end + 1 :].strip():
+        raise DataError(f"{file.name}: not valid JSON: something stands behind the end of the array")
+
+
+def _rows_below(file: TextFile, content: bytes) -> Iterator[bytes]:
+    """The rows that a JSON object has as an array, or as arrays of columns, under the field that the README names."""
+    text = _decoded(file, content)
+    place = dict(_values_of(file, text, _skip_space(text, 0))).get(file.field)
+    if place is None:
+        raise DataError(f"{file.name}: expected a JSON object with {file.field!r}, the field that the README names")
+    if text[place] == "[":
+        yield from (_on_one_line(text[start:end]) for start, end in _elements_of(file, text, place))
+        return
+    columns = {key: list(_elements_of(file, text, below)) for key, below in _values_of(file, text, place)}
+    if len({len(cells) for cells in columns.values()}) != 1:
+        raise DataError(f"{file.name}: {file.field!r} is neither an array of rows nor columns of one length")
+    for cells in zip(*columns.values(), strict=True):
+        fields = (f"{json.dumps(key)}: {text[start:end]}" for key, (start, end) in zip(columns, cells, strict=True))
+        yield _on_one_line("{" + ", ".join(fields) + "}")
+
+
+def _decoded(file: TextFile, content: bytes) -> str:
     try:
-        text = content.decode("utf-8-sig")
+        return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise DataError(f"{file.name}: not UTF-8 ({error.reason}): save the file as UTF-8") from error
-    decoder, number = json.JSONDecoder(), 1
-    place = _skip_space(text, text.index("[") + 1)
-    while text[place : place + 1] != "]":
-        try:
-            _, end = decoder.raw_decode(text, place)
-        except (ValueError, RecursionError) as error:
-            raise DataError(f"{file.name}, row {number}: not valid JSON: {first_line(error)}") from error
-        yield text[place:end].translate(ONE_LINE).encode(errors="surrogatepass")
+
+
+def _on_one_line(text: str) -> bytes:
+    return text.translate(ONE_LINE).encode(errors="surrogatepass")
+
+
+def _elements_of(file: TextFile, text: str, place: int) -> Iterator[tuple[int, int]]:
+    """Where each element of the array at a place begins and ends."""
+    if text[place : place + 1] != "[":
+        raise DataError(f"{file.name}: not valid JSON: expected an array at character {place}")
+    number, place = 1, _skip_space(text, place + 1)
+    while number > 1 or text[place : place + 1] != "]":
+        end = _end_of_value(file, text, place, f", row {number}")
+        yield place, end
         place = _skip_space(text, end)
-        if text[place : place + 1] == ",":
-            place = _skip_space(text, place + 1)
-        elif text[place : place + 1] != "]":
+        if text[place : place + 1] == "]":
+            return
+        if text[place : place + 1] != ",":
             raise DataError(f"{file.name}, row {number}: not valid JSON: expected , or ] behind it")
+        place = _skip_space(text, place + 1)
         number += 1
-    if text[place + 1 :].strip():
-        raise DataError(f"{file.name}: not valid JSON: something stands behind the end of the array")
+
+
+def _values_of(file: TextFile, text: str, place: int) -> Iterator[tuple[str, int]]:
+    """The keys of the object at a place, each with where its value begins."""
+    if text[place : place + 1] != "{":
+        return
+    place = _skip_space(text, place + 1)
+    while text[place : place + 1] == '"':
+        end = _end_of_value(file, text, place)
+        key, place = json.loads(text[place:end]), _skip_space(text, end)
+        if text[place : place + 1] != ":":
+            raise DataError(f"{file.name}: not valid JSON: expected : behind {key!r}")
+        place = _skip_space(text, place + 1)
+        yield key, place
+        place = _skip_space(text, _end_of_value(file, text, place))
+        place = _skip_space(text, place + 1) if text[place : place + 1] == "," else place
+
+
+def _end_of_value(file: TextFile, text: str, place: int, row: str = "") -> int:
+    try:
+        return _DECODER.raw_decode(text, place)[1]
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{file.name}{row}: not valid JSON: {first_line(error)}") from error
 
 
 def _skip_space(text: str, place: int) -> int:
@@ -152,7 +234,7 @@ def _csv_rows(
     csv.field_size_limit(MAX_CELL_CHARS)
     lines = io.TextIOWrapper(content, encoding="utf-8-sig", newline="")
     reader = csv.reader(lines, delimiter=file.separator, strict=True)
-    number = 0
+    number, bad = 0, BadRows(file.name)
     try:
         header = next(reader, [])
         _check_header(file, header, columns)
@@ -160,17 +242,30 @@ def _csv_rows(
             if not cells:  # a blank line
                 continue
             number += 1
-            if len(cells) != len(header):
-                raise DataError(
-                    f"{file.name}, row {number}: found {len(cells)} cells for the {len(header)} columns of the first "
-                    "line: quote cells in which the separator or a line break stands"
-                )
-            filled = {name: cell for name, cell in zip(header, cells, strict=True) if cell != ""}
-            yield {name: _typed(file, number, name, cell, columns.get(name, "text")) for name, cell in filled.items()}
+            try:
+                row = _csv_row(file, number, header, cells, columns)
+            except DataError as error:
+                bad.note(number, error)
+                continue
+            yield row
+        bad.num_rows = number
+        bad.check()
     except UnicodeDecodeError as error:
         raise DataError(f"{file.name}, row {number + 1}: not UTF-8 ({error.reason}): save the file as UTF-8") from error
     except csv.Error as error:
         raise DataError(f"{file.name}, row {number + 1}: not valid CSV: {first_line(error)}") from error
+
+
+def _csv_row(
+    file: TextFile, number: int, header: Sequence[str], cells: Sequence[str], columns: Mapping[str, ColumnType]
+) -> dict[str, Any]:  # Any: JSON
+    if len(cells) != len(header):
+        raise DataError(
+            f"{file.name}, row {number}: found {len(cells)} cells for the {len(header)} columns of the first "
+            "line: quote cells in which the separator or a line break stands"
+        )
+    filled = {name: cell for name, cell in zip(header, cells, strict=True) if cell != ""}
+    return {name: _typed(file, number, name, cell, columns.get(name, "text")) for name, cell in filled.items()}
 
 
 def _check_header(file: TextFile, header: list[str], columns: Mapping[str, ColumnType]) -> None:
@@ -207,5 +302,5 @@ _READERS: dict[ColumnType, Callable[[str], Any]] = {  # Any: JSON
     "int": int,
     "float": _read_float,
     "bool": lambda cell: BOOLEANS[cell.strip().lower()],
-    "json": json.loads,
+    "json": read_strict_json,
 }

@@ -58,7 +58,8 @@ MEMORY_TIMEOUT = httpx.Timeout(120.0, connect=CONNECT_TIMEOUT_S)
 SLEEP_WITHOUT_COPY = 2
 """The level at which vLLM keeps no copy of the weights in host memory: it is given new ones anyway."""
 MAX_BIASES = 1024
-"""vLLM refuses requests with more; samples with such tokens are then found invalid."""
+"""More fail in vLLM's newer runner (MAX_NUM_LOGIT_BIAS_TOKENS, vllm/v1/worker/gpu/sample/logit_bias.py); its older one
+has no limit. None are sent then, and each sample with such a token is found invalid."""
 LOGPROBS_MODE = "processed_logprobs"
 """Log-probs of the distribution that was sampled from; vLLM's default are those before the temperature."""
 

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 import anyio
 
 from rollouts_core.config import RolloutConfig, SamplingConfig
-from rollouts_core.data.chat import stop_token_ids, tokenize_prompt, tokenize_prompts
+from rollouts_core.data.bad_rows import BadRows, noted_rows
+from rollouts_core.data.chat import CHUNK_TEXTS, encode_texts, render_prompt, stop_token_ids, tokenize_prompt
 from rollouts_core.data.decoding import decode_turn
 from rollouts_core.engines.completion import Completion, GenerationRequest
 from rollouts_core.engines.in_flight import InFlightEngine, InterruptibleEngine
@@ -373,19 +374,37 @@ def check_prompt_lengths(
     max_tokens: int,
     source: str,
     tools: Sequence[dict[str, Any]] = (),  # Any: JSON schemas
+    bad: BadRows | None = None,
 ) -> int:
-    """Raise DataError for the first prompt of more than `max_tokens` tokens; returns the tokens of the longest.
+    """The tokens of the longest prompt, with the description of `tools`.
 
-    The description of `tools` is included.
+    Args:
+        bad: takes the errors of rows; without it they are raised.
+
+    Raises:
+        DataError: prompts of more than `max_tokens` tokens.
     """
-    lengths = [len(tokens) for tokens in tokenize_prompts(tokenizer, [prompt.messages for prompt in prompts], tools)]
-    for prompt, num_tokens in zip(prompts, lengths, strict=True):
-        if num_tokens > max_tokens:
-            raise DataError(
-                f"{source}, row {prompt.row}: the prompt {prompt.id!r} has {num_tokens} tokens, the limit is "
-                f"{max_tokens}: shorten it or raise rollout.max_prompt_tokens"
-            )
-    return max(lengths, default=0)
+    texts: list[tuple[Prompt, str]] = []
+    longest = 0
+    refused: dict[int, DataError] = {}
+    for prompt in prompts:
+        try:
+            texts.append((prompt, render_prompt(tokenizer, prompt.messages, tools)))
+        except DataError as error:
+            refused[prompt.row] = error
+    if not texts and len({str(error) for error in refused.values()}) == 1 < len(prompts):
+        raise next(iter(refused.values()))  # the template is at fault, not each row
+    with noted_rows(source, bad) as noted:
+        for row, refusal in refused.items():
+            noted.note(row, refusal)
+        for start in range(0, len(texts), CHUNK_TEXTS):
+            chunk = texts[start : start + CHUNK_TEXTS]
+            for (prompt, _), tokens in zip(chunk, encode_texts(tokenizer, [text for _, text in chunk]), strict=True):
+                longest = max(longest, len(tokens))
+                if len(tokens) > max_tokens:
+                    problem = f"the prompt {prompt.id!r} has {len(tokens)} tokens, the limit is {max_tokens}"
+                    noted.note(prompt.row, DataError(f"{problem}: shorten it or raise rollout.max_prompt_tokens"))
+    return longest
 
 
 def sampling_seed(seed: int, group_index: int, index: int, turn: int = 0) -> int:

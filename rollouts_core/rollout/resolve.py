@@ -167,13 +167,14 @@ def resolve_reward_fn(config: RolloutConfig) -> RewardFn:
     check_graded(config)
     if config.rewards:
         pairs = zip(config.reward_names, config.rewards, strict=True)
-        return WeightedRewards([(name, reward.weight, _resolve_reward(reward, config)) for name, reward in pairs])
+        return WeightedRewards([(name, reward.weight, resolve_reward(reward, config)) for name, reward in pairs])
     if config.reward_fn != "":
         return resolve_function(config.reward_fn, REWARDS, setting="rollout.reward_fn")
     return resolve_environment(config).grade
 
 
-def _resolve_reward(reward: RewardConfig, config: RolloutConfig) -> RewardFn:
+def resolve_reward(reward: RewardConfig, config: RolloutConfig) -> RewardFn:
+    """The function or service that one of `rollout.rewards` names."""
     if reward.kind != "function":
         return REWARD_SERVICES[reward.kind](reward)
     if reward.name == "":
@@ -184,13 +185,14 @@ def _resolve_reward(reward: RewardConfig, config: RolloutConfig) -> RewardFn:
 def resolve_filter_fn(config: RolloutConfig) -> FilterFn | None:
     """The function that `rollout.filter_fn` names, or all of `rollout.filters` as one, if any."""
     if config.filters:
-        return compose_filters(*map(_resolve_filter, config.filters))
+        return compose_filters(*map(resolve_filter, config.filters))
     if config.filter_fn == "":
         return None
     return resolve_function(config.filter_fn, FILTERS, setting="rollout.filter_fn")
 
 
-def _resolve_filter(config: FilterConfig) -> FilterFn:
+def resolve_filter(config: FilterConfig) -> FilterFn:
+    """The function that one of `rollout.filters` names, with its settings."""
     function = resolve_function(config.name, FILTERS, setting="rollout.filters")
     taken = [name for name, each in inspect.signature(function).parameters.items() if each.kind is each.KEYWORD_ONLY]
     if unknown := sorted(config.settings.keys() - set(taken)):

@@ -147,9 +147,9 @@ def test_each_of_several_mistakes_has_a_line(folder: Path) -> None:
     outcome = CliRunner().invoke(app, ["validate", str(config), "--store", str(folder / "store")])
     assert outcome.exit_code == 2
     assert outcome.stderr.splitlines() == [
-        f"rollouts: {config}: unknown key training.stf; did you mean sft?",
-        f"{config}: mode: input should be 'sft', 'rl' or 'sft+rl', found 'fst'",
+        f"rollouts: {config}: mode: input should be 'sft', 'rl' or 'sft+rl', found 'fst'",
         f"{config}: training.rl.num_steps: input should be greater than or equal to 1, found 0",
+        f"{config}: unknown key training.stf; did you mean sft?",
     ]
 
 

@@ -311,7 +311,8 @@ def test_a_model_that_jax_does_not_train_is_named_before_sft(folder: Path) -> No
 
 def test_prompts_without_a_chat_template_are_not_told_to_be_texts(folder: Path) -> None:
     delete("chat_template*")(folder / "base_model")
-    assert refusal(write_config(folder)).endswith("use rows with a `text` field")
+    [said, counted] = refusal(write_config(folder)).splitlines()
+    assert said.endswith("use rows with a `text` field") and "300 of 300 rows do not fit: 1, 2, 3, 4, 5, ..." in counted
     sentence = refusal(write_config(folder, mode="rl"))
     assert sentence.endswith("the tokenizer has no chat template: add one to the model's folder")
 
@@ -328,24 +329,45 @@ def test_a_model_that_is_no_folder_is_named_without_asking_a_hub(folder: Path, n
     assert_refused(write_config(folder, model__path=name), f"model.path: {name} is not a folder")
 
 
-def test_all_mistakes_are_told_at_once_each_with_its_setting(folder: Path) -> None:
-    write_rows(folder / "sft.jsonl", [GOOD_ROW, {"no": "row"}])
-    write_rows(folder / "prompts.jsonl", [{"prompt": "1", "answer": "1"}, "{broken"])
+def test_all_mistakes_are_told_at_once_in_the_order_of_the_file(folder: Path) -> None:
+    write_rows(folder / "prompts.jsonl", [{"prompt": "1", "answer": "1"}, "{broken", {"prompt": 3}])
     write_rows(folder / "heldout.jsonl", [{"question": "x"}])
-    said = refusal(write_config(folder, rollout__reward_fn="no_such_package:f", rollout__environment="")).splitlines()
-    assert len(said) == 4, said
-    for place, words in (
-        ("rollout.reward_fn: ", "no_such_package"),
-        ("data.sft: ", "row 2: expected `messages`"),
-        ("data.prompts: ", "row 2: not valid JSON"),
-        ("data.heldout: ", "row 1: expected `prompt`"),
-    ):
-        assert any(place in line and words in line for line in said), said
+    config = write_config(
+        folder,
+        model__path="./no_model",
+        data__sft="missing.jsonl",
+        training__sft__num_stepz=3,
+        rollout__reward_fn="no_such_package:f",
+        rollout__filter_fn="no_such_filter",
+        evaluation__engine="mine",
+        node__min_free_gb=1e9,
+        run__restarts=99,
+    )
+    broken = (
+        f"model.path: {folder}/no_model is not a folder",
+        f"data.sft: {folder}/missing.jsonl does not exist",
+        f"data.prompts: {folder}/prompts.jsonl, row 2: not valid JSON",
+        f"data.prompts: {folder}/prompts.jsonl, row 3: `prompt` must be text",
+        f"data.prompts: {folder}/prompts.jsonl: 2 of 3 rows do not fit: 2, 3",
+        f"data.heldout: {folder}/heldout.jsonl, row 1: expected `prompt`",
+        f"{config}: unknown key training.sft.num_stepz; did you mean num_steps?",
+        "rollout.reward_fn: 'no_such_package' cannot be imported",
+        "rollout.filter_fn: ",
+        f"{config}: evaluation.engine: input should be",
+        f"{config}, table run: restarts: input should be less than or equal to 10, found 99",
+    )
+    said = refusal(config).removeprefix("rollouts: ").splitlines()
+    assert [line.startswith(words) for line, words in zip(said, broken, strict=True)] == [True] * len(broken), said
+    config = write_config(folder, data__sft="missing.jsonl", node__min_free_gb=1e9, rollout__filter_fn="no_such_filter")
+    checked = (*broken[1:6], broken[8], "node: 1000000000 GB of free disk are needed")
+    for command in ("validate", "run"):
+        said = refusal(config, command=command).removeprefix("rollouts: ").splitlines()
+        assert [line.startswith(words) for line, words in zip(said, checked, strict=True)] == [True] * len(checked)
 
 
-def test_a_module_beside_the_configuration_is_imported_and_tried_before_rows_are_read(folder: Path) -> None:
+def test_a_module_beside_the_configuration_is_imported_and_tried_although_rows_do_not_fit(folder: Path) -> None:
     name = f"own_{folder.parent.name}"
     (folder / f"{name}.py").write_text("def f(sample):\n    raise ValueError('tried')\n")
     write_rows(folder / "sft.jsonl", [GOOD_ROW, {"no": "row"}])
     said = refusal(write_config(folder, rollout__reward_fn=f"{name}:f", rollout__environment="")).splitlines()
-    assert "tried" in said[0] and "data.sft: " in said[1]
+    assert "data.sft: " in said[0] and "tried" in said[1]  # the order of the file

@@ -143,7 +143,25 @@ def test_a_limit_of_money_is_no_text_and_no_truth(settings: dict[str, Any]) -> N
 
 def test_a_value_out_of_bounds_is_one_sentence_without_more() -> None:
     [said] = sentences(run={"restarts": 99, "store": "/s"})
-    assert said.endswith("the form: restarts: input should be less than or equal to 10, found 99")
+    assert said.endswith("the form, table run: restarts: input should be less than or equal to 10, found 99")
+
+
+def test_the_form_names_every_mistake_of_every_table_with_its_place() -> None:
+    config = {"mode": "sft", "model": {"path": 3}, "data": {"sft": "a"}, "training": {"sft": {"num_steps": 0}}}
+    node = {"provider": "local", "min_free_gb": "ten", "python": 3}
+    said = sentences(config=config, node=node, run={"restarts": 99, "store": "/s", "publish": 3})
+    expected = [
+        "the form: model.path: input should be a valid string, found 3",
+        "the form: training.sft.num_steps: input should be greater than or equal to 1, found 0",
+        'the form: mode "sft" needs data.selection: ',
+        'the form: mode "sft" needs data.heldout: ',
+        "the form, table node: min_free_gb: input should be a valid number, found 'ten'",
+        "the form, table node: python: input should be a valid string, found 3",
+        "the form, table run: restarts: input should be less than or equal to 10, found 99",
+        "the form, table run: publish: input should be a valid string, found 3",
+    ]
+    assert [line for line in said if not any(words in line for words in expected)] == []
+    assert [words for words in expected if not any(words in line for line in said)] == []
 
 
 @pytest.mark.parametrize("emptied", [{}, {"store": ""}, {"store": None}])

@@ -11,7 +11,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
 from rollouts_core.config import ModelConfig
+from rollouts_core.model.loading import load_tokenizer
 from rollouts_core.quickstart import QuickstartSize
 from rollouts_core.types import Prompt, Sample, Status
 
@@ -24,6 +28,9 @@ TINY_SIZE = QuickstartSize(
     hidden_size=16,
     num_layers=2,
 )
+
+NUM_PADDED = 91
+"""Ids of a model whose vocabulary is padded: an odd number, so that no two processes have equal shares of its rows."""
 
 TINY_MODEL: dict[str, Any] = {  # Any: settings
     "vocab_size": 32,
@@ -82,6 +89,18 @@ def make_sample(
     """A sample of these tokens, of which all but the first are trained on unless a mask is given."""
     mask = [0.0] + [1.0] * (len(tokens) - 1) if loss_mask is None else list(loss_mask)
     return Sample(tokens=list(tokens), loss_mask=mask, rollout_log_probs=None if log_probs is None else list(log_probs))
+
+
+def write_padded_model(base_model: ModelConfig, folder: Path) -> ModelConfig:
+    """A random model with three times the ids that its tokenizer, that of `base_model`, has."""
+    tokenizer = load_tokenizer(base_model)
+    torch.manual_seed(0)
+    shape: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "tie_word_embeddings": False}
+    config = LlamaConfig(vocab_size=NUM_PADDED, eos_token_id=tokenizer.eos_token_id, pad_token_id=0, **shape, **heads)
+    LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return ModelConfig(path=str(folder))
 
 
 def make_random_samples(num_samples: int, *, seed: int = 0, vocabulary: int = 25) -> list[Sample]:

@@ -39,16 +39,16 @@ def config_with(tmp_path: Path, **data: object) -> Config:
 def test_urls_stay_urls_when_paths_become_absolute(tmp_path: Path) -> None:
     config = config_with(tmp_path, sft="s3://bucket/sft.jsonl", sft_eval="rows.jsonl")
     assert (config.data.sft, config.data.sft_eval) == ("s3://bucket/sft.jsonl", str(tmp_path / "rows.jsonl"))
-    assert named_urls(config) == ["s3://bucket/sft.jsonl"]
+    assert named_urls(config) == {"data.sft": "s3://bucket/sft.jsonl"}
 
 
 def test_a_url_of_a_model_that_grades_is_fetched_and_a_judges_name_is_none(tmp_path: Path) -> None:
     classifier = {"kind": "classifier", "model": "s3://bucket/grader"}
     judge = {"kind": "judge", "url": "http://127.0.0.1:1/v1", "model": "s3://no/folder"}
     rollout = RolloutConfig.model_validate({"rewards": [classifier, judge]})
-    assert named_urls(config_with(tmp_path, sft="sft.jsonl").model_copy(update={"rollout": rollout})) == [
-        "s3://bucket/grader"
-    ]
+    assert named_urls(config_with(tmp_path, sft="sft.jsonl").model_copy(update={"rollout": rollout})) == {
+        "rollout.rewards.0": "s3://bucket/grader"
+    }
 
 
 @pytest.mark.slow

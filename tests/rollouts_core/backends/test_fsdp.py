@@ -39,7 +39,13 @@ from rollouts_core.quickstart import build_character_tokenizer, build_untrained_
 from rollouts_core.sft import run_sft_training
 from tests.rollouts_core.backends.two_processes import TwoProcesses, two_processes
 from tests.rollouts_core.histories import without_times
-from tests.rollouts_core.make import STATE_OF_ITS_OWN, TINY_SIZE, make_random_samples, write_model_with_own_code
+from tests.rollouts_core.make import (
+    STATE_OF_ITS_OWN,
+    TINY_SIZE,
+    make_random_samples,
+    write_model_with_own_code,
+    write_padded_model,
+)
 from tests.rollouts_core.model.test_logit_transforms import make_model
 
 pytestmark = pytest.mark.slow
@@ -149,6 +155,25 @@ def test_every_way_to_compute_is_that_of_one_process(
         assert_close(found, expected)
     else:  # bfloat16 has 8 bits, and norms' weights are rounded to it
         assert_close(found, expected, atol=0.02, rtol=0.02)
+
+
+def score_and_train(backend: TrainingBackend) -> tuple[list[TokenScores], tuple[list[Metrics], Weights]]:
+    return score_all(backend), train(backend)
+
+
+def test_two_processes_leave_out_the_ids_that_the_tokenizer_does_not_have(
+    base_model: ModelConfig, pair: TwoProcesses, tmp_path: Path
+) -> None:
+    """Losses, probabilities of policy and reference, and weights are those of one process."""
+    padded = write_padded_model(base_model, tmp_path / "model")
+    options = {"within_tokenizer": True, "with_reference": True, "with_entropies": True}
+    scores, trained = with_one(score_and_train, padded, **options)
+    found_scores, found = with_two(pair, score_and_train, padded, **options)
+    assert_close(found, trained)
+    for ours, theirs in zip(found_scores, scores, strict=True):
+        torch.testing.assert_close(ours.logprobs_BT, theirs.logprobs_BT, **SAME)
+    of_all_ids = with_one(train, padded)
+    assert of_all_ids[0][0]["loss"] > trained[0][0]["loss"] + 0.5, "the other ids have two thirds of the probability"
 
 
 def test_tied_embeddings_stay_one_weight(tmp_path: Path, pair: TwoProcesses) -> None:

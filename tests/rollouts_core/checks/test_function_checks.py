@@ -177,7 +177,7 @@ def test_without_a_grader_nothing_is_graded_and_those_that_ship_are_named(rollou
         validate.validate_config(with_rollout(**rollout))
     with pytest.raises(ConfigError, match=r"or set rollout\.reward_fn or rollout\.rewards"):
         resolve_reward_fn(RolloutConfig(**rollout))
-    with pytest.raises(ConfigError, match="nothing says how good a completion is"):
+    with pytest.raises(InputError, match="nothing says how good a completion is"):
         validate.validate_evaluation(with_rollout(**rollout), [])
 
 

@@ -255,8 +255,8 @@ def test_a_missing_section_is_one_sentence(section: str) -> None:
         parse(settings)
 
 
-def test_of_several_mistakes_the_unknown_key_comes_first() -> None:
-    settings = {**with_setting("training.sft.num_steps", 0), "modle": {}}
+def test_several_mistakes_stand_in_the_order_of_the_file() -> None:
+    settings = {"modle": {}, **with_setting("training.sft.num_steps", 0)}
     with pytest.raises(
         ConfigError, match=r"^pipeline\.toml: unknown key modle.*\npipeline\.toml: training\.sft\.num_steps: "
     ):

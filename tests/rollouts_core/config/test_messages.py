@@ -9,11 +9,11 @@ from pydantic import BaseModel, ValidationError
 from rollouts_core.config.messages import (
     MAX_LINE_CHARS,
     MAX_SHOWN_CHARS,
-    MAX_SHOWN_MISTAKES,
     closest_name,
     explain_validation_error,
     first_line,
 )
+from rollouts_core.mistakes import MAX_SHOWN_MISTAKES
 
 
 class Inner(BaseModel, extra="forbid"):
@@ -34,7 +34,7 @@ def explain(settings: dict[str, object]) -> str:
     """The sentence for settings that do not fit."""
     with pytest.raises(ValidationError) as caught:
         Outer.model_validate(settings)
-    return explain_validation_error(caught.value, Outer, source="form")
+    return explain_validation_error(caught.value, Outer, source="form", settings=settings)
 
 
 def test_a_long_value_is_cut() -> None:

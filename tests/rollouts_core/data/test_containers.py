@@ -57,6 +57,33 @@ def array(rows: Sequence[str]) -> bytes:
     return ("[\n" + ",\n".join(rows) + "\n]\n").encode()
 
 
+def zstd(content: bytes) -> bytes:
+    sink = pa.BufferOutputStream()
+    with pa.CompressedOutputStream(sink, "zstd") as packed:
+        packed.write(content)
+    return bytes(sink.getvalue().to_pybytes())
+
+
+def below_a_field(path: Path, rows: Sequence[str]) -> Path:
+    """A folder as the hub has it, whose README names the field of the rows."""
+    folder_with(
+        path, "README.md", b"---\nconfigs:\n- config_name: default\n  data_files: all.json\n  field: data\n---\n"
+    )
+    return folder_with(path, "all.json", b'{"version": [1.0, {"data": 2}], "data": ' + array(rows) + b', "end": 1}')
+
+
+def snapshot(path: Path, rows: Sequence[str]) -> Path:
+    """A dataset as the cache of the hub's client has it: links to files without an ending."""
+    folder = path / "snapshots" / "0123"
+    (folder / "data").mkdir(parents=True)
+    (path / "blobs").mkdir()
+    (path / "blobs" / "89ab").write_bytes(lines(rows))
+    (folder / "data" / "train-00000-of-00001.jsonl").symlink_to("../../../blobs/89ab")
+    splits = "  - split: train\n    path: data/train-*.jsonl\n"
+    (folder / "README.md").write_text(f"---\nconfigs:\n- config_name: main\n  data_files:\n{splits}---\n")
+    return folder
+
+
 JSON_CONTAINERS: dict[str, Callable[[Path, Sequence[str]], Path]] = {
     "jsonl": lambda path, rows: file_with(path, "rows.jsonl", lines(rows)),
     "json": lambda path, rows: file_with(path, "rows.json", lines(rows)),
@@ -64,7 +91,15 @@ JSON_CONTAINERS: dict[str, Callable[[Path, Sequence[str]], Path]] = {
     "gz": lambda path, rows: file_with(path, "rows.jsonl.gz", gzip.compress(lines(rows))),
     "bz2": lambda path, rows: file_with(path, "rows.jsonl.bz2", bz2.compress(lines(rows))),
     "xz": lambda path, rows: file_with(path, "rows.json.xz", lzma.compress(array(rows))),
+    "zst": lambda path, rows: file_with(path, "rows.jsonl.zst", zstd(lines(rows))),
+    "zst of lines": lambda path, rows: file_with(path, "rows.json.zst", zstd(lines(rows))),
+    "BOM and CRLF": lambda path, rows: file_with(
+        path, "rows.jsonl", b"\xef\xbb\xbf" + lines(rows).replace(b"\n", b"\r\n")
+    ),
+    "field of a README": below_a_field,
+    "snapshot of the hub": snapshot,
     "folder": lambda path, rows: folder_with(path, "train.jsonl", lines(rows)),
+    "folder of zst": lambda path, rows: folder_with(path, "train.jsonl.zst", zstd(lines(rows))),
     "folder of arrays": lambda path, rows: folder_with(path, "train.json", array(rows)),
     "folder of gz": lambda path, rows: folder_with(path, "train.jsonl.gz", gzip.compress(lines(rows))),
     "two files": lambda path, rows: (
@@ -101,6 +136,44 @@ def test_other_fields_of_json_keep_their_types_and_their_keys(tmp_path: Path, co
     found = [prompt.metadata for prompt in load_prompts_from_jsonl(path)]
     assert found == [{key: value for key, value in each.items() if value is not None} for each in more]
     assert [type(each["n"]) for each in (found[0], found[1])] == [int, float]
+
+
+def test_columns_below_the_field_of_a_readme_are_rows(tmp_path: Path) -> None:
+    folder = below_a_field(tmp_path, [])
+    (folder / "all.json").write_text('{"data": {"prompt": ["a", "b"], "answer": [1.50, null]}}')
+    assert [prompt.answer for prompt in load_prompts_from_jsonl(folder)] == ["1.50", ""]
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("[1]", "expected a JSON object with 'data', the field that the README names"),
+        ('{"rows": []}', "expected a JSON object with 'data'"),
+        ('{"data": 3}', "'data' is neither an array of rows nor columns of one length"),
+        ('{"data": {"a": [1], "b": []}}', "neither an array of rows nor columns"),
+        ('{"data": [1,]}', "not valid JSON"),
+        ('{"data" [1]}', "expected : behind 'data'"),
+    ],
+)
+def test_a_file_without_the_field_of_its_readme_is_one_sentence(tmp_path: Path, content: str, words: str) -> None:
+    folder = below_a_field(tmp_path, [])
+    (folder / "all.json").write_text(content)
+    with pytest.raises(DataError, match=words):
+        list(load_rows(folder))
+
+
+def test_a_folder_with_rows_of_several_kinds_loses_none_silently(tmp_path: Path) -> None:
+    folder_with(tmp_path, "a.jsonl", b'{"prompt": "x"}\n')
+    folder_with(tmp_path, "dataset_info.json", b"{}")
+    folder = folder_with(tmp_path, "b.csv", b"prompt\ny\n")
+    with pytest.raises(DataError, match=r"rows of several kinds \(a\.jsonl and b\.csv\), and only one kind would be"):
+        list(load_rows(folder))
+
+
+@pytest.mark.parametrize("content", ['[{"prompt": "x"},]', '[,{"prompt": "x"}]', '{\n "prompt": "x"\n}\n', "[[1]]"])
+def test_json_that_is_no_list_of_rows_is_no_fewer_rows(tmp_path: Path, content: str) -> None:
+    with pytest.raises(DataError, match=r"not valid JSON|JSON over several lines|one JSON array"):
+        list(load_rows(file_with(tmp_path, "rows.json", content.encode())))
 
 
 def as_csv(answers: Sequence[str], *, separator: str = ",") -> bytes:

@@ -3,6 +3,7 @@
 Without it a row of a common shape would be unusable, or one with a misspelt field trained on as something else.
 """
 
+import re
 from typing import Any
 
 import pytest
@@ -120,6 +121,23 @@ def test_no_tools_are_none(tools: object) -> None:
 def test_a_row_that_does_not_fit_is_refused_with_the_reason(row: dict[str, Any], reason: str) -> None:
     with pytest.raises(DataError, match=reason):
         read_demonstration(row)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"arguments": '{"a": 1, "a": 2}'}, "of message 0 must be JSON (the key 'a' occurs twice"),
+        ({"arguments": '{"a": NaN}'}, "must be JSON (NaN is no JSON value"),
+        ({"arguments": '{"a": "\\ud83d"}'}, r"must be JSON ('\ud83d' is half of a character)"),
+        ({"arguments": '"{}"'}, "must be a JSON object, found {}"),
+        ({"arguments": [1]}, "must be a JSON object, found [1]"),
+        ({"parameters": {"a": 1}}, "are missing, found `parameters`: rename it"),
+        ({"input": {"a": 1}}, "are missing, found `input`: rename it"),
+    ],
+)
+def test_a_call_whose_arguments_would_be_lost_or_changed_is_refused(given: dict[str, Any], words: str) -> None:
+    with pytest.raises(DataError, match=re.escape(words)):
+        read_messages([{"role": "assistant", "tool_calls": [{"function": {"name": "f", **given}}]}])
 
 
 def test_of_a_row_of_very_many_fields_the_first_are_named() -> None:

@@ -125,9 +125,16 @@ def test_split_subset_and_tag_choose_the_rows(
         "---\nconfigs:\n"
         "- config_name: sums\n  data_files:\n  - split: train\n    path: sums/train.jsonl\n"
         "  - split: test\n    path: sums/test.jsonl\n"
-        "- config_name: other\n  data_files: other/*.jsonl\n---\n"
+        "- config_name: other\n  data_files: other/*.jsonl\n"
+        "- config_name: below\n  data_files: below.json\n  field: rows\n---\n"
     )
-    files = {"README.md": card.encode(), "other/train.jsonl": as_jsonl(NEW[:1]), "sums/test.jsonl": as_jsonl(OLD[:2])}
+    below = json.dumps({"version": 1, "rows": OLD[:3]}).encode()
+    files = {
+        "below.json": below,
+        "README.md": card.encode(),
+        "other/train.jsonl": as_jsonl(NEW[:1]),
+        "sums/test.jsonl": as_jsonl(OLD[:2]),
+    }
     hub.commit("org/name", {**files, "sums/train.jsonl": as_jsonl(OLD)}, ref="v1.0")
     hub.commit("org/name", {**files, "sums/train.jsonl": as_jsonl(NEW)})
     expected = [
@@ -135,6 +142,7 @@ def test_split_subset_and_tag_choose_the_rows(
         ({"subset": "sums"}, NEW),
         ({"subset": "sums", "split": "test"}, OLD[:2]),
         ({"subset": "other"}, NEW[:1]),
+        ({"subset": "below"}, OLD[:3]),
     ]
     asked = [{"path": "org/name", **dataset} for dataset, _ in expected]
     found = read_all(hub, tmp_path / "cache", base_model, asked)
