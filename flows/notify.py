@@ -25,7 +25,7 @@ import typer
 from flows.automations import EACH_RUN_OF_OURS, Automation, delete_automation, find_automations, put_automation
 from flows.prefect_api import RefusedError, ask
 from flows.preflight import check_writable
-from flows.server import ServerAddress, ServerError, local_server, named_url, prefect_environment
+from flows.server import ServerAddress, ServerError, local_server, named_url, use_prefect
 from flows.terminal import DEFAULT_STORE, Store, console
 from rollouts_core.config.messages import closest_name, first_line
 from rollouts_core.errors import ConfigError, InputError
@@ -106,7 +106,7 @@ def notify(
     url = read_url(url_variable) if url_variable else ""
     check_writable(store)
     with local_server(store) as address:
-        os.environ.update(prefect_environment(store.resolve(), address))
+        use_prefect(store, address)
         if not block:
             for line in describe_notifications(address):
                 typer.echo(line)
@@ -254,7 +254,7 @@ def tell_by_hand(store: Path, state: RunState, subject: str, body: str) -> None:
                 if each["enabled"] and state.event in each["trigger"]["expect"]
             ]
             if told:
-                os.environ.update(prefect_environment(store.resolve(), address))
+                use_prefect(store, address)
             for each in told:
                 _tell(each, subject, body)
     except ServerError as error:

@@ -26,6 +26,7 @@ from flows.notify import DEFAULT_STATES, RunState, render_automation
 from flows.prefect_api import ask
 from flows.server import ServerAddress, local_server, prefect_environment, run_url
 from tests.flows.conftest import Rollouts
+from tests.flows.test_models_cli import register
 from tests.flows.test_server import keeper_pid, processes_of
 from tests.waiting import wait_until
 
@@ -150,6 +151,31 @@ def test_a_webhook_is_told_of_the_states_that_were_asked_for_until_it_is_removed
     assert [each["name"] for each in blocks if each["name"] == "team"] == []
     code, output = rollouts.run("notify", "team", "--remove")
     assert (code, "rollouts: team is told nothing: told is nobody" in output) == (2, True)
+
+
+def test_a_promotion_and_a_rollback_by_hand_are_told(
+    rollouts: Rollouts, server: ServerAddress, webhook: WebhookServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TEAM_URL", webhook.url)
+    for number in (1, 2):
+        register(rollouts.store, number)
+    code, output = rollouts.run("notify", "team", "--url-variable", "TEAM_URL")
+    assert code == 0, output
+    for arguments in (("promote", "small-1"), ("promote", "small-2", "--reason", "Ada likes it"), ("rollback",)):
+        code, output = rollouts.run("models", *arguments)
+        assert (code, len(output.splitlines())) == (0, 1), output
+    assert [each["subject"] for each in webhook.messages[1:]] == [
+        "small-1: Promoted",
+        "small-2: Promoted",
+        "small-1: Rolled back",
+    ]
+    texts = [each["text"] for each in webhook.messages[1:]]
+    assert texts[1].startswith(f"small-2 is in production: {rollouts.store}/runs/small-2/checkpoint (by ")
+    assert texts[1].endswith(": Ada likes it)")
+    code, output = rollouts.run("notify", "team", "--url-variable", "TEAM_URL", "--on", "failed")
+    assert code == 0, output
+    assert rollouts.run("models", "promote", "small-2")[0] == 0
+    assert webhook.messages[-1]["subject"] == "rollouts", "nobody asked for promotions any more"
 
 
 def test_a_block_of_the_ui_is_told(rollouts: Rollouts, server: ServerAddress, webhook: WebhookServer) -> None:
