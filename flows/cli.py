@@ -462,7 +462,8 @@ def run_evaluation_flow(pipeline: Pipeline, address: ServerAddress) -> Evaluatio
 
     assert pipeline.evaluate is not None, "the command names a model"
     announced = evaluate_model.with_options(on_running=[announce_at(address)])
-    return announced(pipeline.evaluate, pipeline.config, pipeline.node, pipeline.run)
+    # The flow returns a state, of which Prefect gives the caller the result.
+    return cast("EvaluationResult", announced(pipeline.evaluate, pipeline.config, pipeline.node, pipeline.run))
 
 
 def announce_at(address: ServerAddress) -> Any:  # Any: a hook for flows of every kind

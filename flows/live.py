@@ -32,6 +32,7 @@ from infra.renting.rentals import all_rentals, usd_spent
 from infra.session import LOOPBACK
 from rollouts_core.report.live import LiveRun, LiveStage, render_live, render_runs
 from rollouts_core.system.files import write_json
+from tasks.places import EVALUATION_FILE
 from tasks.spending import RUN_FILE
 
 if TYPE_CHECKING:
@@ -180,6 +181,8 @@ def load_run(store: Path, uses: Sequence[StageUse]) -> LiveRun:
     """A run as far as it has come."""
     with Ledger(store / LEDGER_FILE) as ledger:
         is_followed = any(ledger.is_alive(use.run_id) for use in uses)
+    path = report_path(store, uses)
+    labels = labels_of(path.with_name(EVALUATION_FILE))
     stages = []
     for use in uses:
         run_dir = store / "stages" / use.stage
@@ -193,9 +196,9 @@ def load_run(store: Path, uses: Sequence[StageUse]) -> LiveRun:
                 ended=ended,
                 ended_attempt=ended_attempt,
                 is_followed=is_followed,
+                labels=labels,
             )
         )
-    path = report_path(store, uses)
     return LiveRun(
         name=uses[0].run,
         stages=tuple(stages),
@@ -230,6 +233,15 @@ def verdict_of(record: Path) -> str:
         return str(json.loads(record.read_text(encoding="utf-8")).get("verdict", ""))
     except (OSError, ValueError, AttributeError):
         return ""
+
+
+def labels_of(record: Path) -> dict[str, str]:
+    """What the user called the models of an evaluation, by their names in its stage; empty if there is no record."""
+    try:
+        models = json.loads(record.read_text(encoding="utf-8"))["models"]
+        return {name: str(model["named"]) for name, model in models.items()}
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return {}
 
 
 def _stage_name(use: StageUse) -> str:

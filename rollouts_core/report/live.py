@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +54,8 @@ class LiveStage:
     """The attempt of that record."""
     is_followed: bool = True
     """Whether a process of the run lives."""
+    labels: Mapping[str, str] = field(default_factory=dict)
+    """What people call models that the stage scores, by their names in it; others are called by these names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,7 +205,9 @@ def describe_scores(stage: LiveStage, files: RunDirectory) -> str:
     result = files.read_result() or {}
     if not {"metric", "best"} <= result.keys():
         return "finished"
-    return f"finished: {describe_found(stage.run_dir, is_selection=stage.name.startswith('select-'))}"
+    return (
+        f"finished: {describe_found(stage.run_dir, is_selection=stage.name.startswith('select-'), labels=stage.labels)}"
+    )
 
 
 def seconds_left(metrics: Sequence[Mapping[str, float]], num_steps: int) -> float | None:

@@ -219,6 +219,12 @@ def test_a_selection_shows_which_checkpoint_was_chosen_and_an_evaluation_names_i
     assert "step_000002 is chosen of 2, accuracy 80.0 % (95 % interval 49.0 to 94.3 %)" in page
     assert "step_000002 accuracy 80.0 %" in page and "step_000004 accuracy 30.0 %" in page
     assert "score <b>" not in page
+    record = {"models": {"step_000002": {"named": "production (mine-2)"}, "step_000004": {"named": HOSTILE}}}
+    (store / "runs/mine-01234567").mkdir(parents=True, exist_ok=True)
+    (store / "runs/mine-01234567/evaluation.json").write_text(json.dumps(record))
+    page = visitor.get("/runs/mine-01234567").text
+    assert "production (mine-2) accuracy 80.0 %" in page and HOSTILE not in page
+    assert "step_000002 is chosen of 2" in page, "a checkpoint is called by its name"
 
 
 def test_the_report_is_there_when_it_is_written(store: Path, visitor: httpx.Client) -> None:
