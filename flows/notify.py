@@ -72,6 +72,11 @@ BODY = (
     "The run {{ flow_run.name }} of {{ flow.name }} is {{ flow_run.state.name }}.{% endif %}"
     "{% if flow_run.state.message %} {{ flow_run.state.message }}{% endif %} {{ flow_run|ui_url }}"
 )
+EARLIER_BODY = (
+    "The run {{ flow_run.name }} of {{ flow.name }} is {{ flow_run.state.name }}."
+    "{% if flow_run.state.message %} {{ flow_run.state.message }}{% endif %} {{ flow_run|ui_url }}"
+)
+"""What the command wrote before runs could end as NoImprovement, which were told as failed then."""
 FIRST_MESSAGE = "From now on you are told here when a run is {states}."
 
 
@@ -237,6 +242,31 @@ def describe_notifications(address: ServerAddress) -> list[str]:
         paused = "" if each["enabled"] else " (paused in Prefect)"
         lines.append(f"{each['name'].removeprefix(NAME_PREFIX)}: {', '.join(ordered)}{paused}")
     return lines or ["nobody is told anything: rollouts notify NAME --url-variable VARIABLE adds an address"]
+
+
+def renew_notifications(address: ServerAddress) -> list[str]:
+    """Replace automations that an earlier version made; returns the name of each that is told of more states now.
+
+    An automation whose text the user changed stays as it is.
+
+    Raises:
+        ServerError: the server cannot be asked.
+    """
+    renewed = []
+    for each in find_automations(address, TAG):
+        action = each["actions"][0]
+        if action.get("body") != EARLIER_BODY:
+            continue
+        states = [state for state in RunState if state.event in each["trigger"]["expect"]]
+        name = each["name"].removeprefix(NAME_PREFIX)
+        if RunState.FAILED in states:
+            states.append(RunState.NO_IMPROVEMENT)
+            renewed.append(name)
+        fresh = render_automation(
+            name, action["block_document_id"], tuple(state for state in RunState if state in states)
+        )
+        put_automation(address, {**fresh, "enabled": each["enabled"]})
+    return renewed
 
 
 def tell_by_hand(store: Path, state: RunState, subject: str, body: str) -> None:

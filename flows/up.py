@@ -36,6 +36,7 @@ from flows.deployments import (
 )
 from flows.gpu_slots import DEFAULT_GPU_SLOTS, save_gpu_slots
 from flows.live import find_live_pages
+from flows.notify import renew_notifications
 from flows.password import password_file
 from flows.preflight import check_writable
 from flows.quickstart_files import quickstart_folder, write_missing_quickstart
@@ -119,6 +120,10 @@ def up(
         serving = wait_until_served(store.resolve(), gpu_slots=gpu_slots)
         if port and not named_url():
             remember_port(store.resolve() / "prefect", port)
+        for name in renew_notifications(address):
+            console.print(
+                f"notify         {name} is told of runs without improvement, too, as of failed ones", markup=False
+            )
     console.print(f"{'started' if is_new else 'joined'}        process {serving.pid}, which outlives this terminal")
     console.print(f"deployments    {describe_deployments(serving)}")
     if named := offered_name(store.resolve(), ""):

@@ -16,13 +16,24 @@ import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from uuid import uuid4
 
 import pytest
 from typer.testing import CliRunner
 
+from flows.automations import delete_automation, find_automations
 from flows.cli import app
 from flows.keeper import EARLIER_EVENT_WAIT
-from flows.notify import DEFAULT_STATES, RunState, render_automation
+from flows.notify import (
+    BODY,
+    DEFAULT_STATES,
+    EARLIER_BODY,
+    TAG,
+    RunState,
+    describe_notifications,
+    render_automation,
+    renew_notifications,
+)
 from flows.prefect_api import ask
 from flows.server import ServerAddress, local_server, prefect_environment, run_url
 from tests.flows.conftest import Rollouts
@@ -217,6 +228,32 @@ def test_an_address_of_another_kind_takes_the_place_of_the_old_one(
     assert block["id"] != slack and block["block_type"]["slug"] == "custom-webhook"
     assert rollouts.run("notify", "team", "--remove")[0] == 0
     assert "team" not in [each["name"] for each in ask(server, "POST", "/block_documents/filter", {})]
+
+
+def test_a_notification_of_an_earlier_version_is_told_of_no_improvement_and_one_of_the_user_is_left_alone(
+    server: ServerAddress, rollouts: Rollouts
+) -> None:
+    """Runs without improvement were told as failed ones; the server matches the states that an automation lists."""
+    earlier = {"night": ("failed", "cancelled"), "day": ("completed",), "own": ("failed",)}
+    for name, states in earlier.items():
+        automation = render_automation(name, str(uuid4()), tuple(map(RunState, states)))
+        body = EARLIER_BODY if name != "own" else "Look at {{ flow_run.name }}"
+        actions = [{**automation["actions"][0], "body": body}]
+        ask(server, "POST", "/automations/", {**automation, "actions": actions, "enabled": name != "night"})
+    assert renew_notifications(server) == ["night"]
+    try:
+        found = {each["name"]: each for each in find_automations(server, TAG)}
+        assert len(found) == 3
+        assert describe_notifications(server) == [
+            "day: completed",
+            "night: failed, no-improvement, cancelled (paused in Prefect)",
+            "own: failed",
+        ]
+        assert found["notify night"]["actions"][0]["body"] == BODY != found["notify own"]["actions"][0]["body"]
+        assert renew_notifications(server) == []
+    finally:
+        for each in find_automations(server, TAG):
+            delete_automation(server, each)
 
 
 def test_what_cannot_be_told_is_one_sentence_and_changes_nothing(
