@@ -31,6 +31,7 @@ from infra.process_identity import ProcessIdentity, identify
 from infra.renting.rentals import all_rentals, usd_spent
 from infra.session import LOOPBACK
 from rollouts_core.report.live import LiveRun, LiveStage, render_live, render_runs
+from rollouts_core.run_directory import RunDirectory
 from rollouts_core.system.files import write_json
 from tasks.places import EVALUATION_FILE
 from tasks.spending import RUN_FILE
@@ -119,7 +120,7 @@ def live_app(store: Path) -> Starlette:
         return PlainTextResponse("log in with the password of the store's Prefect server", 401, headers=headers)
 
     def runs(request: Request) -> Response:
-        return refused(request) or respond(render_runs([describe_run(uses) for uses in runs_by_use(store)[:MAX_RUNS]]))
+        return refused(request) or respond(render_runs(list_runs(store)))
 
     def run(request: Request) -> Response:
         if answer := refused(request):
@@ -171,10 +172,30 @@ def report_path(store: Path, uses: Sequence[StageUse]) -> Path:
     return store / "runs" / uses[0].run / "report.html"
 
 
-def describe_run(uses: Sequence[StageUse]) -> dict[str, str]:
+def list_runs(store: Path) -> list[dict[str, str]]:
+    """The lines of the list of runs."""
+    listed = runs_by_use(store)[:MAX_RUNS]
+    with Ledger(store / LEDGER_FILE) as ledger:
+        return [describe_run(store, uses, is_alive=any(ledger.is_alive(use.run_id) for use in uses)) for uses in listed]
+
+
+def describe_run(store: Path, uses: Sequence[StageUse], *, is_alive: bool) -> dict[str, str]:
     """A run's line in the list."""
     began = time.strftime("%Y-%m-%d %H:%M", time.localtime(uses[0].used_at))
-    return {"key": uses[0].run, "name": uses[0].run, "stage": _stage_name(uses[-1]), "began": began}
+    state = "under way" if is_alive else _describe_left(store, uses)
+    return {"key": uses[0].run, "name": uses[0].run, "stage": _stage_name(uses[-1]), "state": state, "began": began}
+
+
+def _describe_left(store: Path, uses: Sequence[StageUse]) -> str:
+    """What a run without a process left."""
+    report = report_path(store, uses)
+    if report.is_file():
+        return "has a report"
+    if report.with_name(EVALUATION_FILE).is_file():
+        return "has its scores"
+    last = store / "stages" / uses[-1].stage
+    _, ended = ("", "") if RunDirectory(last).result.is_file() else describe_end(last)
+    return ended or "no process of the run is left"
 
 
 def load_run(store: Path, uses: Sequence[StageUse]) -> LiveRun:

@@ -71,6 +71,11 @@ class LiveRun:
     verdict: str = ""
     """The verdict of a run that came to its end."""
 
+    @property
+    def is_followed(self) -> bool:
+        """Whether a process of the run lives."""
+        return any(stage.is_followed for stage in self.stages)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShownSample:
@@ -111,7 +116,7 @@ def render_live(run: LiveRun, *, script_nonce: str, now: float) -> str:
 
 
 def render_runs(runs: Sequence[Mapping[str, str]]) -> str:
-    """The list of runs; each has a key for its address, a name, the stage that it is at, and when it began."""
+    """The list of runs; each has a key for its address, a name, its last stage, its state, and when it began."""
     return page_templates().get_template("live_runs.html.jinja").render(runs=runs)
 
 
@@ -186,7 +191,7 @@ def describe_state(
     if stage.ended and stage.ended_attempt >= latest_attempt:
         return f"{stage.ended}, {f'at step {step:,}{of}' if metrics else 'before its first step'}"
     if not stage.is_followed:
-        silent = f", the last numbers {format_seconds(max(0.0, now - metrics[-1]['time']))} ago" if metrics else ""
+        silent = f", last numbers {format_seconds(max(0.0, now - metrics[-1]['time']))} ago" if metrics else ""
         return f"{f'step {step:,}{of}' if metrics else 'no step'}{silent}, and no process of the run is left"
     if events and events[-1]["event"] == "waits_for_gpus":
         return str(events[-1]["message"])
@@ -194,7 +199,7 @@ def describe_state(
     if not metrics:
         return f"under way {took}"
     silent_s = max(0.0, now - metrics[-1]["time"])
-    sentences = [f"step {step:,}{of}", f"{took}, the last numbers {format_seconds(silent_s)} ago"]
+    sentences = [f"step {step:,}{of}", f"running {took}, last numbers {format_seconds(silent_s)} ago"]
     if left_s := seconds_left(metrics, stage.num_steps):
         sentences.insert(1, f"about {format_seconds(left_s)} left")
     return ", ".join(sentences)

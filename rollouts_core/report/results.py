@@ -186,7 +186,7 @@ def describe_found(
         interval = f"95 % interval {_plain(low, display)} to {_plain(high, display)}{display.unit}"
         score = f"{display.title} {mean}{display.unit} ({interval})"
         if not is_selection:
-            shown.append(f"{labels.get(scored.name, scored.name)} {score}")
+            shown.append(f"{labels.get(scored.name, scored.name)} has {score}")
         elif scored.name == evaluated.best:
             shown.append(f"{scored.name} is chosen of {len(evaluated.checkpoints)}, {score}")
     return "; ".join(shown)
