@@ -71,6 +71,10 @@ if TYPE_CHECKING:
 
 FAILED_CODE, USER_ERROR_CODE = 1, 2
 
+GOES_ON = "What is finished is kept: the same command goes on from there."
+"""Said when a run ends before its end and the user need not change anything."""
+ACCEPTED_BY = "Change the training, the data or a seed for another result; evaluation.max_p_value = 1 accepts any."
+
 P = ParamSpec("P")
 ResultT = TypeVar("ResultT")
 
@@ -119,6 +123,23 @@ def rollouts(
     """What is said before any command."""
 
 
+def exit_code_of(error: Exception) -> int:
+    """The exit code of a command that ends with an expected failure."""
+    if isinstance(error, NoImprovementError):
+        return NO_IMPROVEMENT_CODE
+    if isinstance(error, JobFailedError | MachineGoneError):
+        return FAILED_CODE
+    return USER_ERROR_CODE if isinstance(error, InputError | PermanentInfraError | ServerError) else FAILED_CODE
+
+
+def note_what_next(error: Exception) -> None:
+    """Note at the failure of a run what the user can do next, if the failure itself does not say so."""
+    if isinstance(error, NoImprovementError):
+        error.add_note(ACCEPTED_BY)
+    elif exit_code_of(error) == FAILED_CODE:
+        error.add_note(GOES_ON)
+
+
 def explained(function: Callable[P, None]) -> Callable[P, None]:
     """The function, its expected failures ending in one sentence and an exit code."""
 
@@ -126,15 +147,10 @@ def explained(function: Callable[P, None]) -> Callable[P, None]:
     def explaining(*args: P.args, **kwargs: P.kwargs) -> None:
         try:
             function(*args, **kwargs)
-        except (InputError, PermanentInfraError, ServerError) as error:
-            console.print(f"rollouts: {shown_lines(str(error))}", markup=False)
-            raise typer.Exit(
-                FAILED_CODE if isinstance(error, JobFailedError | MachineGoneError) else USER_ERROR_CODE
-            ) from error
-        except (RolloutsError, TransientInfraError) as error:
-            console.print(f"rollouts: {shown_lines(str(error))}", markup=False)
-            is_no_improvement = isinstance(error, NoImprovementError)
-            raise typer.Exit(NO_IMPROVEMENT_CODE if is_no_improvement else FAILED_CODE) from error
+        except (RolloutsError, PermanentInfraError, TransientInfraError, ServerError) as error:
+            said = "\n".join([str(error), *getattr(error, "__notes__", ())])
+            console.print(f"rollouts: {shown_lines(said)}", markup=False)
+            raise typer.Exit(exit_code_of(error)) from error
         except PermissionError as error:
             said = f"rollouts: {error.filename} may not be used by you ({error.strerror}): change its owner or its mode"
             console.print(said, markup=False)
@@ -151,7 +167,7 @@ def explained(function: Callable[P, None]) -> Callable[P, None]:
             console.print(f"rollouts: {said}", markup=False)
             raise typer.Exit(USER_ERROR_CODE) from error
         except KeyboardInterrupt as interrupt:
-            console.print("\nrollouts: interrupted. What is finished is kept: the same command goes on from there.")
+            console.print(f"\nrollouts: {str(interrupt) or 'interrupted'}. {GOES_ON}")
             raise typer.Exit(INTERRUPTED_CODE) from interrupt
 
     return explaining
@@ -428,7 +444,15 @@ def run_checked(
                 return run_it(pipeline, address)
             except InputError:
                 raise
+            except KeyboardInterrupt as interrupt:
+                from flows.cancellation import was_ended_by_state  # imports prefect, which the run has done
+
+                if was_ended_by_state():
+                    said = "the run was cancelled in Prefect, or set to an ended state there"
+                    raise KeyboardInterrupt(said) from interrupt
+                raise
             except Exception as error:
+                note_what_next(error)
                 from flows.cancellation import is_of_deleted_run  # imports prefect, which the run has done
 
                 if is_of_deleted_run(error):
