@@ -447,21 +447,35 @@ def run_checked(
             except KeyboardInterrupt as interrupt:
                 from flows.cancellation import was_ended_by_state  # imports prefect, which the run has done
 
-                if was_ended_by_state():
-                    said = "the run was cancelled in Prefect, or set to an ended state there"
-                    raise KeyboardInterrupt(said) from interrupt
-                raise
+                said = "the run was cancelled in Prefect, or set to an ended state there"
+                raise KeyboardInterrupt(*([said] if was_ended_by_state() else [])) from interrupt
             except Exception as error:
-                note_what_next(error)
-                from flows.cancellation import is_of_deleted_run  # imports prefect, which the run has done
-
-                if is_of_deleted_run(error):
-                    raise RolloutsError(
-                        "the run was deleted in Prefect, and ended: the same command goes on"
-                    ) from error
                 console.print()  # what Prefect says when its server refuses ends without a line break
                 check_writable(store)  # on a full disk Prefect, or a job, fails in ways that do not name the disk
+                expected = explain_server(error, address)
+                note_what_next(expected or error)
+                if expected:
+                    raise expected from error
                 raise
+
+
+def explain_server(error: Exception, address: ServerAddress) -> RolloutsError | None:
+    """What became of the run's server, or of the run there, if the error comes of that; None for any other error."""
+    import httpx
+
+    from flows.cancellation import is_of_deleted_run  # imports prefect, which the run has done
+
+    if is_of_deleted_run(error):
+        return RolloutsError("the run was deleted in Prefect, and ended")
+    is_away = isinstance(error, httpx.TransportError) or (
+        isinstance(error, httpx.HTTPStatusError) and error.response.is_server_error
+    )
+    if is_away and str(error.request.url).startswith(address.api_url):
+        return RolloutsError(
+            f"the Prefect server at {address.api_url} does not answer any more, so that the run ended ({error}): start "
+            "that server again"
+        )
+    return None
 
 
 def own_command() -> str:

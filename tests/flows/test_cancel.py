@@ -89,7 +89,8 @@ def test_pause_changes_nothing_and_delete_on_the_page_of_a_run_cancels_it(rollou
         assert ask(address, "GET", page)["state"]["message"] == NOT_PAUSED
         ask(address, "DELETE", page)
         assert process.wait(60) == 1, rollouts.said()
-    assert rollouts.said().endswith("rollouts: the run was deleted in Prefect, and ended: the same command goes on\n")
+    ending = "rollouts: the run was deleted in Prefect, and ended\nWhat is finished is kept: the same command goes on"
+    assert f"{ending} from there.\n" in rollouts.said()
     assert "Traceback" not in rollouts.said()
     assert json.loads((sft / "exit-1.json").read_text())["cancelled"]
     assert_nothing_is_left(rollouts)
