@@ -101,7 +101,7 @@ def test_models_are_scored_as_their_run_scored_them_once_and_from_everywhere(
     run_id = trigger(served, "small-evaluate", "evaluate.model=mine-1", "evaluate.against=production")
     wait_for_state(served, run_id, "COMPLETED")
     assert [each["named"] for each in records(served)[-1]["models"].values()] == ["production (mine-2)", "mine-1"]
-    question = {"artifacts": {"flow_run_id": {"any_": [run_id]}, "key": {"any_": [f"scores-{run_id}"]}}}
+    question = {"artifacts": {"flow_run_id": {"any_": [run_id]}, "type": {"any_": ["table"]}}}
     [table] = api(served, "POST", "/artifacts/filter", question)
     rows = json.loads(table["data"])
     assert [row["model"] for row in rows] == ["production (mine-2)", "mine-1", "difference"]
