@@ -182,12 +182,14 @@ def list_runs(store: Path) -> list[dict[str, str]]:
 def describe_run(store: Path, uses: Sequence[StageUse], *, is_alive: bool) -> dict[str, str]:
     """A run's line in the list."""
     began = time.strftime("%Y-%m-%d %H:%M", time.localtime(uses[0].used_at))
-    state = "under way" if is_alive else _describe_left(store, uses)
+    state = describe_state(store, uses, is_alive=is_alive)
     return {"key": uses[0].run, "name": uses[0].run, "stage": _stage_name(uses[-1]), "state": state, "began": began}
 
 
-def _describe_left(store: Path, uses: Sequence[StageUse]) -> str:
-    """What a run without a process left."""
+def describe_state(store: Path, uses: Sequence[StageUse], *, is_alive: bool) -> str:
+    """Whether a run is under way, or what it left; its stages may be those of other runs, too."""
+    if is_alive:
+        return "running"
     report = report_path(store, uses)
     if report.is_file():
         return "has a report"
@@ -195,7 +197,7 @@ def _describe_left(store: Path, uses: Sequence[StageUse]) -> str:
         return "has its scores"
     last = store / "stages" / uses[-1].stage
     _, ended = ("", "") if RunDirectory(last).result.is_file() else describe_end(last)
-    return ended or "no process of the run is left"
+    return ended or "not running, no report"
 
 
 def load_run(store: Path, uses: Sequence[StageUse]) -> LiveRun:
@@ -223,6 +225,7 @@ def load_run(store: Path, uses: Sequence[StageUse]) -> LiveRun:
     return LiveRun(
         name=uses[0].run,
         stages=tuple(stages),
+        state=describe_state(store, uses, is_alive=is_followed),
         usd=_usd_of(store, uses),
         has_report=path.is_file(),
         verdict=verdict_of(path.with_name(RUN_FILE)),

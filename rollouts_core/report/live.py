@@ -64,17 +64,14 @@ class LiveRun:
 
     name: str
     stages: tuple[LiveStage, ...]
+    state: str
+    """Whether it is running, or what it left, in a few words."""
     usd: float | None
     """What its rented machines have cost so far; None where none was rented."""
     has_report: bool
     """Whether it came to its end, and wrote its report."""
     verdict: str = ""
     """The verdict of a run that came to its end."""
-
-    @property
-    def is_followed(self) -> bool:
-        """Whether a process of the run lives."""
-        return any(stage.is_followed for stage in self.stages)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -202,13 +202,14 @@ def test_a_stage_that_ended_without_a_result_says_how_and_tells_no_time_left(
 def test_a_run_without_a_process_or_an_exit_record_tells_no_time_left(store: Path, visitor: httpx.Client) -> None:
     page = visitor.get("/runs/mine-01234567").text
     assert "step 5 of 10" in page and "no process of the run is left" in page and "about" not in page
-    assert " so far" not in page and visitor.get("/").text.count("<td>no process of the run is left</td>") == 2
+    assert "not running, no report · 1 stage<" in page
+    assert visitor.get("/").text.count("<td>not running, no report</td>") == 2
     (store / "runs/mine-01234567").mkdir(parents=True)
     (store / "runs/mine-01234567/report.html").touch()
     assert "<td>has a report</td>" in visitor.get("/").text
     with Ledger(store / LEDGER_FILE) as ledger, ledger.living_run("0123456789abcdef"):
-        assert "<td>under way</td>" in visitor.get("/").text
-        assert "1 stage so far" in visitor.get("/runs/mine-01234567").text
+        assert "<td>running</td>" in visitor.get("/").text
+        assert "running · 1 stage<" in visitor.get("/runs/mine-01234567").text
 
 
 def test_a_selection_shows_which_checkpoint_was_chosen_and_an_evaluation_names_its_models(
