@@ -67,8 +67,8 @@ ADDRESS_NAME = re.compile(r"[a-z0-9-]+")
 
 SUBJECT = "{{ flow_run.name }}: {{ flow_run.state.name }}"
 BODY = (
-    "{% if flow_run.state.name == 'Suspended' %}A decision is waiting: Resume on the page of {{ flow_run.name }}"
-    " puts its candidate into production, or rejects it.{% else %}"
+    "{% if flow_run.state.name == 'Suspended' %}A decision is waiting: Resume in the menu of the page of "
+    "{{ flow_run.name }} puts its candidate into production, or rejects it.{% else %}"
     "The run {{ flow_run.name }} of {{ flow.name }} is {{ flow_run.state.name }}.{% endif %}"
     "{% if flow_run.state.message %} {{ flow_run.state.message }}{% endif %} {{ flow_run|ui_url }}"
 )

@@ -124,7 +124,7 @@ def describe_progress(store: Path, run: Mapping[str, Any], uses: Sequence[StageU
     if run["state_type"] == "RUNNING" and uses:
         said = describe_readable(load_run(store, uses).stages[-1], now=time.time()).state
     elif run["state_type"] == "PAUSED":
-        said = "a decision is waiting: Resume on its page puts its candidate into production, or rejects it"
+        said = "a decision is waiting: Resume in the menu of its page puts its candidate into production, or rejects it"
     elif (run["state_type"] in TOLD_TYPES or run["state_name"] == "AwaitingRetry") and run["state"].get("message"):
         said = OF_PREFECT.sub("", first_line(RuntimeError(run["state"]["message"])))
     return [shown_lines(said).replace("\n", " ")] if said else []

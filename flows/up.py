@@ -106,9 +106,7 @@ def up(
     check_writable(store)
     check_server(store)
     is_new = False
-    console.print(
-        "prefect        looking for the server; where none runs one is started, in eight seconds with a new database"
-    )
+    console.print("prefect        looking for the server, and starting one if none runs (up to eight seconds)")
 
     def begin(address: ServerAddress) -> None:
         nonlocal is_new

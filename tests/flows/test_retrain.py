@@ -159,7 +159,7 @@ def test_a_person_is_asked_and_the_question_outlives_everything_until_it_is_answ
     run_id = trigger(served, "small-retrain")
     wait_until(lambda: state_of(served, run_id) == "PAUSED", what="the question", timeout_s=480, every_s=ASK_S)
     assert production(served) is None
-    waits = f"run +small-{run_id[:8]} +Suspended since .* on local\n +a decision is waiting: Resume on its page puts"
+    waits = f"run +small-{run_id[:8]} +Suspended since .* on local\n +a decision is waiting: Resume in the menu"
     assert re.search(waits, served.run("status")[1]), served.said()
     name, message = retrain(served)
     assert (name, "which waits for approval: Resume" in message) == ("Skipped", True), message

@@ -111,7 +111,7 @@ def test_a_run_is_told_with_its_progress_its_failure_or_the_question_that_it_ask
     assert said_of("FAILED", of_prefect) == ["attempt 1 ended"]
     assert said_of("SCHEDULED", "started again (1 of 2)", "AwaitingRetry") == ["started again (1 of 2)"]
     assert said_of("CANCELLED", "Flow run was cancelled successfully.") == said_of("SCHEDULED", "later") == []
-    assert said_of("PAUSED", "", "Suspended")[0].startswith("a decision is waiting: Resume on its page")
+    assert said_of("PAUSED", "", "Suspended")[0].startswith("a decision is waiting: Resume in the menu of its page")
 
 
 def test_without_a_server_the_latest_reports_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
