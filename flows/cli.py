@@ -12,6 +12,7 @@ import errno
 import functools
 import gc
 import json
+import logging
 import os
 import platform
 import shlex
@@ -188,6 +189,9 @@ def run(
 
     Stages that an earlier run finished with the same settings and data are not done again; a stage that is
     under way is attached to; one that was stopped goes on from its last checkpoint.
+
+    Exit codes: 0 done, 1 failed, 2 a setting, a file or the machine must be changed, 3 RL did not improve, 130 interrupted
+    or cancelled.
     """
     if deployment:
         if port:
@@ -531,6 +535,7 @@ add_machine_commands(app, explained, panel="Machines")
 def main() -> None:
     """Entry point of the `rollouts` command."""
     ensure_utf8()
+    logging.raiseExceptions = False  # what a handler cannot send to a lost server is not told on the terminal
     gc.set_threshold(50_000, 20, 100)  # most of what it allocates are modules, which stay: one second of three
     try:
         app()

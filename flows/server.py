@@ -218,6 +218,8 @@ def prefect_environment(store: Path, address: ServerAddress) -> dict[str, str]:
         preferences["PREFECT_CLIENT_MAX_RETRIES"] = NAMED_SERVER_RETRIES
     environment = {key: os.environ.get(key) or value for key, value in preferences.items()}
     environment |= {"PREFECT_API_URL": address.api_url, "PREFECT_SERVER_ANALYTICS_ENABLED": "false"}
+    # Prefect's internal loggers have another handler: 2,000 characters for each event that a lost server misses.
+    environment["PREFECT_INTERNAL_LOGGING_LEVEL"] = "CRITICAL"
     if address.is_local:
         environment |= {
             OWN_API_URL: address.api_url,
