@@ -102,7 +102,7 @@ def notify(
             help=f"State to tell of, of {', '.join(RunState)}; repeatable. Otherwise {', '.join(DEFAULT_STATES)}.",
         ),
     ] = None,
-    remove: Annotated[bool, typer.Option("--remove", help="Tell it no more.")] = False,
+    remove: Annotated[bool, typer.Option("--remove", help="Stop its messages.")] = False,
     store: Store = DEFAULT_STORE,
 ) -> None:
     """Have Prefect send a message when runs end, fail or wait for a person; without NAME, show who is told what."""
