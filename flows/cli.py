@@ -190,8 +190,8 @@ def run(
     Stages that an earlier run finished with the same settings and data are not done again; a stage that is
     under way is attached to; one that was stopped goes on from its last checkpoint.
 
-    Exit codes: 0 done, 1 failed, 2 a setting, a file or the machine must be changed, 3 RL did not improve, 130 interrupted
-    or cancelled.
+    Exit codes: 0 done, 1 failed, 2 a setting, a file or the machine must be changed, 3 RL did not improve,
+    130 interrupted or cancelled.
     """
     if deployment:
         if port:
@@ -344,7 +344,8 @@ def watch(
         console.print(f"{store} did not exist: its runs are shown here when they begin", markup=False)
     with served_live_pages(store) as address:
         console.print(f"watch the runs of {store} at {address.url} (Ctrl-C ends it)", markup=False)
-        console.print(f"log in with {own_password(store.resolve() / 'prefect')}", markup=False)
+        user, _, password = own_password(store.resolve() / "prefect").partition(":")
+        console.print(f"log in as {user} with the password {password}", markup=False)
         if named_url():
             os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "WARNING")  # what it does is said
             with local_server(store) as shared:

@@ -352,7 +352,7 @@ def test_the_time_left_is_told_from_the_latest_attempt(tmp_path: Path) -> None:
 def test_who_watches_a_store_that_does_not_exist_is_told_so(rollouts_without_server: Rollouts) -> None:
     watching = rollouts_without_server.start("watch")
     try:
-        rollouts_without_server.wait_until_said("log in with", watching)
+        rollouts_without_server.wait_until_said("log in as rollouts with the password ", watching)
     finally:
         watching.send_signal(signal.SIGINT)
         watching.wait(30)
