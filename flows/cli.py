@@ -472,15 +472,15 @@ def explain_server(error: Exception, address: ServerAddress) -> RolloutsError | 
 
     if is_of_deleted_run(error):
         return RolloutsError("the run was deleted in Prefect, and ended")
-    is_away = isinstance(error, httpx.TransportError) or (
-        isinstance(error, httpx.HTTPStatusError) and error.response.is_server_error
+    if not isinstance(error, httpx.TransportError | httpx.HTTPStatusError):
+        return None
+    is_refusal = isinstance(error, httpx.HTTPStatusError) and not error.response.is_server_error
+    if is_refusal or not str(error.request.url).startswith(address.api_url):
+        return None
+    return RolloutsError(
+        f"the Prefect server at {address.api_url} does not answer any more, so that the run ended ({error}): start "
+        "that server again"
     )
-    if is_away and str(error.request.url).startswith(address.api_url):
-        return RolloutsError(
-            f"the Prefect server at {address.api_url} does not answer any more, so that the run ended ({error}): start "
-            "that server again"
-        )
-    return None
 
 
 def own_command() -> str:
