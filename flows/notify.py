@@ -70,7 +70,7 @@ BODY = (
     "{% if flow_run.state.name == 'Suspended' %}A decision is waiting: Resume in the menu of the page of "
     "{{ flow_run.name }} puts its candidate into production, or rejects it.{% else %}"
     "The run {{ flow_run.name }} of {{ flow.name }} is {{ flow_run.state.name }}.{% endif %}"
-    "{% if flow_run.state.message %} {{ flow_run.state.message }}{% endif %} {{ flow_run|ui_url }}"
+    "{% if flow_run.state.message %} {{ flow_run.state.message }}{% endif %} Its page: {{ flow_run|ui_url }}"
 )
 EARLIER_BODY = (
     "The run {{ flow_run.name }} of {{ flow.name }} is {{ flow_run.state.name }}."

@@ -126,10 +126,16 @@ def test_the_ui_asks_nothing_but_this_machine(rollouts: Rollouts, page: Page) ->
         picture = "# Report\n\n![](https://pictures.example/one.png)"
         artifact = {"key": "report-small", "type": "markdown", "data": picture, "flow_run_id": run}
         shown = ask(address, "POST", "/artifacts/", artifact)["id"]
-        of_run = [f"runs/flow-run/{run}?tab={tab}" for tab in ("Logs", "Artifacts", "Details", "Parameters")]
-        of_artifacts = ["artifacts", f"artifacts/artifact/{shown}", "artifacts/key/report-small"]
-        for path in ("dashboard", "deployments", "settings", *of_run, *of_artifacts, "automations", "blocks/catalog"):
+        for path in ("dashboard", "deployments", "settings", "automations"):
             page.goto(f"{address.ui_url}/{path}", wait_until="networkidle")
+        for tab in ("Logs", "Artifacts", "Details", "Parameters"):
+            page.goto(f"{address.ui_url}/runs/flow-run/{run}?tab={tab}", wait_until="networkidle")
+            page.get_by_role("tab", name=tab, selected=True).wait_for()
+        page.goto(f"{address.ui_url}/artifacts", wait_until="networkidle")
+        page.get_by_text("report-small").first.wait_for()
+        page.goto(f"{address.ui_url}/artifacts/artifact/{shown}", wait_until="networkidle")
+        page.locator("img").wait_for(state="attached")
+        page.goto(f"{address.ui_url}/blocks/catalog", wait_until="networkidle")
         keep_picture(page, "blocks")
         page.goto(address.ui_url.removesuffix("/v2"), wait_until="networkidle")
     assert len(asked) > 50, asked
