@@ -152,7 +152,7 @@ def test_a_webhook_is_told_of_the_states_that_were_asked_for_until_it_is_removed
     failed, promoted = sorted(webhook.messages[2:], key=lambda message: message["subject"])
     assert (failed["subject"], promoted["subject"]) == ("small-1: Failed", "small-1: Promoted")
     # What a run says is text, not a template.
-    assert failed["text"].startswith("The run small-1 of sft-rl is Failed. rl: out of {{ flow_run.id }} memory Its page")
+    assert failed["text"].startswith("The run small-1 of sft-rl is Failed. rl: out of {{ flow_run.id }} memory Its")
     assert failed["text"].endswith(f" {run_url(server, mine)}") and "better by 0.1" in promoted["text"]
 
     code, output = rollouts.run("notify", "team", "--remove")
