@@ -23,7 +23,7 @@ from flows.server import local_server
 from infra.ssh.login_keys import read_public_key
 from tests.flows.conftest import Rollouts
 from tests.flows.test_faults import LONG, exits_of, program_of, run_dir
-from tests.flows.test_notify import make_run
+from tests.flows.test_notify import make_run, set_state
 from tests.flows.test_up import (  # noqa: F401
     address_of,
     api,
@@ -123,6 +123,7 @@ def test_the_ui_asks_nothing_but_this_machine(rollouts: Rollouts, page: Page) ->
         page.locator("input[type=password]").fill(address.password)
         page.keyboard.press("Enter")
         run = make_run(address, "small")
+        set_state(address, run, "completed")
         picture = "# Report\n\n![](https://pictures.example/one.png)"
         artifact = {"key": "report-small", "type": "markdown", "data": picture, "flow_run_id": run}
         shown = ask(address, "POST", "/artifacts/", artifact)["id"]
