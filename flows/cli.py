@@ -465,7 +465,7 @@ def run_checked(
 
 
 def explain_server(error: Exception, address: ServerAddress) -> RolloutsError | None:
-    """What became of the run's server, or of the run there, if the error comes of that; None for any other error."""
+    """The sentence for an error of a run whose server is gone, or that was deleted there; None for any other error."""
     import httpx
 
     from flows.cancellation import is_of_deleted_run  # imports prefect, which the run has done

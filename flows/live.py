@@ -260,7 +260,7 @@ def verdict_of(record: Path) -> str:
 
 
 def labels_of(record: Path) -> dict[str, str]:
-    """What the user called the models of an evaluation, by their names in its stage; empty if there is no record."""
+    """The user's names of the models of an evaluation, by their names in its stage; empty without its record."""
     try:
         models = json.loads(record.read_text(encoding="utf-8"))["models"]
         return {name: str(model["named"]) for name, model in models.items()}

@@ -76,7 +76,7 @@ EARLIER_BODY = (
     "The run {{ flow_run.name }} of {{ flow.name }} is {{ flow_run.state.name }}."
     "{% if flow_run.state.message %} {{ flow_run.state.message }}{% endif %} {{ flow_run|ui_url }}"
 )
-"""What the command wrote before runs could end as NoImprovement, which were told as failed then."""
+"""The text of messages from before runs could end as NoImprovement; they ended as failed."""
 FIRST_MESSAGE = "From now on you are told here when a run is {states}."
 
 

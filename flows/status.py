@@ -42,7 +42,7 @@ MANY = 200
 TOLD_TYPES = ("COMPLETED", "FAILED", "CRASHED")
 """States whose message says more than their name."""
 OF_PREFECT = re.compile(r"^Flow run encountered an exception: (\w+: )?")
-"""What Prefect puts before the message of an exception."""
+"""Words that Prefect puts before the message of an exception."""
 UNDER_WAY = ("SCHEDULED", "PENDING", "RUNNING", "PAUSED", "CANCELLING")
 FLOWS = {"name": {"any_": [FLOW, RETRAIN_FLOW, EVALUATE_FLOW]}}
 NOT_ENDED = {"flows": FLOWS, "flow_runs": {"state": {"type": {"any_": UNDER_WAY}}}}
