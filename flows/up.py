@@ -106,7 +106,7 @@ def up(
     check_writable(store)
     check_server(store)
     is_new = False
-    console.print("prefect        looking for the server, and starting one if none runs (up to eight seconds)")
+    console.print("prefect        looking for the server, and starting one if none runs (about eight seconds)")
 
     def begin(address: ServerAddress) -> None:
         nonlocal is_new
@@ -123,9 +123,8 @@ def up(
         if port and not named_url():
             remember_port(store.resolve() / "prefect", port)
         for name in renew_notifications(address):
-            console.print(
-                f"notify         {name} is told of runs without improvement, too, as of failed ones", markup=False
-            )
+            said = f"{name} now gets messages of no-improvement, too: such runs no longer count as failed"
+            console.print(f"notify         {said}", markup=False)
     how = "started" if is_new else "joined"
     console.print(f"{how:<14} process {serving.pid}, which serves them, also when this terminal is closed")
     console.print(f"deployments    {describe_deployments(serving)}")
