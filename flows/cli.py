@@ -11,6 +11,7 @@ import asyncio
 import errno
 import functools
 import gc
+import inspect
 import json
 import logging
 import os
@@ -171,7 +172,13 @@ def explained(function: Callable[P, None]) -> Callable[P, None]:
             console.print(f"\nrollouts: {str(interrupt) or 'interrupted'}. {GOES_ON}")
             raise typer.Exit(INTERRUPTED_CODE) from interrupt
 
+    explaining.__doc__ = unwrapped(function.__doc__ or "")
     return explaining
+
+
+def unwrapped(docstring: str) -> str:
+    """The text with each paragraph on one line: the help would break it where the source does, and at the terminal."""
+    return "\n\n".join(" ".join(paragraph.split()) for paragraph in inspect.cleandoc(docstring).split("\n\n"))
 
 
 def run(
