@@ -187,6 +187,7 @@ def test_a_promotion_and_a_rollback_by_hand_are_told(
     assert code == 0, output
     assert rollouts.run("models", "promote", "small-2")[0] == 0
     assert webhook.messages[-1]["subject"] == "rollouts", "nobody asked for promotions any more"
+    assert rollouts.run("notify", "team", "--remove")[0] == 0
 
 
 def test_a_block_of_the_ui_is_told(rollouts: Rollouts, server: ServerAddress, webhook: WebhookServer) -> None:
