@@ -21,6 +21,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, replace
 from importlib import metadata
 from pathlib import Path
@@ -321,8 +322,9 @@ def ui(store: Store = DEFAULT_STORE, port: Port = 0) -> None:
         console.print(f"Prefect UI at {address.ui_url} (Ctrl-C ends it)")
         if address.password:
             console.print(f"log in with {address.password}", markup=False)
-        while True:
-            time.sleep(3600)
+        with suppress(KeyboardInterrupt):
+            while True:
+                time.sleep(3600)
 
 
 def watch(
@@ -349,7 +351,7 @@ def watch(
         return
     if is_new:
         console.print(f"{store} did not exist: its runs are shown here when they begin", markup=False)
-    with served_live_pages(store) as address:
+    with served_live_pages(store) as address, suppress(KeyboardInterrupt):
         console.print(f"watch the runs of {store} at {address.url} (Ctrl-C ends it)", markup=False)
         user, _, password = own_password(store.resolve() / "prefect").partition(":")
         console.print(f"log in as {user} with the password {password}", markup=False)
