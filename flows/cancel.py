@@ -24,13 +24,12 @@ from flows.finish import MIN_ID_CHARS
 from flows.models_cli import open_registry
 from flows.prefect_api import ask
 from flows.server import ServerAddress, local_server, named_url, prefect_environment, run_url
-from flows.status import FLOWS, NOT_ENDED, name_of_run, of_store, without_later_looks
+from flows.status import FLOWS, NOT_ENDED, full_name, name_of_run, of_store, without_later_looks
 from flows.terminal import DEFAULT_STORE, Store, console
 from flows.up import check_server, find_serving
 from infra.jobs import MAX_GRACE_S
 from infra.ledger import Ledger
 from infra.renting.rentals import open_rentals
-from infra.run_ids import short_id
 from rollouts_core.errors import InputError, RolloutsError
 
 WAIT_S = 720.0
@@ -63,8 +62,8 @@ def cancel(
             typer.echo(f"{deleted.run_name}: {_give_back_deleted(address, ledger, store.resolve(), deleted)}")
             return
         found = find_flow_run(address, ledger, store.resolve(), run)
-        console.print(f"cancelling     {_name(found)}: {run_url(address, found['id'])}", markup=False)
-        said = f"{_name(found)}: {cancel_run(address, ledger, store.resolve(), found)}"
+        console.print(f"cancelling     {full_name(found)}: {run_url(address, found['id'])}", markup=False)
+        said = f"{full_name(found)}: {cancel_run(address, ledger, store.resolve(), found)}"
         if _holds(ledger, found["id"]):
             raise RolloutsError(said)
     typer.echo(said)
@@ -79,7 +78,7 @@ def cancel_run(address: ServerAddress, ledger: Ledger, store: Path, run: FlowRun
     """
     has_ended, is_alive = run["state_type"] in ENDED, ledger.is_alive(run["id"])
     if has_ended and not is_alive and not _holds(ledger, run["id"]):
-        raise InputError(f"{_name(run)} is {run['state_name']} and holds nothing: there is nothing to cancel")
+        raise InputError(f"{full_name(run)} is {run['state_name']} and holds nothing: there is nothing to cancel")
     if ((has_ended or run["state_type"] == "CRASHED") and not is_alive) or is_left_alone(address, ledger, store, run):
         return _give_back_here(address, store, run)
     if not has_ended:
@@ -102,7 +101,7 @@ def cancel_run(address: ServerAddress, ledger: Ledger, store: Path, run: FlowRun
             return _give_back_here(address, store, state)
         time.sleep(POLL_S)
     raise RolloutsError(
-        f"{_name(run)} was asked to give up and has not in {wait_s / 60:.0f} minutes: its page says more, "
+        f"{full_name(run)} was asked to give up and has not in {wait_s / 60:.0f} minutes: its page says more, "
         f"{run_url(address, run['id'])}"
     )
 
@@ -154,9 +153,9 @@ def find_flow_run(address: ServerAddress, ledger: Ledger, store: Path, given: st
         if len(those) == 1:
             return those[0]
         if those:
-            names = " or ".join(f"{_name(run)} ({run['state_name']})" for run in those)
+            names = " or ".join(f"{full_name(run)} ({run['state_name']})" for run in those)
             raise InputError(f"{given} may be {names}: name one of them")
-    going = ", ".join(_name(run) for run in every if run["id"] in holding or run in under_way) or "none"
+    going = ", ".join(full_name(run) for run in every if run["id"] in holding or run in under_way) or "none"
     raise InputError(f"there is no run {given}: those that can be cancelled are {going}")
 
 
@@ -223,14 +222,10 @@ def _holds(ledger: Ledger, run_id: str) -> bool:
     return bool(ledger.leases_of(run_id)) or any(rental.run_id == run_id for rental in open_rentals(ledger))
 
 
-def _name(run: FlowRunJson) -> str:
-    return f"{name_of_run(run)}-{short_id(run['id'])}"
-
-
 def _names(given: str) -> list[str]:
     return [given, given.rpartition("-")[0]]
 
 
 def _is_meant(run: FlowRunJson, given: str) -> bool:
     is_start = len(given) >= MIN_ID_CHARS and run["id"].startswith(given)
-    return is_start or given in (run["id"], run["name"], name_of_run(run), _name(run))
+    return is_start or given in (run["id"], run["name"], name_of_run(run), full_name(run))

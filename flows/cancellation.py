@@ -112,6 +112,11 @@ def is_cancelled(run_id: str) -> bool:
     return run_id in _ended_by_themselves or read_wish(run_id) in (Wish.END_UNLESS_ENDED, Wish.END)
 
 
+def was_ended_by_state() -> bool:
+    """Whether the state of a run in Prefect, and not the user's Ctrl-C, has ended a run of this process."""
+    return bool(_ended_by_themselves)
+
+
 def is_of_deleted_run(error: Exception) -> bool:
     """Whether Prefect's server says that it has no such run; a proxy whose server is away says less."""
     return isinstance(error, ObjectNotFound) and "Flow run" in str(error.http_exc)

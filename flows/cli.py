@@ -11,7 +11,9 @@ import asyncio
 import errno
 import functools
 import gc
+import inspect
 import json
+import logging
 import os
 import platform
 import shlex
@@ -19,6 +21,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, replace
 from importlib import metadata
 from pathlib import Path
@@ -72,6 +75,10 @@ if TYPE_CHECKING:
 
 FAILED_CODE, USER_ERROR_CODE = 1, 2
 
+GOES_ON = "What is finished is kept: the same command goes on from there."
+"""Said when a run ends before its end and the user need not change anything."""
+ACCEPTED_BY = "Change the training, the data or a seed for another result; evaluation.max_p_value = 1 accepts any."
+
 P = ParamSpec("P")
 ResultT = TypeVar("ResultT")
 
@@ -120,6 +127,23 @@ def rollouts(
     """What is said before any command."""
 
 
+def exit_code_of(error: Exception) -> int:
+    """The exit code of a command that ends with an expected failure."""
+    if isinstance(error, NoImprovementError):
+        return NO_IMPROVEMENT_CODE
+    if isinstance(error, JobFailedError | MachineGoneError):
+        return FAILED_CODE
+    return USER_ERROR_CODE if isinstance(error, InputError | PermanentInfraError | ServerError) else FAILED_CODE
+
+
+def note_what_next(error: Exception) -> None:
+    """Note at the failure of a run what the user can do next, if the failure itself does not say so."""
+    if isinstance(error, NoImprovementError):
+        error.add_note(ACCEPTED_BY)
+    elif exit_code_of(error) == FAILED_CODE:
+        error.add_note(GOES_ON)
+
+
 def explained(function: Callable[P, None]) -> Callable[P, None]:
     """The function, its expected failures ending in one sentence and an exit code."""
 
@@ -127,15 +151,10 @@ def explained(function: Callable[P, None]) -> Callable[P, None]:
     def explaining(*args: P.args, **kwargs: P.kwargs) -> None:
         try:
             function(*args, **kwargs)
-        except (InputError, PermanentInfraError, ServerError) as error:
-            console.print(f"rollouts: {shown_lines(str(error))}", markup=False)
-            raise typer.Exit(
-                FAILED_CODE if isinstance(error, JobFailedError | MachineGoneError) else USER_ERROR_CODE
-            ) from error
-        except (RolloutsError, TransientInfraError) as error:
-            console.print(f"rollouts: {shown_lines(str(error))}", markup=False)
-            is_no_improvement = isinstance(error, NoImprovementError)
-            raise typer.Exit(NO_IMPROVEMENT_CODE if is_no_improvement else FAILED_CODE) from error
+        except (RolloutsError, PermanentInfraError, TransientInfraError, ServerError) as error:
+            said = "\n".join([str(error), *getattr(error, "__notes__", ())])
+            console.print(f"rollouts: {shown_lines(said)}", markup=False)
+            raise typer.Exit(exit_code_of(error)) from error
         except PermissionError as error:
             said = f"rollouts: {error.filename} may not be used by you ({error.strerror}): change its owner or its mode"
             console.print(said, markup=False)
@@ -152,10 +171,16 @@ def explained(function: Callable[P, None]) -> Callable[P, None]:
             console.print(f"rollouts: {said}", markup=False)
             raise typer.Exit(USER_ERROR_CODE) from error
         except KeyboardInterrupt as interrupt:
-            console.print("\nrollouts: interrupted. What is finished is kept: the same command goes on from there.")
+            console.print(f"\nrollouts: {str(interrupt) or 'interrupted'}. {GOES_ON}")
             raise typer.Exit(INTERRUPTED_CODE) from interrupt
 
+    explaining.__doc__ = unwrapped(function.__doc__ or "")
     return explaining
+
+
+def unwrapped(docstring: str) -> str:
+    """The text with each paragraph on one line: the help would break it where the source does, and at the terminal."""
+    return "\n\n".join(" ".join(paragraph.split()) for paragraph in inspect.cleandoc(docstring).split("\n\n"))
 
 
 def run(
@@ -173,6 +198,9 @@ def run(
 
     Stages that an earlier run finished with the same settings and data are not done again; a stage that is
     under way is attached to; one that was stopped goes on from its last checkpoint.
+
+    Exit codes: 0 done, 1 failed, 2 a setting, a file or the machine must be changed, 3 RL did not improve,
+    130 interrupted or cancelled.
     """
     if deployment:
         if port:
@@ -297,8 +325,9 @@ def ui(store: Store = DEFAULT_STORE, port: Port = 0) -> None:
         console.print(f"Prefect UI at {address.ui_url} (Ctrl-C ends it)")
         if address.password:
             console.print(f"log in with {address.password}", markup=False)
-        while True:
-            time.sleep(3600)
+        with suppress(KeyboardInterrupt):
+            while True:
+                time.sleep(3600)
 
 
 def watch(
@@ -325,9 +354,10 @@ def watch(
         return
     if is_new:
         console.print(f"{store} did not exist: its runs are shown here when they begin", markup=False)
-    with served_live_pages(store) as address:
+    with served_live_pages(store) as address, suppress(KeyboardInterrupt):
         console.print(f"watch the runs of {store} at {address.url} (Ctrl-C ends it)", markup=False)
-        console.print(f"log in with {own_password(store.resolve() / 'prefect')}", markup=False)
+        user, _, password = own_password(store.resolve() / "prefect").partition(":")
+        console.print(f"log in as {user} with the password {password}", markup=False)
         if named_url():
             os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "WARNING")  # what it does is said
             with local_server(store) as shared:
@@ -431,16 +461,38 @@ def run_checked(
                 return run_it(pipeline, address)
             except InputError:
                 raise
-            except Exception as error:
-                from flows.cancellation import is_of_deleted_run  # imports prefect, which the run has done
+            except KeyboardInterrupt as interrupt:
+                from flows.cancellation import was_ended_by_state  # imports prefect, which the run has done
 
-                if is_of_deleted_run(error):
-                    raise RolloutsError(
-                        "the run was deleted in Prefect, and ended: the same command goes on"
-                    ) from error
+                said = "the run was cancelled in Prefect, or set to an ended state there"
+                raise KeyboardInterrupt(*([said] if was_ended_by_state() else [])) from interrupt
+            except Exception as error:
                 console.print()  # what Prefect says when its server refuses ends without a line break
                 check_writable(store)  # on a full disk Prefect, or a job, fails in ways that do not name the disk
+                expected = explain_server(error, address)
+                note_what_next(expected or error)
+                if expected:
+                    raise expected from error
                 raise
+
+
+def explain_server(error: Exception, address: ServerAddress) -> RolloutsError | None:
+    """The sentence for an error of a run whose server is gone, or that was deleted there; None for any other error."""
+    import httpx
+
+    from flows.cancellation import is_of_deleted_run  # imports prefect, which the run has done
+
+    if is_of_deleted_run(error):
+        return RolloutsError("the run was deleted in Prefect, and ended")
+    if not isinstance(error, httpx.TransportError | httpx.HTTPStatusError):
+        return None
+    is_refusal = isinstance(error, httpx.HTTPStatusError) and not error.response.is_server_error
+    if is_refusal or not str(error.request.url).startswith(address.api_url):
+        return None
+    return RolloutsError(
+        f"the Prefect server at {address.api_url} does not answer any more, so that the run ended ({error}): start "
+        "that server again"
+    )
 
 
 def own_command() -> str:
@@ -465,7 +517,8 @@ def run_evaluation_flow(pipeline: Pipeline, address: ServerAddress) -> Evaluatio
 
     assert pipeline.evaluate is not None, "the command names a model"
     announced = evaluate_model.with_options(on_running=[announce_at(address)])
-    return announced(pipeline.evaluate, pipeline.config, pipeline.node, pipeline.run)
+    # The flow returns a state, of which Prefect gives the caller the result.
+    return cast("EvaluationResult", announced(pipeline.evaluate, pipeline.config, pipeline.node, pipeline.run))
 
 
 def announce_at(address: ServerAddress) -> Any:  # Any: a hook for flows of every kind
@@ -495,6 +548,7 @@ add_machine_commands(app, explained, panel="Machines")
 def main() -> None:
     """Entry point of the `rollouts` command."""
     ensure_utf8()
+    logging.raiseExceptions = False  # what a handler cannot send to a lost server is not told on the terminal
     gc.set_threshold(50_000, 20, 100)  # most of what it allocates are modules, which stay: one second of three
     try:
         app()

@@ -22,7 +22,7 @@ import typer
 from flows.credential_variables import check_carried
 from flows.form import CREDENTIALS_PATTERN
 from flows.preflight import check_writable
-from flows.server import local_server, prefect_environment
+from flows.server import local_server, prefect_environment, use_prefect
 from flows.terminal import DEFAULT_STORE, Store, console
 from rollouts_core.errors import ConfigError, InputError
 
@@ -50,7 +50,7 @@ def credentials(
         check_carried(name, variable)
     check_writable(store)
     with local_server(store) as address:
-        os.environ.update(prefect_environment(store.resolve(), address))
+        use_prefect(store, address)
         if not name:
             for line in describe_credentials():
                 typer.echo(line)

@@ -10,9 +10,12 @@ Not here: the stage that scores, which is the one of `sft-rl` (tasks/stage_tasks
 
 from collections.abc import Mapping
 from functools import partial
+from typing import Any
 
 from prefect import flow
+from prefect.client.schemas.objects import State
 from prefect.runtime import deployment
+from prefect.states import Completed
 from pydantic import BaseModel
 
 from flows.cancellation import cancelled_if_asked, release_after_cancellation
@@ -20,7 +23,7 @@ from flows.check import check_settings
 from flows.credentials import take_credentials
 from flows.deployments import EVALUATE_FLOW
 from flows.form import FormConfig, FormEvaluate, FormNode, FormRun
-from flows.pipeline import known_to_live, link_live_page, machine_of_the_run, open_scope, run_on
+from flows.pipeline import known_to_live, link_live_page, live_url, machine_of_the_run, open_scope, run_on
 from flows.run_ends import with_noted_end
 from infra.node import Node, settings_of_engines, without_further_nodes
 from rollouts_core.config import Config
@@ -49,7 +52,7 @@ class EvaluationResult(BaseModel):
     on_crashed=[cancelled_if_asked],
 )
 @with_noted_end
-def evaluate_model(evaluate: FormEvaluate, config: FormConfig, node: FormNode, run: FormRun) -> EvaluationResult:
+def evaluate_model(evaluate: FormEvaluate, config: FormConfig, node: FormNode, run: FormRun) -> State[Any]:
     """Score a model on held-out rows, and compare it with another one.
 
     Of the configuration count `evaluation`, the graders of `rollout`, and `data.heldout`; nothing is trained.
@@ -67,8 +70,10 @@ def evaluate_model(evaluate: FormEvaluate, config: FormConfig, node: FormNode, r
         stages = partial(score_models, as_inputs(found), scored, scope)
         with machine_of_the_run(scoring, scored, scope, stages, trains=False) as machine:
             record = stages(machine, partial(run_on, machine, scope))
-        path, summary = write_evaluation(record, found, evaluate.data or config.data.heldout, scope)
-    return EvaluationResult(record=path, summary=summary)
+        path, summary, finding = write_evaluation(record, found, evaluate.data or config.data.heldout, scope)
+    shown = live_url(scope) or path
+    result = EvaluationResult(record=path, summary=summary)
+    return Completed(message=f"{finding.rstrip('.')}; the scores are at {shown}", data=result)
 
 
 def score_models(

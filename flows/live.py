@@ -32,7 +32,9 @@ from infra.renting.rentals import all_rentals, usd_spent
 from infra.secret_file import own_folder
 from infra.session import LOOPBACK
 from rollouts_core.report.live import LiveRun, LiveStage, render_live, render_runs
+from rollouts_core.run_directory import RunDirectory
 from rollouts_core.system.files import write_json
+from tasks.places import EVALUATION_FILE
 from tasks.spending import RUN_FILE
 
 if TYPE_CHECKING:
@@ -119,7 +121,7 @@ def live_app(store: Path) -> Starlette:
         return PlainTextResponse("log in with the password of the store's Prefect server", 401, headers=headers)
 
     def runs(request: Request) -> Response:
-        return refused(request) or respond(render_runs([describe_run(uses) for uses in runs_by_use(store)[:MAX_RUNS]]))
+        return refused(request) or respond(render_runs(list_runs(store)))
 
     def run(request: Request) -> Response:
         if answer := refused(request):
@@ -171,16 +173,40 @@ def report_path(store: Path, uses: Sequence[StageUse]) -> Path:
     return store / "runs" / uses[0].run / "report.html"
 
 
-def describe_run(uses: Sequence[StageUse]) -> dict[str, str]:
+def list_runs(store: Path) -> list[dict[str, str]]:
+    """The lines of the list of runs."""
+    listed = runs_by_use(store)[:MAX_RUNS]
+    with Ledger(store / LEDGER_FILE) as ledger:
+        return [describe_run(store, uses, is_alive=any(ledger.is_alive(use.run_id) for use in uses)) for uses in listed]
+
+
+def describe_run(store: Path, uses: Sequence[StageUse], *, is_alive: bool) -> dict[str, str]:
     """A run's line in the list."""
     began = time.strftime("%Y-%m-%d %H:%M", time.localtime(uses[0].used_at))
-    return {"key": uses[0].run, "name": uses[0].run, "stage": _stage_name(uses[-1]), "began": began}
+    state = describe_state(store, uses, is_alive=is_alive)
+    return {"key": uses[0].run, "name": uses[0].run, "stage": _stage_name(uses[-1]), "state": state, "began": began}
+
+
+def describe_state(store: Path, uses: Sequence[StageUse], *, is_alive: bool) -> str:
+    """Whether a run is under way, or what it left; its stages may be those of other runs, too."""
+    if is_alive:
+        return "running"
+    report = report_path(store, uses)
+    if report.is_file():
+        return "has a report"
+    if report.with_name(EVALUATION_FILE).is_file():
+        return "has its scores"
+    last = store / "stages" / uses[-1].stage
+    _, ended = ("", "") if RunDirectory(last).result.is_file() else describe_end(last)
+    return ended or "not running, no report"
 
 
 def load_run(store: Path, uses: Sequence[StageUse]) -> LiveRun:
     """A run as far as it has come."""
     with Ledger(store / LEDGER_FILE) as ledger:
         is_followed = any(ledger.is_alive(use.run_id) for use in uses)
+    path = report_path(store, uses)
+    labels = labels_of(path.with_name(EVALUATION_FILE))
     stages = []
     for use in uses:
         run_dir = store / "stages" / use.stage
@@ -194,12 +220,13 @@ def load_run(store: Path, uses: Sequence[StageUse]) -> LiveRun:
                 ended=ended,
                 ended_attempt=ended_attempt,
                 is_followed=is_followed,
+                labels=labels,
             )
         )
-    path = report_path(store, uses)
     return LiveRun(
         name=uses[0].run,
         stages=tuple(stages),
+        state=describe_state(store, uses, is_alive=is_followed),
         usd=_usd_of(store, uses),
         has_report=path.is_file(),
         verdict=verdict_of(path.with_name(RUN_FILE)),
@@ -231,6 +258,15 @@ def verdict_of(record: Path) -> str:
         return str(json.loads(record.read_text(encoding="utf-8")).get("verdict", ""))
     except (OSError, ValueError, AttributeError, RecursionError):
         return ""
+
+
+def labels_of(record: Path) -> dict[str, str]:
+    """The user's names of the models of an evaluation, by their names in its stage; empty without its record."""
+    try:
+        models = json.loads(record.read_text(encoding="utf-8"))["models"]
+        return {name: str(model["named"]) for name, model in models.items()}
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return {}
 
 
 def _stage_name(use: StageUse) -> str:

@@ -47,7 +47,7 @@ Store = Annotated[
 ModelName = Annotated[str, typer.Argument(metavar="NAME|ID", help="Name or id, as `rollouts models` shows it.")]
 Line = Annotated[
     str,
-    typer.Argument(metavar="[LINE]", help="Models of which name, small for small-1 and small-2; where several are."),
+    typer.Argument(metavar="[LINE]", help="Name of the models: small for small-1. Needed if the store has several."),
 ]
 Reason = Annotated[str, typer.Option(help="Why; kept in the history.")]
 

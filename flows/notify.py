@@ -25,7 +25,7 @@ import typer
 from flows.automations import EACH_RUN_OF_OURS, Automation, delete_automation, find_automations, put_automation
 from flows.prefect_api import RefusedError, ask
 from flows.preflight import check_writable
-from flows.server import ServerAddress, ServerError, local_server, named_url, prefect_environment
+from flows.server import ServerAddress, ServerError, local_server, named_url, use_prefect
 from flows.terminal import DEFAULT_STORE, Store, console
 from rollouts_core.config.messages import closest_name, first_line
 from rollouts_core.errors import ConfigError, InputError
@@ -69,11 +69,17 @@ PLAIN = "replace('<', '‹')|replace('>', '›')|replace('](', '] (')"
 """Filters of Jinja: names of runs and what machines said must be no links or mentions of a whole channel."""
 SUBJECT = f"{{{{ flow_run.name|{PLAIN} }}}}: {{{{ flow_run.state.name }}}}"
 BODY = (
-    "{% if flow_run.state.name == 'Suspended' %}A decision is waiting: Resume on the page of "
+    "{% if flow_run.state.name == 'Suspended' %}A decision is waiting: Resume in the menu of the page of "
     f"{{{{ flow_run.name|{PLAIN} }}}} puts its candidate into production, or rejects it.{{% else %}}"
     f"The run {{{{ flow_run.name|{PLAIN} }}}} of {{{{ flow.name }}}} is {{{{ flow_run.state.name }}}}.{{% endif %}}"
-    f"{{% if flow_run.state.message %}} {{{{ flow_run.state.message|{PLAIN} }}}}{{% endif %}} {{{{ flow_run|ui_url }}}}"
+    f"{{% if flow_run.state.message %}} {{{{ flow_run.state.message|{PLAIN} }}}}{{% endif %}} "
+    "Its page: {{ flow_run|ui_url }}"
 )
+EARLIER_BODY = (
+    "The run {{ flow_run.name }} of {{ flow.name }} is {{ flow_run.state.name }}."
+    "{% if flow_run.state.message %} {{ flow_run.state.message }}{% endif %} {{ flow_run|ui_url }}"
+)
+"""The text of messages from before runs could end as NoImprovement; they ended as failed."""
 FIRST_MESSAGE = "From now on you are told here when a run is {states}."
 
 
@@ -99,7 +105,7 @@ def notify(
             help=f"State to tell of, of {', '.join(RunState)}; repeatable. Otherwise {', '.join(DEFAULT_STATES)}.",
         ),
     ] = None,
-    remove: Annotated[bool, typer.Option("--remove", help="Tell it no more.")] = False,
+    remove: Annotated[bool, typer.Option("--remove", help="Stop its messages.")] = False,
     store: Store = DEFAULT_STORE,
 ) -> None:
     """Have Prefect send a message when runs end, fail or wait for a person; without NAME, show who is told what."""
@@ -108,7 +114,7 @@ def notify(
     url = read_url(url_variable) if url_variable else ""
     check_writable(store)
     with local_server(store) as address:
-        os.environ.update(prefect_environment(store.resolve(), address))
+        use_prefect(store, address)
         if not block:
             for line in describe_notifications(address):
                 typer.echo(line)
@@ -241,6 +247,31 @@ def describe_notifications(address: ServerAddress) -> list[str]:
     return lines or ["nobody is told anything: rollouts notify NAME --url-variable VARIABLE adds an address"]
 
 
+def renew_notifications(address: ServerAddress) -> list[str]:
+    """Replace automations that an earlier version made; returns the name of each that is told of more states now.
+
+    An automation whose text the user changed stays as it is.
+
+    Raises:
+        ServerError: the server cannot be asked.
+    """
+    renewed = []
+    for each in find_automations(address, TAG):
+        action = each["actions"][0]
+        if action.get("body") != EARLIER_BODY:
+            continue
+        states = [state for state in RunState if state.event in each["trigger"]["expect"]]
+        name = each["name"].removeprefix(NAME_PREFIX)
+        if RunState.FAILED in states:
+            states.append(RunState.NO_IMPROVEMENT)
+            renewed.append(name)
+        fresh = render_automation(
+            name, action["block_document_id"], tuple(state for state in RunState if state in states)
+        )
+        put_automation(address, {**fresh, "enabled": each["enabled"]})
+    return renewed
+
+
 def tell_by_hand(store: Path, state: RunState, subject: str, body: str) -> None:
     """Send a message about what a person changed by hand to all that are told of such a state.
 
@@ -256,7 +287,7 @@ def tell_by_hand(store: Path, state: RunState, subject: str, body: str) -> None:
                 if each["enabled"] and state.event in each["trigger"]["expect"]
             ]
             if told:
-                os.environ.update(prefect_environment(store.resolve(), address))
+                use_prefect(store, address)
             for each in told:
                 _tell(each, subject, body)
     except ServerError as error:

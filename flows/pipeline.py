@@ -226,8 +226,7 @@ def open_scope(run: RunOptions) -> RunScope:
 
 def link_live_page(scope: RunScope) -> None:
     """Show the run's live page on its page in Prefect, where somebody serves it."""
-    if (live := find_live_pages(Path(scope.store))) is not None:
-        link = live.run_url(scope.output_dir.name)
+    if link := live_url(scope):
         create_link_artifact(
             link,
             link_text="curves and samples while it runs",
@@ -236,10 +235,16 @@ def link_live_page(scope: RunScope) -> None:
         )
 
 
-def link_report(scope: RunScope, path: str) -> str:
-    """The address of the run's report where the live pages are served, else its path."""
+def live_url(scope: RunScope) -> str:
+    """The address of the run's live page; empty if the live pages are not served."""
     live = find_live_pages(Path(scope.store))
-    return f"{live.run_url(scope.output_dir.name)}/report" if live else path
+    return live.run_url(scope.output_dir.name) if live else ""
+
+
+def link_report(scope: RunScope, path: str) -> str:
+    """The address of the run's report if the live pages are served, else its path."""
+    url = live_url(scope)
+    return f"{url}/report" if url else path
 
 
 @contextmanager

@@ -18,7 +18,7 @@ SENTENCE = re.compile(r"(.+?)[.:;](?:\s|$)", re.DOTALL)
 
 
 def preset(
-    name: Annotated[str, typer.Argument(metavar="[NAME]", help="One of those that it lists without a name.")] = "",
+    name: Annotated[str, typer.Argument(metavar="[NAME]", help="Name of the preset; without it all are listed.")] = "",
 ) -> None:
     """Print the preset NAME, a configuration to start from; without NAME, list them.
 

@@ -17,8 +17,8 @@ Not here: what runs on the server (the other files of flows), which store is mea
                  prefect.db, results/, ui/ are Prefect's own
     password     what the server asks for (password.py)
 
-This module never imports prefect in the user's process, except to ask a server of PREFECT_API_URL: the environment of
-`prefect_environment` must be set before the first import.
+This module never imports prefect in the user's process, except in `use_prefect` and to ask a server of PREFECT_API_URL:
+the environment of `prefect_environment` must be set before the first import.
 """
 
 import fcntl
@@ -219,6 +219,8 @@ def prefect_environment(store: Path, address: ServerAddress) -> dict[str, str]:
         preferences["PREFECT_CLIENT_MAX_RETRIES"] = NAMED_SERVER_RETRIES
     environment = {key: os.environ.get(key) or value for key, value in preferences.items()}
     environment |= {"PREFECT_API_URL": address.api_url, "PREFECT_SERVER_ANALYTICS_ENABLED": "false"}
+    # Prefect's internal loggers have another handler: 2,000 characters for each event that a lost server misses.
+    environment["PREFECT_INTERNAL_LOGGING_LEVEL"] = "CRITICAL"
     if address.is_local:
         environment |= {
             OWN_API_URL: address.api_url,
@@ -232,6 +234,18 @@ def prefect_environment(store: Path, address: ServerAddress) -> dict[str, str]:
         }
         environment |= _home_environment(_home(store)) | _without_proxy(os.environ)
     return environment
+
+
+def use_prefect(store: Path, address: ServerAddress) -> None:
+    """Set the environment for Prefect's client in this process, and set up Prefect's logging by it.
+
+    Importing flows sets the logging up as well. For commands that import only blocks: otherwise Python prints Prefect's
+    warnings on the terminal.
+    """
+    os.environ.update(prefect_environment(store.resolve(), address))
+    from prefect.logging.configuration import setup_logging
+
+    setup_logging()
 
 
 def run_url(address: ServerAddress, flow_run_id: str) -> str:

@@ -39,6 +39,10 @@ LATEST = 5
 """So many runs that ended are shown, besides all that did not."""
 MANY = 200
 """So many are looked through where others may have run most of them; Prefect's server answers no more at once."""
+TOLD_TYPES = ("COMPLETED", "FAILED", "CRASHED")
+"""States whose message says more than their name."""
+OF_PREFECT = re.compile(r"^Flow run encountered an exception: (\w+: )?")
+"""Words that Prefect puts before the message of an exception."""
 UNDER_WAY = ("SCHEDULED", "PENDING", "RUNNING", "PAUSED", "CANCELLING")
 FLOWS = {"name": {"any_": [FLOW, RETRAIN_FLOW, EVALUATE_FLOW]}}
 NOT_ENDED = {"flows": FLOWS, "flow_runs": {"state": {"type": {"any_": UNDER_WAY}}}}
@@ -69,8 +73,8 @@ class GoingJob:
         return f"{self.run_dir} {state} on {self.node}{waits}{owner}"
 
 
-def describe_runs(address: ServerAddress, store: Path) -> list[str]:
-    """A line for every run that has not ended, and for the latest that have."""
+def describe_runs(address: ServerAddress, store: Path) -> list[list[str]]:
+    """The lines about every run that has not ended, and about the latest that have."""
     latest = {**ENDED, "sort": "END_TIME_DESC", "limit": LATEST if address.is_local else MANY}
     ended = of_store(address, store, ask(address, "POST", "/flow_runs/filter", latest))[:LATEST]
     # From the earliest on: what schedules foresee is more than the server answers at once, and comes last.
@@ -86,14 +90,13 @@ def describe_runs(address: ServerAddress, store: Path) -> list[str]:
     registered = models_of_runs(store)
     uses = uses_of_runs(store)
     return [
-        "  ".join(
-            (
-                describe_run(run, tasks, nodes, address),
-                *describe_progress(store, run, uses.get(run["id"], [])),
-                *early.get(run["id"], []),
-                *(f"made {model}" for model in registered.get(short_id(run["id"]), [])),
-            )
-        )
+        [
+            describe_run(run, tasks, nodes),
+            *describe_progress(store, run, uses.get(run["id"], [])),
+            *early.get(run["id"], []),
+            *(f"made {model}" for model in registered.get(short_id(run["id"]), [])),
+            run_url(address, run["id"]),
+        ]
         for run in [*runs, *ended]
     ]
 
@@ -116,16 +119,15 @@ def uses_of_runs(store: Path) -> dict[str, list[StageUse]]:
 
 
 def describe_progress(store: Path, run: Mapping[str, Any], uses: Sequence[StageUse]) -> list[str]:  # Any: JSON
-    """How far a run is, or why it failed, and the name by which `cancel`, `finish` and `evaluate` know it."""
-    said = []
+    """How far a run is, what it waits for, or how it ended and why."""
+    said = ""
     if run["state_type"] == "RUNNING" and uses:
-        stage = load_run(store, uses).stages[-1]
-        said.append(describe_readable(stage, now=time.time()).state)
-    if run["state_type"] in ("FAILED", "CRASHED") and (reason := run["state"].get("message")):
-        said.append(first_line(RuntimeError(reason)))
-    # A run that came to no stage has no folder of results: its id names it.
-    said.append(f"name {uses[0].run if uses else run['id']}")
-    return [shown_lines(each).replace("\n", " ") for each in said]
+        said = describe_readable(load_run(store, uses).stages[-1], now=time.time()).state
+    elif run["state_type"] == "PAUSED":
+        said = "a decision is waiting: Resume in the menu of its page puts its candidate into production, or rejects it"
+    elif (run["state_type"] in TOLD_TYPES or run["state_name"] == "AwaitingRetry") and run["state"].get("message"):
+        said = OF_PREFECT.sub("", first_line(RuntimeError(run["state"]["message"])))
+    return [shown_lines(said).replace("\n", " ")] if said else []
 
 
 def early_ends(store: Path, run_ids: Collection[str]) -> dict[str, list[str]]:
@@ -182,9 +184,8 @@ def describe_run(
     run: Mapping[str, Any],  # Any: JSON
     tasks: list[dict[str, Any]],  # Any: JSON
     nodes: Mapping[str, str],
-    address: ServerAddress,
 ) -> str:
-    """The name of a run, its stage, since when, where, and its page."""
+    """The name by which `cancel`, `finish` and `evaluate` know a run, its state and stage, since when, and where."""
     # A task run of an attempt that was killed stays Running for ever.
     own = [each for each in tasks if each["flow_run_id"] == run["id"] and each["start_time"]]
     last = max(own, key=lambda each: str(each["start_time"]), default=None)
@@ -192,17 +193,21 @@ def describe_run(
     is_foreseen = run["state_type"] == "SCHEDULED" and run["auto_scheduled"]
     began = last["start_time"] if is_running and last else run["state"]["timestamp"]
     when = f"for {_clock(run['expected_start_time'])}" if is_foreseen else f"since {_clock(began)}"
-    name = SUFFIX.sub("", last["name"]) if is_running and last else ""
-    stage = f"{run['state_name']:<10} {name:<14}"
+    stage = f", {SUFFIX.sub('', last['name'])}" if is_running and last else ""
     provider = parameter_of(run, "node").get("provider", "local")
     where = nodes.get(run["id"], provider)
-    line = f"{name_of_run(run):<20} {stage} {when} on {where}  {run_url(address, run['id'])}"
+    line = f"{full_name(run):<20} {run['state_name']}{stage} {when} on {where}"
     return shown_lines(line).replace("\n", " ")  # on a server of several people names are what others wrote
 
 
 def name_of_run(run: Mapping[str, Any]) -> str:  # Any: JSON
     """What a run is called, or will be: until it begins, Prefect has two random words for it."""
     return str((not run.get("start_time") and parameter_of(run, "run").get("name")) or run["name"])
+
+
+def full_name(run: Mapping[str, Any]) -> str:  # Any: JSON
+    """The name of the folder of a run's results, which no other run has."""
+    return f"{name_of_run(run)}-{short_id(run['id'])}"
 
 
 def parameter_of(run: Mapping[str, Any], name: str) -> Mapping[str, Any]:  # Any: JSON

@@ -36,6 +36,7 @@ from flows.deployments import (
 )
 from flows.gpu_slots import DEFAULT_GPU_SLOTS, save_gpu_slots
 from flows.live import find_live_pages
+from flows.notify import renew_notifications
 from flows.password import password_file
 from flows.preflight import check_writable
 from flows.quickstart_files import quickstart_folder, write_missing_quickstart
@@ -106,21 +107,27 @@ def up(
     check_writable(store)
     check_server(store)
     is_new = False
-    console.print("prefect        looking for a server (one with a new database takes eight seconds)")
+    console.print("prefect        looking for the server, and starting one if none runs (about eight seconds)")
 
     def begin(address: ServerAddress) -> None:
         nonlocal is_new
         is_new = begin_serving(store.resolve(), own, gpu_slots=gpu_slots)
         console.print(f"server         {address.ui_url}", markup=False)
         console.print(
-            "deployments    starting the process that serves them" if is_new else "deployments    offering them"
+            "deployments    registering them, and starting the process that serves them"
+            if is_new
+            else "deployments    registering them"
         )
 
     with local_server(store, port=port, meanwhile=begin) as address:
         serving = wait_until_served(store.resolve(), gpu_slots=gpu_slots)
         if port and not named_url():
             remember_port(store.resolve() / "prefect", port)
-    console.print(f"{'started' if is_new else 'joined'}        process {serving.pid}, which outlives this terminal")
+        for name in renew_notifications(address):
+            said = f"{name} now gets messages of no-improvement, too: such runs no longer count as failed"
+            console.print(f"notify         {said}", markup=False)
+    how = "started" if is_new else "joined"
+    console.print(f"{how:<14} process {serving.pid}, which serves them, also when this terminal is closed")
     console.print(f"deployments    {describe_deployments(serving)}")
     if named := offered_name(store.resolve(), ""):
         console.print(f"named          NAME{named} at this server, which other stores may use, too", markup=False)
@@ -131,13 +138,17 @@ def up(
     if live := find_live_pages(store):
         console.print(f"watch runs     {live.url}", markup=False)
     if address.password:
+        user, _, _ = address.password.partition(":")
         console.print(f"log in with    {address.password}", markup=False)
+        said = f"as it stands in Prefect; on the pages to watch as user {user} with what follows the colon"
+        console.print(f"               {said}", markup=False)
         console.print(f"               (kept in {password_file(store.resolve() / 'prefect')})", markup=False)
     if port and f":{port}/" not in address.api_url:
         console.print(
             f"port           {port} was asked for, but the store's server was up already; the next one takes it"
         )
-    console.print(f"more           rollouts status{at_store}, rollouts down{at_store}", markup=False, soft_wrap=True)
+    console.print(f"see the runs   rollouts status{at_store}", markup=False, soft_wrap=True)
+    console.print(f"end it         rollouts down{at_store} (what trains goes on)", markup=False, soft_wrap=True)
 
 
 def down(store: Store = DEFAULT_STORE) -> None:
@@ -198,8 +209,11 @@ def status(store: Store = DEFAULT_STORE) -> None:
         typer.echo("serving      none: rollouts up starts it")
     if live := find_live_pages(store):
         typer.echo(f"live pages   {live.url}")
-    for line in describe_runs(address, store.resolve()) if address else []:
-        typer.echo(f"run          {line}")
+    runs = describe_runs(address, store.resolve()) if address else []
+    for lines in runs:
+        typer.echo("\n             ".join((f"run          {lines[0]}", *lines[1:])))
+    if runs:
+        typer.echo("             (rollouts cancel, finish and evaluate take the name of a run)")
     for line in describe_reports(store) if not address else []:
         typer.echo(f"report       {line}")
     for job in going_jobs(store.resolve()):

@@ -18,11 +18,8 @@ NUM_RESAMPLES = 10_000
 LEAST_P_VALUE = 1 / (1 + NUM_RESAMPLES)
 """No comparison has a smaller one."""
 CONFIDENCE = 0.95
-VERDICT_SCOPE = (
-    "The p-value is about this checkpoint against its start on these prompts, not about the recipe: another seed "
-    "trains another checkpoint, which may score several points better or worse."
-)
-"""Shown beside a verdict."""
+VERDICT_SCOPE = "p is about this checkpoint on these rows, not about the recipe"
+"""Ends every verdict: another seed trains another checkpoint, which may score several points better or worse."""
 MAX_EFFECTIVE_ROWS = 1_000.0
 """A row counts as at most so many rows of 0 and 1, also if all scores are equal."""
 MAX_NUMBERS = 1 << 21
@@ -145,13 +142,13 @@ def judge_improvement(
     p_value = "p < 0.001" if comparison.p_value < 0.001 else f"p = {comparison.p_value:.3g}"
     figures = f"mean score {before:.3f} -> {after:.3f} on the same {len(baseline)} held-out rows, {p_value}"
     if max_p_value >= 1:
-        sentence = f"{names[1]} counts without a test against {names[0]}: {figures}"
+        sentence = f"{names[1]} counts without a test against {names[0]}: {figures}; {VERDICT_SCOPE}"
         return Verdict(is_accepted=True, is_improvement=None, sentence=sentence)
     more = f" by more than {margin:g}" if margin else ""
     claim = f"improved on {names[0]}{more}" if is_accepted else f"did not improve on {names[0]}{more} beyond noise"
     if margin < 0:
         claim = f"{'is at most' if is_accepted else 'may be more than'} {-margin:g} worse than {names[0]}"
-    sentence = f"{names[1]} {claim}: {figures} (at most {max_p_value:g} counts)"
+    sentence = f"{names[1]} {claim}: {figures} (at most {max_p_value:g} counts); {VERDICT_SCOPE}"
     return Verdict(is_accepted=is_accepted, is_improvement=is_accepted, sentence=sentence)
 
 

@@ -21,14 +21,13 @@ from rollouts_core.report import describe_results, render_results_markdown
 from rollouts_core.report.markdown import as_code, escaped
 from rollouts_core.system.files import write_json
 from tasks.model_names import NamedModel, find_named_model, with_heldout
-from tasks.places import note_named
+from tasks.places import EVALUATION_FILE, note_named
 from tasks.progress import StageProgress
 from tasks.records import RunScope, StageRecord, artifact_key
 from tasks.retries import TRIED_AGAIN
 
 BASELINE, MODEL = "baseline", "model"
 """What an evaluation calls its models, whatever they were named by: who scores the same again finds it."""
-RECORD = "evaluation.json"
 
 
 @task(name="inputs", **TRIED_AGAIN)
@@ -41,8 +40,8 @@ def find_inputs(
         scored = with_heldout(config, data, store, progress.say)
         named = {BASELINE: against, MODEL: model} if against else {MODEL: model}
         found = {name: find_named_model(given, config, store, progress.say) for name, given in named.items()}
-        for each in found.values():
-            progress.say(f"{each.title}: {each.model.path}")
+        for name, each in found.items():
+            progress.say(f"{name} is {each.title}: {each.model.path}")
         note_named([scored.data.heldout, *(each.model.path for each in found.values())], store)
     return scored, found
 
@@ -57,11 +56,11 @@ def as_inputs(found: Mapping[str, NamedModel]) -> dict[str, InputModel]:
 @task(name="report", cache_policy=NO_CACHE)
 def write_evaluation(
     record: StageRecord, found: Mapping[str, NamedModel], data: str, scope: RunScope
-) -> tuple[str, str]:
-    """Write evaluation.json into the run's folder and show the table; returns the file and what was found, in words."""
+) -> tuple[str, str, str]:
+    """Write evaluation.json into the run's folder and show the table; returns the file, the table and the finding."""
     results = describe_results(Path(record.run_dir), {name: each.title for name, each in found.items()})
     scored = {entry["name"]: entry for entry in record.result["checkpoints"]}
-    path = scope.output_dir / RECORD
+    path = scope.output_dir / EVALUATION_FILE
     path.parent.mkdir(parents=True, exist_ok=True)
     write_json(
         path,
@@ -117,4 +116,4 @@ def write_evaluation(
     finding = results.finding if results.differences else said
     with StageProgress("report") as progress:
         progress.say(f"{path}: {finding}")
-    return str(path), render_results_markdown(results)
+    return str(path), render_results_markdown(results), finding

@@ -18,6 +18,8 @@ from typing import Any
 from infra.ledger import LEDGER_FILE, Ledger
 
 STAGES, RUNS, INPUTS = "stages", "runs", "inputs"
+EVALUATION_FILE = "evaluation.json"
+"""In a run's folder: the record of an evaluation."""
 NAMES = {
     STAGES: re.compile(r"[a-z][a-z-]*-[0-9a-f]{16}(-\d+)?"),
     RUNS: re.compile(r".+-[0-9a-f]{8}"),

@@ -5,6 +5,7 @@ Not here: building them (plan.py), running them (stage.py).
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any, Literal
 
@@ -61,8 +62,9 @@ class RunScope(TaskRecord):
 
 
 def artifact_key(kind: str, scope: RunScope) -> str:
-    """The key of an artifact of the run in Prefect, where a card opens the newest artifact of its key."""
-    return f"{kind}-{scope.run_id}"
+    """The key of an artifact of the run in Prefect: the title of its card, which opens the newest one of the key."""
+    name = re.sub(r"[^a-z0-9]+", "-", scope.run_name.lower()).strip("-")
+    return f"{kind}-{name}-{short_id(scope.run_id)}"
 
 
 class Stage(TaskRecord):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +54,8 @@ class LiveStage:
     """The attempt of that record."""
     is_followed: bool = True
     """Whether a process of the run lives."""
+    labels: Mapping[str, str] = field(default_factory=dict)
+    """What people call models that the stage scores, by their names in it; others are called by these names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +64,8 @@ class LiveRun:
 
     name: str
     stages: tuple[LiveStage, ...]
+    state: str
+    """Whether it is running, or what it left, in a few words."""
     usd: float | None
     """What its rented machines have cost so far; None where none was rented."""
     has_report: bool
@@ -109,7 +113,7 @@ def render_live(run: LiveRun, *, script_nonce: str, now: float) -> str:
 
 
 def render_runs(runs: Sequence[Mapping[str, str]]) -> str:
-    """The list of runs; each has a key for its address, a name, the stage that it is at, and when it began."""
+    """The list of runs; each has a key for its address, a name, its last stage, its state, and when it began."""
     return page_templates().get_template("live_runs.html.jinja").render(runs=runs)
 
 
@@ -184,7 +188,7 @@ def describe_state(
     if stage.ended and stage.ended_attempt >= latest_attempt:
         return f"{stage.ended}, {f'at step {step:,}{of}' if metrics else 'before its first step'}"
     if not stage.is_followed:
-        silent = f", the last numbers {format_seconds(max(0.0, now - metrics[-1]['time']))} ago" if metrics else ""
+        silent = f", last numbers {format_seconds(max(0.0, now - metrics[-1]['time']))} ago" if metrics else ""
         return f"{f'step {step:,}{of}' if metrics else 'no step'}{silent}, and no process of the run is left"
     if events and events[-1]["event"] == "waits_for_gpus":
         return str(events[-1]["message"])
@@ -192,7 +196,7 @@ def describe_state(
     if not metrics:
         return f"under way {took}"
     silent_s = max(0.0, now - metrics[-1]["time"])
-    sentences = [f"step {step:,}{of}", f"{took}, the last numbers {format_seconds(silent_s)} ago"]
+    sentences = [f"step {step:,}{of}", f"running {took}, last numbers {format_seconds(silent_s)} ago"]
     if left_s := seconds_left(metrics, stage.num_steps):
         sentences.insert(1, f"about {format_seconds(left_s)} left")
     return ", ".join(sentences)
@@ -203,7 +207,9 @@ def describe_scores(stage: LiveStage, files: RunDirectory) -> str:
     result = files.read_result() or {}
     if not {"metric", "best"} <= result.keys():
         return "finished"
-    return f"finished: {describe_found(stage.run_dir, is_selection=stage.name.startswith('select-'))}"
+    return (
+        f"finished: {describe_found(stage.run_dir, is_selection=stage.name.startswith('select-'), labels=stage.labels)}"
+    )
 
 
 def seconds_left(metrics: Sequence[Mapping[str, float]], num_steps: int) -> float | None:

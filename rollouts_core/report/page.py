@@ -18,7 +18,7 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from rollouts_core.comparison import NUM_RESAMPLES, VERDICT_SCOPE
+from rollouts_core.comparison import NUM_RESAMPLES
 from rollouts_core.job import EvalJob
 from rollouts_core.report.charts import format_seconds
 from rollouts_core.report.curves import load_curves
@@ -53,7 +53,6 @@ def render_report(report: ReportInput) -> str:
             report=report,
             mode=MODES.get(report.mode, report.mode),
             results=results,
-            verdict_scope=VERDICT_SCOPE,
             trainings=describe_trainings(report),
             curve_sections=load_curves(report),
             selections=load_selections(report),
@@ -109,7 +108,6 @@ def render_summary_markdown(report: ReportInput) -> str:
     results = load_results(report)
     heading = {True: "Improvement", False: "No improvement", None: "Result"}[report.is_improvement]
     lines = [f"# {escaped(report.run_name)}", "", f"**{heading}.** {escaped(report.verdict or results.finding)}", ""]
-    lines += [VERDICT_SCOPE, ""] if report.verdict else []
     lines += [render_results_markdown(results), ""]
     costs = format_costs(report)
     cells = [f" {cost} |" for cost in costs] or [""] * len(report.stages)

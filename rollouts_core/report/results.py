@@ -169,8 +169,14 @@ def describe_results(
     )
 
 
-def describe_found(evaluation_dir: Path, *, is_selection: bool) -> str:
-    """What an evaluation found, in words: the chosen checkpoint with score and interval, or the score of each model."""
+def describe_found(
+    evaluation_dir: Path, *, is_selection: bool, labels: Mapping[str, str] = MappingProxyType({})
+) -> str:
+    """What an evaluation found, in words: the chosen checkpoint with score and interval, or the score of each model.
+
+    Args:
+        labels: what people call models, by their name in the evaluation; others keep that name.
+    """
     evaluated = load_evaluation(evaluation_dir)
     display = choose_display(evaluated)
     shown = []
@@ -180,7 +186,7 @@ def describe_found(evaluation_dir: Path, *, is_selection: bool) -> str:
         interval = f"95 % interval {_plain(low, display)} to {_plain(high, display)}{display.unit}"
         score = f"{display.title} {mean}{display.unit} ({interval})"
         if not is_selection:
-            shown.append(f"{scored.name} {score}")
+            shown.append(f"{labels.get(scored.name, scored.name)} has {score}")
         elif scored.name == evaluated.best:
             shown.append(f"{scored.name} is chosen of {len(evaluated.checkpoints)}, {score}")
     return "; ".join(shown)

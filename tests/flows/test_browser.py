@@ -18,10 +18,12 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from flows.prefect_api import ask
 from flows.server import local_server
 from infra.ssh.login_keys import read_public_key
 from tests.flows.conftest import Rollouts
 from tests.flows.test_faults import LONG, exits_of, program_of, run_dir
+from tests.flows.test_notify import make_run, set_state
 from tests.flows.test_up import (  # noqa: F401
     address_of,
     api,
@@ -82,7 +84,7 @@ def keep_picture(page: Page, name: str) -> None:
 @contextmanager
 def live_page(page: Page, rollouts: Rollouts, run_id: str, path: str = "") -> Iterator[Page]:
     """The page that a run links, or one below it, in a browser that has logged in there."""
-    of_run = {"artifacts": {"flow_run_id": {"any_": [run_id]}, "key": {"any_": [f"live-{run_id}"]}}}
+    of_run = {"artifacts": {"flow_run_id": {"any_": [run_id]}, "key": {"any_": [f"live-small-{run_id[:8]}"]}}}
     (artifact,) = api(rollouts, "POST", "/artifacts/filter", of_run)
     link = re.search(r"http://127\.0\.0\.1:\d+/runs/[\w-]+", artifact["data"])
     assert link is not None, artifact
@@ -120,11 +122,25 @@ def test_the_ui_asks_nothing_but_this_machine(rollouts: Rollouts, page: Page) ->
         page.goto(address.ui_url, wait_until="networkidle")
         page.locator("input[type=password]").fill(address.password)
         page.keyboard.press("Enter")
-        for path in ("dashboard", "deployments", "settings", "blocks/catalog"):
+        run = make_run(address, "small")
+        set_state(address, run, "completed")
+        picture = "# Report\n\n![](https://pictures.example/one.png)"
+        artifact = {"key": "report-small", "type": "markdown", "data": picture, "flow_run_id": run}
+        shown = ask(address, "POST", "/artifacts/", artifact)["id"]
+        for path in ("dashboard", "deployments", "settings", "automations"):
             page.goto(f"{address.ui_url}/{path}", wait_until="networkidle")
+        for tab in ("Logs", "Artifacts", "Details", "Parameters"):
+            page.goto(f"{address.ui_url}/runs/flow-run/{run}?tab={tab}", wait_until="networkidle")
+            page.get_by_role("tab", name=tab, selected=True).wait_for()
+        page.goto(f"{address.ui_url}/artifacts", wait_until="networkidle")
+        page.get_by_text("report-small").first.wait_for()
+        page.goto(f"{address.ui_url}/artifacts/artifact/{shown}", wait_until="networkidle")
+        page.locator("img").wait_for(state="attached")
+        page.goto(f"{address.ui_url}/blocks/catalog", wait_until="networkidle")
         keep_picture(page, "blocks")
         page.goto(address.ui_url.removesuffix("/v2"), wait_until="networkidle")
     assert len(asked) > 50, asked
+    assert any("pictures.example" in url for url in refused), "the artifact was shown"
     assert {
         urlsplit(url).hostname for url in asked if url not in refused and not url.startswith(("data:", "blob:"))
     } == {"127.0.0.1"}

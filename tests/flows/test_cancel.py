@@ -62,6 +62,7 @@ def test_a_run_of_a_terminal_that_lives_is_cancelled_and_waited_for(rollouts: Ro
     assert asking.wait(60) == 0, other.said()
     assert f"{name}: cancelled" in other.said()
     assert process.wait(30) == 130, rollouts.said()
+    assert "rollouts: the run was cancelled in Prefect, or set to an ended state there. What is" in rollouts.said()
     assert json.loads((sft / "exit-1.json").read_text())["cancelled"]
     verify_checkpoint(list_checkpoints(sft / "checkpoints")[-1])
     assert_nothing_is_left(rollouts)
@@ -89,7 +90,8 @@ def test_pause_changes_nothing_and_delete_on_the_page_of_a_run_cancels_it(rollou
         assert ask(address, "GET", page)["state"]["message"] == NOT_PAUSED
         ask(address, "DELETE", page)
         assert process.wait(60) == 1, rollouts.said()
-    assert rollouts.said().endswith("rollouts: the run was deleted in Prefect, and ended: the same command goes on\n")
+    ending = "rollouts: the run was deleted in Prefect, and ended\nWhat is finished is kept: the same command goes on"
+    assert f"{ending} from there.\n" in rollouts.said()
     assert "Traceback" not in rollouts.said()
     assert json.loads((sft / "exit-1.json").read_text())["cancelled"]
     assert_nothing_is_left(rollouts)

@@ -27,9 +27,10 @@ from typer.core import TyperGroup
 from typer.main import get_command
 from typer.testing import CliRunner
 
-from flows.cli import app, render_curl, run_pipeline
+from flows.cli import app, explain_server, render_curl, run_pipeline
 from flows.form import Pipeline, load_pipeline
 from flows.pipeline import PipelineResult
+from flows.server import ServerAddress
 from infra.ledger import LEDGER_FILE, Ledger
 from infra.ledger_file import LedgerFile
 from infra.node import SSHNode
@@ -438,6 +439,24 @@ def test_a_text_that_is_too_long_for_a_path_is_one_sentence(
     assert outcome.exit_code == 2, outcome.output
     said = r"rollouts: .*\.\.\. is too long for a path or a name: it has 3\d\d characters: correct it\n"
     assert re.fullmatch(said, outcome.stderr), outcome.stderr
+
+
+def test_a_server_that_is_gone_is_named_in_one_sentence_and_other_services_are_not_taken_for_it() -> None:
+    """The run ended with the traceback of a client, 60 lines long."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        url = f"http://127.0.0.1:{probe.getsockname()[1]}/api"
+    with pytest.raises(httpx.ConnectError) as refused:
+        httpx.get(f"{url}/health")
+    explained = explain_server(refused.value, ServerAddress(api_url=url, ui_url=""))
+    assert str(explained).startswith(f"the Prefect server at {url} does not answer any more, so that the run ended (")
+    assert explain_server(refused.value, ServerAddress(api_url="http://elsewhere/api", ui_url="")) is None
+    assert explain_server(ValueError("a bug"), ServerAddress(api_url=url, ui_url="")) is None
+
+
+def test_the_text_of_a_help_is_broken_by_the_terminal_alone() -> None:
+    """It was broken where the source is, too: a word stood alone on every other line."""
+    outcome = CliRunner().invoke(app, ["cancel", "--help"], env={"COLUMNS": "200", "TERMINAL_WIDTH": "200"})
+    assert "keeps its machine. A new run with the same settings goes on from the checkpoint." in outcome.output
 
 
 def test_asking_about_a_store_that_is_none_makes_none(tmp_path: Path) -> None:

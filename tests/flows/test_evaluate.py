@@ -7,6 +7,7 @@ with, or do again what was done.
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,7 @@ def test_models_are_scored_as_their_run_scored_them_once_and_from_everywhere(
 
     code, output = served.run("evaluate", str(config), "candidate", "--against", "base")
     assert code == 0, output
+    assert "model is candidate (mine-1): " in output and "baseline is base: " in output
     assert "| candidate (mine-1)  |" in output and "| base  |" in output
     assert "of candidate (mine-1) is" in output and "that of base" in output
     [record] = records(served)
@@ -100,10 +102,12 @@ def test_models_are_scored_as_their_run_scored_them_once_and_from_everywhere(
     run_id = trigger(served, "small-evaluate", "evaluate.model=mine-1", "evaluate.against=production")
     wait_for_state(served, run_id, "COMPLETED")
     assert [each["named"] for each in records(served)[-1]["models"].values()] == ["production (mine-2)", "mine-1"]
-    question = {"artifacts": {"flow_run_id": {"any_": [run_id]}, "key": {"any_": [f"scores-{run_id}"]}}}
+    question = {"artifacts": {"flow_run_id": {"any_": [run_id]}, "type": {"any_": ["table"]}}}
     [table] = api(served, "POST", "/artifacts/filter", question)
     rows = json.loads(table["data"])
     assert [row["model"] for row in rows] == ["production (mine-2)", "mine-1", "difference"]
+    said = api(served, "GET", f"/flow_runs/{run_id}")["state"]["message"]
+    assert "of mine-1 is" in said and re.search(r"; the scores are at http://127\.0\.0\.1:\d+/runs/\S+$", said), said
     failed = trigger(served, "small-evaluate", "evaluate.model=gone")
     wait_for_state(served, failed, "FAILED")
     assert "there is no model gone" in api(served, "GET", f"/flow_runs/{failed}")["state"]["message"]

@@ -56,6 +56,7 @@ def test_a_killed_rl_fails_the_run_and_the_same_command_goes_on_from_its_checkpo
     os.kill(program_of(rl), signal.SIGKILL)
     assert process.wait(60) == 1
     assert "signal 9 killed it" in rollouts.said()
+    assert rollouts.said().endswith("What is finished is kept: the same command goes on from there.\n")
     assert "Traceback" not in rollouts.said()
     assert_nothing_is_left(rollouts)
 

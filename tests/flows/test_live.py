@@ -181,7 +181,7 @@ def test_a_stage_that_ended_without_a_result_says_how_and_tells_no_time_left(
 ) -> None:
     """The page of a cancelled run said for good that nine minutes were left."""
     with Ledger(store / LEDGER_FILE) as ledger, ledger.living_run("0123456789abcdef"):
-        assert " left, for" in visitor.get("/runs/mine-01234567").text
+        assert " left, running for" in visitor.get("/runs/mine-01234567").text
         kinds = dict.fromkeys(("cancelled", "timeout", "lease_expired", "oom"), False)
         times = {"seconds": 90.0, "started_at": "2026-11-28T11:00:00+00:00", "ended_at": "2026-11-28T12:00:00+00:00"}
         numbers = {"attempt": 1, "code": 143, "leftover_processes": 0, "restarts": 0, "signal": None}
@@ -189,16 +189,27 @@ def test_a_stage_that_ended_without_a_result_says_how_and_tells_no_time_left(
         (store / "stages/rl-1/exit-1.json").write_text(json.dumps(written))
         page = visitor.get("/runs/mine-01234567").text
         assert (
-            words in page and "at step 5 of 10" in page and " left, for" not in page and "the last numbers" not in page
+            words in page
+            and "at step 5 of 10" in page
+            and " left, running for" not in page
+            and "last numbers" not in page
         )
         with (store / "stages/rl-1/events.jsonl").open("a") as events:
             events.write(json.dumps({"event": "started", "attempt": 2, "time": NOW}) + "\n")
-        assert " left, for" in visitor.get("/runs/mine-01234567").text, "a second attempt is under way"
+        assert " left, running for" in visitor.get("/runs/mine-01234567").text, "a second attempt is under way"
 
 
 def test_a_run_without_a_process_or_an_exit_record_tells_no_time_left(store: Path, visitor: httpx.Client) -> None:
     page = visitor.get("/runs/mine-01234567").text
     assert "step 5 of 10" in page and "no process of the run is left" in page and "about" not in page
+    assert "not running, no report · 1 stage<" in page
+    assert visitor.get("/").text.count("<td>not running, no report</td>") == 2
+    (store / "runs/mine-01234567").mkdir(parents=True)
+    (store / "runs/mine-01234567/report.html").touch()
+    assert "<td>has a report</td>" in visitor.get("/").text
+    with Ledger(store / LEDGER_FILE) as ledger, ledger.living_run("0123456789abcdef"):
+        assert "<td>running</td>" in visitor.get("/").text
+        assert "running · 1 stage<" in visitor.get("/runs/mine-01234567").text
 
 
 def test_a_selection_shows_which_checkpoint_was_chosen_and_an_evaluation_names_its_models(
@@ -217,8 +228,14 @@ def test_a_selection_shows_which_checkpoint_was_chosen_and_an_evaluation_names_i
             ledger.note_use(stage, "0123456789abcdef", run="mine-01234567", num_steps=2)
     page = visitor.get("/runs/mine-01234567").text
     assert "step_000002 is chosen of 2, accuracy 80.0 % (95 % interval 49.0 to 94.3 %)" in page
-    assert "step_000002 accuracy 80.0 %" in page and "step_000004 accuracy 30.0 %" in page
+    assert "step_000002 has accuracy 80.0 %" in page and "step_000004 has accuracy 30.0 %" in page
     assert "score <b>" not in page
+    record = {"models": {"step_000002": {"named": "production (mine-2)"}, "step_000004": {"named": HOSTILE}}}
+    (store / "runs/mine-01234567").mkdir(parents=True, exist_ok=True)
+    (store / "runs/mine-01234567/evaluation.json").write_text(json.dumps(record))
+    page = visitor.get("/runs/mine-01234567").text
+    assert "production (mine-2) has accuracy 80.0 %" in page and HOSTILE not in page
+    assert "step_000002 is chosen of 2" in page, "a checkpoint is called by its name"
 
 
 def test_the_report_is_there_when_it_is_written(store: Path, visitor: httpx.Client) -> None:
@@ -268,7 +285,7 @@ def test_a_stage_says_how_far_it_is_and_what_happened_last(tmp_path: Path) -> No
     run_dir = write_rl(tmp_path / "rl")
     stage = LiveStage(name="rl", run_dir=run_dir, num_steps=10, began_at=NOW - 100)
     shown = describe_stage(stage, now=NOW)
-    assert shown.state == "step 5 of 10, about 50.0 s left, for 1 min 40 s, the last numbers 50.0 s ago"
+    assert shown.state == "step 5 of 10, about 50.0 s left, running for 1 min 40 s, last numbers 50.0 s ago"
     assert shown.done == 50.0 and ("reward", "0.5") in shown.numbers
     assert [chart.title for chart in shown.charts] == ["Reward", "Completion length"]
     assert shown.samples_of == "step 4"
@@ -335,10 +352,10 @@ def test_the_time_left_is_told_from_the_latest_attempt(tmp_path: Path) -> None:
 def test_who_watches_a_store_that_does_not_exist_is_told_so(rollouts_without_server: Rollouts) -> None:
     watching = rollouts_without_server.start("watch")
     try:
-        rollouts_without_server.wait_until_said("log in with", watching)
+        rollouts_without_server.wait_until_said("log in as rollouts with the password ", watching)
     finally:
         watching.send_signal(signal.SIGINT)
-        watching.wait(30)
+        assert watching.wait(30) == 0 and "interrupted" not in rollouts_without_server.said()
     assert f"{rollouts_without_server.store} did not exist: its runs" in rollouts_without_server.said().replace(
         "\n", ""
     )

@@ -22,6 +22,8 @@ from flows.certificate import own_certificate, server_context
 from flows.password import basic_authorization
 from tests.flows.conftest import ROOT, clean_environment, copy_home
 from tests.flows.shared_server import free_port
+from tests.flows.test_models_cli import register
+from tests.flows.test_notify import WebhookServer, webhook  # noqa: F401
 from tests.processes import dies_with_us
 from tests.waiting import wait_until
 
@@ -151,6 +153,20 @@ def test_every_command_passes_a_private_authority_a_proxy_and_tokens_against_for
         assert code == 0, said
     finally:
         guarded.rollouts("down", **settings)
+
+
+def test_a_promotion_by_hand_is_told_through_a_teams_server(
+    guarded: Guarded,
+    webhook: WebhookServer,  # noqa: F811
+) -> None:
+    """The command itself sends the message, by the block that the team's server keeps."""
+    settings = PASSING | {"PREFECT_API_SSL_CERT_FILE": str(guarded.authority)}
+    register(guarded.folder / "store", 1)
+    code, said = guarded.rollouts("notify", "team", "--url-variable", "TEAM_URL", TEAM_URL=webhook.url, **settings)
+    assert code == 0, said
+    code, said = guarded.rollouts("models", "promote", "small-1", **settings)
+    assert (code, len(said.splitlines())) == (0, 1), said
+    assert [each["subject"] for each in webhook.messages] == ["rollouts", "small-1: Promoted"]
 
 
 def run_is_completed(guarded: Guarded, settings: dict[str, str]) -> bool:

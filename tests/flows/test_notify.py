@@ -16,17 +16,29 @@ import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from uuid import uuid4
 
 import pytest
 from typer.testing import CliRunner
 
+from flows.automations import delete_automation, find_automations
 from flows.cli import app
 from flows.keeper import EARLIER_EVENT_WAIT
-from flows.notify import DEFAULT_STATES, RunState, render_automation
+from flows.notify import (
+    BODY,
+    DEFAULT_STATES,
+    EARLIER_BODY,
+    TAG,
+    RunState,
+    describe_notifications,
+    render_automation,
+    renew_notifications,
+)
 from flows.prefect_api import ask
 from flows.server import ServerAddress, local_server, prefect_environment, run_url
 from tests.flows.conftest import Rollouts
 from tests.flows.shared_server import AUTH, SharedServer, free_port
+from tests.flows.test_models_cli import register
 from tests.flows.test_server import keeper_pid, processes_of
 from tests.waiting import wait_until
 
@@ -190,7 +202,7 @@ def test_a_webhook_is_told_of_the_states_that_were_asked_for_until_it_is_removed
     failed, promoted = sorted(webhook.messages[2:], key=lambda message: message["subject"])
     assert (failed["subject"], promoted["subject"]) == ("small-1: Failed", "small-1: Promoted")
     # What a run says is text, not a template.
-    assert failed["text"].startswith("The run small-1 of sft-rl is Failed. rl: out of {{ flow_run.id }} memory http")
+    assert failed["text"].startswith("The run small-1 of sft-rl is Failed. rl: out of {{ flow_run.id }} memory Its")
     assert failed["text"].endswith(f" {run_url(server, mine)}") and "better by 0.1" in promoted["text"]
 
     code, output = rollouts.run("notify", "team", "--remove")
@@ -200,6 +212,32 @@ def test_a_webhook_is_told_of_the_states_that_were_asked_for_until_it_is_removed
     assert [each["name"] for each in blocks if each["name"] == "team"] == []
     code, output = rollouts.run("notify", "team", "--remove")
     assert (code, "rollouts: team is told nothing: told is nobody" in output) == (2, True)
+
+
+def test_a_promotion_and_a_rollback_by_hand_are_told(
+    rollouts: Rollouts, server: ServerAddress, webhook: WebhookServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TEAM_URL", webhook.url)
+    for number in (1, 2):
+        register(rollouts.store, number)
+    code, output = rollouts.run("notify", "team", "--url-variable", "TEAM_URL")
+    assert code == 0, output
+    for arguments in (("promote", "small-1"), ("promote", "small-2", "--reason", "Ada likes it"), ("rollback",)):
+        code, output = rollouts.run("models", *arguments)
+        assert (code, len(output.splitlines())) == (0, 1), output
+    assert [each["subject"] for each in webhook.messages[1:]] == [
+        "small-1: Promoted",
+        "small-2: Promoted",
+        "small-1: Rolled back",
+    ]
+    texts = [each["text"] for each in webhook.messages[1:]]
+    assert texts[1].startswith(f"small-2 is in production: {rollouts.store}/runs/small-2/checkpoint (by ")
+    assert texts[1].endswith(": Ada likes it)")
+    code, output = rollouts.run("notify", "team", "--url-variable", "TEAM_URL", "--on", "failed")
+    assert code == 0, output
+    assert rollouts.run("models", "promote", "small-2")[0] == 0
+    assert webhook.messages[-1]["subject"] == "rollouts", "nobody asked for promotions any more"
+    assert rollouts.run("notify", "team", "--remove")[0] == 0
 
 
 def test_a_block_of_the_ui_is_told(rollouts: Rollouts, server: ServerAddress, webhook: WebhookServer) -> None:
@@ -241,6 +279,32 @@ def test_an_address_of_another_kind_takes_the_place_of_the_old_one(
     assert block["id"] != slack and block["block_type"]["slug"] == "custom-webhook"
     assert rollouts.run("notify", "team", "--remove")[0] == 0
     assert "team" not in [each["name"] for each in ask(server, "POST", "/block_documents/filter", {})]
+
+
+def test_a_notification_of_an_earlier_version_is_told_of_no_improvement_and_one_of_the_user_is_left_alone(
+    server: ServerAddress, rollouts: Rollouts
+) -> None:
+    """Runs without improvement were told as failed ones; the server matches the states that an automation lists."""
+    earlier = {"night": ("failed", "cancelled"), "day": ("completed",), "own": ("failed",)}
+    for name, states in earlier.items():
+        automation = render_automation(name, str(uuid4()), tuple(map(RunState, states)))
+        body = EARLIER_BODY if name != "own" else "Look at {{ flow_run.name }}"
+        actions = [{**automation["actions"][0], "body": body}]
+        ask(server, "POST", "/automations/", {**automation, "actions": actions, "enabled": name != "night"})
+    assert renew_notifications(server) == ["night"]
+    try:
+        found = {each["name"]: each for each in find_automations(server, TAG)}
+        assert len(found) == 3
+        assert describe_notifications(server) == [
+            "day: completed",
+            "night: failed, no-improvement, cancelled (paused in Prefect)",
+            "own: failed",
+        ]
+        assert found["notify night"]["actions"][0]["body"] == BODY != found["notify own"]["actions"][0]["body"]
+        assert renew_notifications(server) == []
+    finally:
+        for each in find_automations(server, TAG):
+            delete_automation(server, each)
 
 
 def test_what_cannot_be_told_is_one_sentence_and_changes_nothing(

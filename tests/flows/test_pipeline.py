@@ -78,7 +78,9 @@ def test_a_run_whose_rl_learns_nothing_fails_and_says_so(rollouts: Rollouts, tmp
     assert "RL did not improve on the selected SFT checkpoint beyond noise" in output
     assert output.count("no step of 4 made an update (completions of each prompt had equal rewards: 4)") >= 2
     assert "Traceback" not in output
-    assert len([line for line in output.splitlines() if line.startswith("rollouts: RL did not improve")]) == 1, output
+    *_, verdict, what_next = output.splitlines()
+    assert verdict.startswith("rollouts: RL did not improve") and "not about the recipe; no step of 4" in verdict
+    assert what_next.endswith("evaluation.max_p_value = 1 accepts any.")
     (run,) = (rollouts.store / "runs").iterdir()
     assert (run / "report.html").is_file()
 

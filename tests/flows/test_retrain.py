@@ -7,6 +7,7 @@ that nobody compares, a form that nobody can answer, a schedule that never fires
 from __future__ import annotations
 
 import json
+import re
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -159,6 +160,8 @@ def test_a_person_is_asked_and_the_question_outlives_everything_until_it_is_answ
     run_id = trigger(served, "small-retrain")
     wait_until(lambda: state_of(served, run_id) == "PAUSED", what="the question", timeout_s=480, every_s=ASK_S)
     assert production(served) is None
+    waits = f"run +small-{run_id[:8]} +Suspended since .* on local\n +a decision is waiting: Resume in the menu"
+    assert re.search(waits, served.run("status")[1]), served.said()
     name, message = retrain(served)
     assert (name, "which waits for approval: Resume" in message) == ("Skipped", True), message
     assert served.run("down")[0] == 0

@@ -474,6 +474,7 @@ def test_a_preference_of_the_user_wins_and_the_home_does_not(tmp_path: Path, mon
     address = ServerAddress(api_url="http://127.0.0.1:4200/api", ui_url="http://127.0.0.1:4200/v2")
     environment = prefect_environment(tmp_path, address)
     assert environment["PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL"] == "INFO"
+    assert environment["PREFECT_INTERNAL_LOGGING_LEVEL"] == "CRITICAL"
     assert environment["PREFECT_HOME"] == str(tmp_path / "prefect")
 
 

@@ -89,7 +89,7 @@ def test_commands_say_at_which_other_server_the_deployments_are_served(
         assert "are served" not in CliRunner().invoke(app, ["status", "--store", str(tmp_path)]).stdout
 
 
-def test_a_run_is_told_with_its_progress_its_failure_and_its_name(tmp_path: Path) -> None:
+def test_a_run_is_told_with_its_progress_its_failure_or_the_question_that_it_asks(tmp_path: Path) -> None:
     run_dir = tmp_path / "stages/rl-1"
     run_dir.mkdir(parents=True)
     lines = [{"step": step, "attempt": 1, "time": 1000.0 + 10 * step, "reward": 0.5} for step in range(1, 6)]
@@ -97,13 +97,21 @@ def test_a_run_is_told_with_its_progress_its_failure_and_its_name(tmp_path: Path
     with Ledger(tmp_path / LEDGER_FILE) as ledger:
         ledger.note_use("rl-1", "0123456789abcdef", run="mine-01234567", num_steps=10)
         uses = uses_of_runs(tmp_path)["0123456789abcdef"]
-        run: dict[str, object] = {"id": "0123456789abcdef", "state_type": "RUNNING", "state": {"message": ""}}
+        run: dict[str, object] = {"id": "0123456789abcdef", "state": {"message": ""}}
+
+        def said_of(state: str, message: str, name: str = "") -> list[str]:
+            of_state = {"state_type": state, "state_name": name, "state": {"message": message}}
+            return describe_progress(tmp_path, {**run, **of_state}, uses)
+
         with ledger.living_run("0123456789abcdef"):
-            step, name = describe_progress(tmp_path, run, uses)
-    assert step.startswith("step 5 of 10, about 50.0 s left") and name == "name mine-01234567"
-    failed = {**run, "state_type": "FAILED", "state": {"message": "the disk is full\nand more"}}
-    assert describe_progress(tmp_path, failed, uses) == ["the disk is full", "name mine-01234567"]
-    assert describe_progress(tmp_path, failed, [])[-1] == "name 0123456789abcdef"
+            [step] = said_of("RUNNING", "")
+    assert step.startswith("step 5 of 10, about 50.0 s left")
+    assert said_of("FAILED", "the disk is full\nand more") == ["the disk is full"]
+    of_prefect = "Flow run encountered an exception: JobFailedError: attempt 1 ended"
+    assert said_of("FAILED", of_prefect) == ["attempt 1 ended"]
+    assert said_of("SCHEDULED", "started again (1 of 2)", "AwaitingRetry") == ["started again (1 of 2)"]
+    assert said_of("CANCELLED", "Flow run was cancelled successfully.") == said_of("SCHEDULED", "later") == []
+    assert said_of("PAUSED", "", "Suspended")[0].startswith("a decision is waiting: Resume in the menu of its page")
 
 
 def test_without_a_server_the_latest_reports_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -147,11 +155,10 @@ def test_flows_of_others_that_are_called_as_ours_hinder_nothing(tmp_path: Path) 
     assert name_of_run(foreign) == "wise-owl"
     state = {"timestamp": "2026-11-26T12:00:00Z"}
     run = {**foreign, "state_type": "PENDING", "state_name": "Pending", "auto_scheduled": False, "state": state}
-    assert describe_run(run, [], {}, server).startswith("wise-owl             Pending ")
+    assert describe_run(run, [], {}).startswith("wise-owl-1           Pending since ")
 
 
 def test_what_others_call_their_runs_moves_no_cursor() -> None:
-    server = ServerAddress(api_url="", ui_url="", is_local=False)
     state = {"timestamp": "2026-11-26T12:00:00Z"}
     run: dict[str, object] = {
         "id": "1",
@@ -164,9 +171,8 @@ def test_what_others_call_their_runs_moves_no_cursor() -> None:
         {**run, "name": "a\x1b[2J\u202eb\nrun c", "state_name": "\x1b]0;title\x07Pending", "state": state},
         [],
         {},
-        server,
     )
-    assert line.startswith("a b run c ") and " Pending " in line and line.isprintable()
+    assert line.startswith("a b run c-1 ") and " Pending " in line and line.isprintable()
 
 
 def test_a_run_that_waits_is_called_what_it_will_be_called() -> None:

@@ -187,7 +187,10 @@ def test_up_outlives_its_terminal_is_joined_runs_what_is_asked_for_and_is_ended_
     code, output = served.run("status")
     assert code == 0
     assert f"server       {address.ui_url}" in output
-    assert re.search(r"run +asked +Completed .* on local .*/runs/flow-run/", output), output
+    completed = r"^run +asked-\w{8} +Completed since \S+ on local\n +The report is \S+\n +http\S+/runs/flow-run/"
+    assert re.search(completed, output, re.M), output
+    reason = r"data\.prompts: \S+ does not exist"
+    assert re.search(rf"^run +small-{mistaken[:8]} +Failed since \S+ on local\n +.*{reason}\n", output, re.M), output
     code, output = served.run("run", str(config))  # joins the server, with its password
     assert code == 0, output
     assert f"follow it at   {address.ui_url}" in output

@@ -214,6 +214,15 @@ def test_a_p_value_just_above_the_limit_is_not_written_as_the_limit() -> None:
     assert "p = 0.0101 (at most 0.01 counts)" in verdict.sentence
 
 
+@pytest.mark.parametrize("max_p_value", [0.01, 1.0])
+@pytest.mark.parametrize("margin", [-0.05, 0.0, 0.05])
+@pytest.mark.parametrize("score", [0.0, 1.0])
+def test_every_verdict_says_what_its_p_value_is_about(max_p_value: float, margin: float, score: float) -> None:
+    """Terminal, live page, report, message and registry show the sentence; two seeds of a recipe differ by points."""
+    verdict = judge_improvement([0.5] * 20, [score] * 20, names=("a", "b"), max_p_value=max_p_value, margin=margin)
+    assert verdict.sentence.endswith("; p is about this checkpoint on these rows, not about the recipe")
+
+
 @pytest.mark.parametrize("num_rows", [1, 7, 50])
 @pytest.mark.parametrize("margin", [0.0, 0.2])
 def test_no_comparison_of_so_many_rows_has_a_smaller_p_value(num_rows: int, margin: float) -> None:
