@@ -208,13 +208,13 @@ def score_targets(
     Raises:
         DataError: a target is none of these ids.
     """
-    is_scored_BT = batch.loss_mask_BT != 0
-    hidden_NH = compute_hidden_states(hf_model, batch)[is_scored_BT]
+    places_N = batch.layout.scored_N
+    hidden_NH = compute_hidden_states(hf_model, batch).flatten(0, 1).index_select(0, places_N)
     head = hf_model.get_output_embeddings()
-    targets_N = batch.targets_BT[is_scored_BT]
+    targets_N = batch.targets_BT.flatten().index_select(0, places_N)
     head_VH, bias_V = head.weight, head.bias
     if num_tokens is not None and num_tokens < len(head_VH):
-        check_targets(targets_N, num_tokens)
+        check_targets(batch, num_tokens)
         head_VH, bias_V = head_VH[:num_tokens], None if bias_V is None else bias_V[:num_tokens]
     logprobs_N, entropies_N = linear_logprobs(
         hidden_NH,
@@ -227,15 +227,15 @@ def score_targets(
     )
     values_N = None if value_head is None else _values(value_head, hidden_NH)
     return TokenScores(
-        logprobs_BT=_scatter(logprobs_N, is_scored_BT),
-        entropies_BT=None if entropies_N is None else _scatter(entropies_N, is_scored_BT),
-        values_BT=None if values_N is None else _scatter(values_N, is_scored_BT),
+        logprobs_BT=_scatter(logprobs_N, batch),
+        entropies_BT=None if entropies_N is None else _scatter(entropies_N, batch),
+        values_BT=None if values_N is None else _scatter(values_N, batch),
     )
 
 
-def check_targets(targets_N: Tensor, num_tokens: int) -> None:
+def check_targets(batch: TrainBatch, num_tokens: int) -> None:
     """Raise DataError for a trained token id that is not below `num_tokens`."""
-    if len(targets_N) and (largest := int(targets_N.max())) >= num_tokens:
+    if (largest := batch.layout.largest_target) >= num_tokens:
         raise DataError(
             f"a sample has the token id {largest} among those that are trained on, the tokenizer has the ids below "
             f"{num_tokens}: what generates samples must leave out the others"
@@ -273,9 +273,8 @@ def build_attention_mask(hf_model: PreTrainedModel, batch: TrainBatch) -> Tensor
             a prompt, and it counts distances along the row.
     """
     check_packable(hf_model.config)
-    if hf_model.config.model_type in MODELS_OF_ROW_DISTANCES:  # others need not wait for what a GPU says of the batch
-        shares_prompts = not torch.equal(batch.prompt_ids_BT, batch.segment_ids_BT)
-        check_packable(hf_model.config, shares_prompts=shares_prompts)
+    if hf_model.config.model_type in MODELS_OF_ROW_DISTANCES:
+        check_packable(hf_model.config, shares_prompts=batch.layout.shares_prompts)
     config = hf_model.config.get_text_config()
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     window = find_window(config)
@@ -311,27 +310,26 @@ def _mask_dtype(hf_model: PreTrainedModel, device_type: str) -> torch.dtype:
 
 def _hidden_states_without_padding(hf_model: PreTrainedModel, batch: TrainBatch) -> Tensor:
     """(B, T, H) by kernels for sequences of varying length: all samples end to end in one row, without a mask."""
-    assert torch.equal(batch.prompt_ids_BT, batch.segment_ids_BT), "these kernels cannot let samples share a prompt"
-    is_token_BT = batch.segment_ids_BT > 0
-    position_ids_N = batch.position_ids_BT[is_token_BT]
-    starts = torch.nonzero(position_ids_N == 0).flatten()
-    bounds = torch.cat([starts, starts.new_tensor([len(position_ids_N)])]).to(torch.int32)
-    longest = int(bounds.diff().max())
-    hidden_1NH: Tensor = hf_model.base_model(
-        input_ids=batch.inputs_BT[is_token_BT][None],
-        position_ids=position_ids_N[None],
+    layout = batch.layout
+    assert not layout.shares_prompts, "these kernels cannot let samples share a prompt"
+    hidden_1MH: Tensor = hf_model.base_model(
+        input_ids=batch.inputs_BT.flatten().index_select(0, layout.tokens_M)[None],
+        position_ids=batch.position_ids_BT.flatten().index_select(0, layout.tokens_M)[None],
         use_cache=False,
-        cu_seq_lens_q=bounds,
-        cu_seq_lens_k=bounds,
-        max_length_q=longest,
-        max_length_k=longest,
+        cu_seq_lens_q=layout.bounds,
+        cu_seq_lens_k=layout.bounds,
+        max_length_q=layout.longest,
+        max_length_k=layout.longest,
     ).last_hidden_state
-    hidden_BTH = hidden_1NH.new_zeros(*is_token_BT.shape, hidden_1NH.shape[-1])
-    return hidden_BTH.masked_scatter(is_token_BT[:, :, None], hidden_1NH)
+    hidden_MH = hidden_1MH[0]
+    flat_H = hidden_MH.new_zeros(batch.inputs_BT.numel(), hidden_MH.shape[-1])
+    return flat_H.index_copy(0, layout.tokens_M, hidden_MH).view(*batch.inputs_BT.shape, -1)
 
 
-def _scatter(values_N: Tensor, at_BT: Tensor) -> Tensor:
-    return torch.zeros(at_BT.shape, device=values_N.device).masked_scatter(at_BT, values_N)
+def _scatter(values_N: Tensor, batch: TrainBatch) -> Tensor:
+    """(B, T) the values at the scored positions, 0 elsewhere."""
+    flat = torch.zeros(batch.inputs_BT.numel(), device=values_N.device)
+    return flat.index_copy(0, batch.layout.scored_N, values_N).view(batch.inputs_BT.shape)
 
 
 def _values(value_head: nn.Linear, hidden_NH: Tensor) -> Tensor:
