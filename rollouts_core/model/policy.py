@@ -20,6 +20,7 @@ from rollouts_core.batch import TrainBatch, block_causal_mask, build_batch, plac
 from rollouts_core.config import ModelConfig, PolicyConfig
 from rollouts_core.errors import ConfigError, DataError
 from rollouts_core.model.attention import use_written_out_attention
+from rollouts_core.model.attention_choice import choose_kernel
 from rollouts_core.model.loading import (
     KERNELS_OF_FLOAT32,
     MODELS_OF_ROW_DISTANCES,
@@ -33,12 +34,13 @@ from rollouts_core.model.loading import (
 from rollouts_core.model.logprobs import linear_logprobs
 from rollouts_core.model.lora import add_adapters
 from rollouts_core.model.rms_norm import use_fast_rms_norms
+from rollouts_core.model.varlen import VARLEN, use_varlen_attention, why_not_varlen
 from rollouts_core.types import Sample
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-KERNELS_WITHOUT_MASK = {"flash_attention_2", "flash_attention_3"}
+KERNELS_WITHOUT_MASK = {VARLEN, "flash_attention_2", "flash_attention_3"}
 """Attention kernels that take the bounds of the samples in a row instead of a mask."""
 MIXED_SHARE, ROUNDED_MIXED_SHARE = 0.01, 0.2
 """By which share of its length a sample's hidden states differ where its neighbour changed them: in float32, and in
@@ -123,12 +125,16 @@ def create_policy(
     autocast_dtype = None if config.precision == "float32" else torch.bfloat16
     has_adapters = config.lora.rank > 0
     stored_dtype = torch.bfloat16 if autocast_dtype and has_adapters else torch.float32
-    hf_model = load_hf_model(model, device=device, dtype=stored_dtype, attention=config.attention)
+    kernel = find_kernel(model, config, device)
+    loaded_as = "sdpa" if kernel == VARLEN else kernel  # loading tries the model, on a CPU too
+    hf_model = load_hf_model(model, device=device, dtype=stored_dtype, attention=loaded_as)
     check_attention(hf_model)
     has_own_code = not type(hf_model).__module__.startswith("transformers.")
     mixes_samples = has_own_code and device != "meta" and find_mixed_samples(hf_model)
     if autocast_dtype and hf_model.config._attn_implementation == "sdpa" and hf_model.device.type == "cpu":
         use_written_out_attention(hf_model)
+    if kernel == VARLEN:
+        use_varlen_attention(hf_model)
     if hf_model.device.type == "cpu" and not config.compile:
         use_fast_rms_norms(hf_model)
     if has_adapters:
@@ -146,6 +152,20 @@ def create_policy(
         mixes_samples=mixes_samples,
         num_tokens=num_tokens,
     )
+
+
+def find_kernel(model: ModelConfig, config: PolicyConfig, device: str) -> str:
+    """The attention kernel that the settings mean on a device: what "auto" stands for there, or the one they name.
+
+    Raises:
+        ConfigError: they name `varlen`, which cannot train the model there.
+    """
+    device_type = torch.device(device).type
+    if config.attention == "auto":
+        return choose_kernel(model, config, device_type=device_type).kernel
+    if config.attention == VARLEN and (reason := why_not_varlen(model, device_type=device_type)):
+        raise ConfigError(f'policy.attention "{VARLEN}" cannot be used here: {reason}. Set it to "auto"')
+    return config.attention
 
 
 @torch.no_grad()
@@ -251,8 +271,9 @@ def compute_logprobs(
 
 def compute_hidden_states(hf_model: PreTrainedModel, batch: TrainBatch) -> Tensor:
     """(B, T, H) what the decoder makes of a batch, each sample seeing only itself."""
-    takes_bounds = hf_model.config._attn_implementation in KERNELS_WITHOUT_MASK
-    if takes_bounds and not find_unmasked_layers(hf_model.config):
+    kernel = hf_model.config._attn_implementation
+    is_masked = kernel == VARLEN and batch.layout.shares_prompts  # it falls back to sdpa if there is a mask
+    if kernel in KERNELS_WITHOUT_MASK and not is_masked and not find_unmasked_layers(hf_model.config):
         return _hidden_states_without_padding(hf_model, batch)
     # Right-padded rows of one sample need no mask: causal attention never reaches the padding.
     attention_mask = build_attention_mask(hf_model, batch) if batch.is_packed else None
@@ -302,7 +323,7 @@ def find_window(config: PreTrainedConfig) -> int | None:
 
 def _mask_dtype(hf_model: PreTrainedModel, device_type: str) -> torch.dtype:
     """That of the weights, or that to which autocast has the kernel take its mask: each layer would keep a copy."""
-    if hf_model.config._attn_implementation == "sdpa" and torch.is_autocast_enabled(device_type):
+    if hf_model.config._attn_implementation in ("sdpa", VARLEN) and torch.is_autocast_enabled(device_type):
         return torch.get_autocast_dtype(device_type)
     own: torch.dtype = hf_model.dtype
     return own
