@@ -56,8 +56,8 @@ def shared_prompts(rl: RLTrainingConfig, rollout: RolloutConfig) -> SharedPrompt
 def does_sharing_pay(shape: ModelShape, shared: SharedPrompts) -> bool:
     """Whether computing a prompt once saves more products than the mask costs that keeps its completions apart.
 
-    A token costs two operations per weight of the layers, and four per query number and token that it attends to. A
-    mask has every token of a row attend to every other; without one it attends to those before it.
+    A token costs two operations per weight of the layers, and four per query number and token that it attends to. With
+    a mask every token of a row attends to every other token, without a mask to those before it.
     """
     weights = shape.num_layers * (
         2 * shape.hidden_size * (shape.query_size + shape.kv_size) + 3 * shape.hidden_size * shape.intermediate_size
@@ -93,7 +93,7 @@ def with_kernel(training: Training, kernel: str) -> Training:
 def choose_kernel(
     model: ModelConfig, policy: PolicyConfig, *, device_type: str, shared: SharedPrompts | None = None
 ) -> Choice:
-    """What "auto" stands for on this machine.
+    """The kernel that "auto" stands for on this machine.
 
     Args:
         device_type: what trains: cpu, cuda, ...

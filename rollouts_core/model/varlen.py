@@ -5,7 +5,8 @@ Not here: which kernel a training takes (attention_choice.py), where samples beg
     rows without a shared prompt   q, k, v of all samples end to end, and their bounds -> varlen_attn
     rows with a shared prompt      q, k, v of the rows, and a mask of T x T            -> sdpa
 
-A mask costs T x T numbers and hides most of what it costs to compute; kernels with bounds compute only what is read.
+A mask holds T x T numbers, and the kernel computes the scores that it hides. With bounds it computes only those that
+count.
 
 B rows, M tokens of all samples, T positions of a row, H query heads, K key-value heads, D head width.
 """
@@ -34,7 +35,7 @@ MIN_CAPABILITY = (8, 0)
 MAX_HEAD_DIM, HEAD_DIM_STEP = 256, 8
 """The widths of heads that the kernel takes are multiples of the second number; others are filled up with zeros."""
 UNKNOWN_TERMS = ("softcap", "s_aux", "position_bias", "head_mask")
-"""What models hand to kernels to change attention scores by, which this one does not know."""
+"""Arguments by which models change attention scores, and which this kernel does not know."""
 
 
 def find_varlen_attn() -> Callable[..., Tensor] | None:

@@ -27,7 +27,7 @@ def directory(tmp_path: Path) -> RunDirectory:
 
 
 def write_job(directory: RunDirectory, **policy: Any) -> SFTJob:
-    """What a node does before each attempt."""
+    """Write a job as a node does before each attempt."""
     job = SFTJob(
         model=InputModel(name="base", model=ModelConfig(path="model"), digest="1"),
         data=(InputDataset(path="data.jsonl", digest="2"),),

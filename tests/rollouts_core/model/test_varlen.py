@@ -69,7 +69,7 @@ def attend_one_by_one(
     window_size: tuple[int, int] = (-1, -1),
     enable_gqa: bool = False,
 ) -> Tensor:
-    """What `varlen_attn` says that it computes, with a loop over samples."""
+    """The attention that `varlen_attn` documents, with a loop over samples."""
     assert bounds.dtype == torch.int32 and max_q == max_k == int(bounds.diff().max())
     assert query_MHD.shape[-1] % 8 == 0 and window_size[1] == 0
     parts = []
