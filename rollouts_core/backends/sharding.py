@@ -20,7 +20,7 @@ from rollouts_core.backends.ranks import Ranks
 from rollouts_core.config import ModelConfig, PolicyConfig
 from rollouts_core.errors import ConfigError
 from rollouts_core.model.policy import Policy, create_policy, find_kernel
-from rollouts_core.model.varlen import VARLEN, use_varlen_attention
+from rollouts_core.model.varlen import VARLEN, use_sdpa_by_rows, use_varlen_attention
 
 
 def create_sharded_policy(
@@ -38,6 +38,8 @@ def create_sharded_policy(
     policy = create_policy(model, plain, device="meta", **options)
     if kernel == VARLEN:
         use_varlen_attention(policy.hf_model)
+    elif ranks.device.type == "cuda":
+        use_sdpa_by_rows(policy.hf_model)
     mesh = init_device_mesh(ranks.device.type, (ranks.size,))
     in_layers = MixedPrecisionPolicy(
         param_dtype=policy.autocast_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False

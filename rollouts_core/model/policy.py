@@ -10,6 +10,7 @@ B rows of a micro-batch, T token positions, N scored tokens, H hidden size.
 from __future__ import annotations
 
 import inspect
+import math
 from typing import TYPE_CHECKING
 
 import torch
@@ -34,7 +35,13 @@ from rollouts_core.model.loading import (
 from rollouts_core.model.logprobs import linear_logprobs
 from rollouts_core.model.lora import add_adapters
 from rollouts_core.model.rms_norm import use_fast_rms_norms
-from rollouts_core.model.varlen import VARLEN, use_varlen_attention, why_not_varlen
+from rollouts_core.model.varlen import (
+    SDPA_BY_ROWS,
+    VARLEN,
+    use_sdpa_by_rows,
+    use_varlen_attention,
+    why_not_varlen,
+)
 from rollouts_core.types import Sample
 
 if TYPE_CHECKING:
@@ -135,6 +142,8 @@ def create_policy(
         use_written_out_attention(hf_model)
     if kernel == VARLEN:
         use_varlen_attention(hf_model)
+    elif hf_model.device.type == "cuda":
+        use_sdpa_by_rows(hf_model)
     if hf_model.device.type == "cpu" and not config.compile:
         use_fast_rms_norms(hf_model)
     if has_adapters:
@@ -276,7 +285,9 @@ def compute_hidden_states(hf_model: PreTrainedModel, batch: TrainBatch) -> Tenso
     if kernel in KERNELS_WITHOUT_MASK and not is_masked and not find_unmasked_layers(hf_model.config):
         return _hidden_states_without_padding(hf_model, batch)
     # Right-padded rows of one sample need no mask: causal attention never reaches the padding.
-    attention_mask = build_attention_mask(hf_model, batch) if batch.is_packed else None
+    window = find_window(hf_model.config.get_text_config()) or math.inf
+    is_windowed = kernel == SDPA_BY_ROWS and batch.inputs_BT.shape[1] > window
+    attention_mask = build_attention_mask(hf_model, batch) if batch.is_packed or is_windowed else None
     hidden_BTH: Tensor = hf_model.base_model(
         input_ids=batch.inputs_BT,
         position_ids=batch.position_ids_BT,
@@ -323,7 +334,8 @@ def find_window(config: PreTrainedConfig) -> int | None:
 
 def _mask_dtype(hf_model: PreTrainedModel, device_type: str) -> torch.dtype:
     """That of the weights, or that to which autocast has the kernel take its mask: each layer would keep a copy."""
-    if hf_model.config._attn_implementation in ("sdpa", VARLEN) and torch.is_autocast_enabled(device_type):
+    is_sdpa = hf_model.config._attn_implementation in ("sdpa", SDPA_BY_ROWS, VARLEN)
+    if is_sdpa and torch.is_autocast_enabled(device_type):
         return torch.get_autocast_dtype(device_type)
     own: torch.dtype = hf_model.dtype
     return own

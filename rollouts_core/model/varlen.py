@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 
 VARLEN = "varlen"
 """Its name in transformers and in `policy.attention`."""
+SDPA_BY_ROWS = "sdpa_by_rows"
+"""The name in transformers of sdpa with no mask but the caller's. To make one itself, transformers would wait for the
+GPU: it asks whether rows are packed."""
 MIN_CAPABILITY = (8, 0)
 MAX_HEAD_DIM, HEAD_DIM_STEP = 256, 8
 """The widths of heads that the kernel takes are multiples of the second number; others are filled up with zeros."""
@@ -124,6 +127,13 @@ def use_varlen_attention(hf_model: PreTrainedModel) -> None:
     # No mask is registered beside it: transformers would look for packed rows itself, and wait for the GPU.
     AttentionInterface.register(VARLEN, attend_varlen)
     hf_model.set_attn_implementation(VARLEN)
+
+
+def use_sdpa_by_rows(hf_model: PreTrainedModel) -> None:
+    """Let a model that computes with sdpa take no mask but the caller's, if its attention is plain."""
+    if hf_model.config._attn_implementation == "sdpa" and not _why_no_bounds(hf_model):
+        AttentionInterface.register(SDPA_BY_ROWS, attend_varlen)
+        hf_model.set_attn_implementation(SDPA_BY_ROWS)
 
 
 def why_not_varlen(model: ModelConfig, *, device_type: str) -> str:

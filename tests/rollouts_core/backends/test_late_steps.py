@@ -32,6 +32,7 @@ from rollouts_core.backends.pytorch import PyTorchTrainingBackend, create_pytorc
 from rollouts_core.batch import TrainBatch, build_batch, with_step_totals
 from rollouts_core.config import LossConfig, MismatchConfig, ModelConfig, OptimConfig, PolicyConfig
 from rollouts_core.errors import NonFiniteError
+from rollouts_core.model.varlen import use_sdpa_by_rows
 from rollouts_core.update import update_policy
 from tests.rollouts_core.make import make_random_samples
 
@@ -58,14 +59,18 @@ def create(model: ModelConfig, *, late: bool) -> PyTorchTrainingBackend:
     return backend
 
 
-def make_update(seed: int, wrong: int | None = None) -> list[TrainBatch]:
-    """Three micro-batches, of packed rows; the second one may hold a token that the loss cannot take."""
+def make_update(seed: int, wrong: int | None = None, *, is_packed: bool = True) -> list[TrainBatch]:
+    """Three micro-batches of two samples; the second one may hold a token that the loss cannot take."""
     samples = make_random_samples(6, vocabulary=POISON, seed=seed)
     if wrong is not None:
         samples[2].tokens[-1] = wrong
-    advantages = [[[0.5, -1.0]], [[1.0, 1.5]], [[-0.5, 2.0]]]
-    rows = [samples[:2], samples[2:4], samples[4:]]
-    parts = [build_batch([row], advantages=of, pad_id=0) for row, of in zip(rows, advantages, strict=True)]
+    advantages = [0.5, -1.0, 1.0, 1.5, -0.5, 2.0]
+    parts = []
+    for start in (0, 2, 4):
+        pairs = list(zip(samples[start : start + 2], advantages[start : start + 2], strict=True))
+        rows = [pairs] if is_packed else [[pair] for pair in pairs]
+        of_rows = [[advantage for _, advantage in row] for row in rows]
+        parts.append(build_batch([[sample for sample, _ in row] for row in rows], advantages=of_rows, pad_id=0))
     return with_step_totals(parts, samples)
 
 
@@ -202,12 +207,13 @@ def with_layouts(batches: list[TrainBatch], monkeypatch: pytest.MonkeyPatch) -> 
     return moved
 
 
+@pytest.mark.parametrize("is_packed", [True, False])
 @pytest.mark.parametrize(
     ("loss_fn", "num_reads_amid"),
     [(create_cross_entropy_loss(), 0), (create_policy_loss(EVERYTHING), 0), (read_amid, 3)],
 )
 def test_a_step_reads_once(
-    base_model: ModelConfig, monkeypatch: pytest.MonkeyPatch, loss_fn: LossFn, num_reads_amid: int
+    base_model: ModelConfig, monkeypatch: pytest.MonkeyPatch, loss_fn: LossFn, num_reads_amid: int, is_packed: bool
 ) -> None:
     policy = PolicyConfig(activation_checkpointing=True)
     backend = create_pytorch_backend(
@@ -222,7 +228,8 @@ def test_a_step_reads_once(
         device="cpu",
     )
     backend._steps.is_late = True
-    update = with_layouts(make_update(0), monkeypatch)
+    use_sdpa_by_rows(backend.model)
+    update = with_layouts(make_update(0, is_packed=is_packed), monkeypatch)
     with counting_reads() as reads:
         asyncio.run(update_policy(backend, update))
     assert reads == ["_local_scalar_dense"] * num_reads_amid + ["tolist"]

@@ -39,7 +39,14 @@ from rollouts_core.config import ModelConfig, PolicyConfig
 from rollouts_core.errors import ConfigError
 from rollouts_core.model import varlen
 from rollouts_core.model.policy import create_policy, score_targets
-from rollouts_core.model.varlen import VARLEN, attend_varlen, use_varlen_attention, why_unfit
+from rollouts_core.model.varlen import (
+    SDPA_BY_ROWS,
+    VARLEN,
+    attend_varlen,
+    use_sdpa_by_rows,
+    use_varlen_attention,
+    why_unfit,
+)
 from tests.rollouts_core.make import TINY_MODEL, make_groups, make_random_samples
 
 ROWS = {
@@ -112,6 +119,21 @@ def test_log_probs_and_gradients_are_those_of_eager(
     monkeypatch.setattr(varlen, "find_varlen_attn", lambda: kernel)
     use_varlen_attention(model)
     assert model.config._attn_implementation == VARLEN
+    found, other_gradient = logprobs_and_gradient(model, batch)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(other_gradient, gradient, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("name", MODELS)
+def test_sdpa_by_rows_takes_only_the_masks_that_it_is_given(name: str, rows: str) -> None:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(MODELS[name], attn_implementation="eager")
+    batch = build_batch(ROWS[rows], pad_id=0, share_prompts=rows == "shared prompts")
+    expected, gradient = logprobs_and_gradient(model, batch)
+    model.set_attn_implementation("sdpa")
+    use_sdpa_by_rows(model)
+    assert model.config._attn_implementation == SDPA_BY_ROWS
     found, other_gradient = logprobs_and_gradient(model, batch)
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(other_gradient, gradient, atol=1e-4, rtol=1e-4)
