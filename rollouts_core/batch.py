@@ -37,6 +37,43 @@ Row = Sequence[Sample]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RowLayout:
+    """Places in the rows of a batch, laid end to end. The host finds them before a batch moves to a GPU, which it would
+    have to wait for."""
+
+    scored_N: Tensor
+    """Places of the N positions with a weight in the loss."""
+    tokens_M: Tensor
+    """Places of the M positions that are not padding."""
+    bounds: Tensor
+    """First place of each sample among the M positions, then M; int32. Valid for rows that share no prompts."""
+    longest: int
+    """Positions of the longest sample."""
+    num_segments: int
+    """The largest segment id, plus 1 for padding."""
+    largest_target: int
+    """The largest scored token id; -1 if nothing is scored."""
+    shares_prompts: bool
+    """Whether some samples of a row share a prompt."""
+
+    def to(self, device: torch.device) -> RowLayout:
+        """The layout with its tensors on `device`."""
+        return replace(
+            self,
+            scored_N=to_device(self.scored_N, device),
+            tokens_M=to_device(self.tokens_M, device),
+            bounds=to_device(self.bounds, device),
+        )
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """The tensor on `device`. A copy to a GPU takes pinned memory, so that the caller need not wait for the copy."""
+    if device.type == "cuda" and tensor.device.type == "cpu":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TrainBatch:
     """Tensors of one forward and backward pass, all of shape (B, T); index t speaks about `targets_BT[:, t]`.
 
@@ -81,12 +118,42 @@ class TrainBatch:
     """Whether some row holds more than one segment."""
     sample_ids: tuple[str, ...] = ()
     """The samples in it by prompt and place, for messages."""
+    _layout: RowLayout | None = field(default=None, init=False, repr=False, compare=False)
+    """Found at its first use; `replace` gives a batch without one, since it may have other rows."""
+
+    @property
+    def layout(self) -> RowLayout:
+        """Places in the rows. A batch that `to` moved has them from the host."""
+        if self._layout is None:
+            object.__setattr__(self, "_layout", find_layout(self))
+        assert self._layout is not None, "it was just set"
+        return self._layout
 
     def to(self, device: torch.device) -> TrainBatch:
-        """The batch with its tensors on `device`."""
+        """The batch with its tensors on `device`; the caller does not wait for a copy to a GPU."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
-        moved: dict[str, Any] = {name: v.to(device) for name, v in values.items() if isinstance(v, Tensor)}
-        return replace(self, **moved)
+        moved: dict[str, Any] = {name: to_device(v, device) for name, v in values.items() if isinstance(v, Tensor)}
+        batch = replace(self, **moved)
+        object.__setattr__(batch, "_layout", self.layout.to(device))
+        return batch
+
+
+def find_layout(batch: TrainBatch) -> RowLayout:
+    """The layout of a batch. On a GPU this waits until the batch is there."""
+    scored_N = torch.nonzero(batch.loss_mask_BT.flatten()).squeeze(1)
+    tokens_M = torch.nonzero(batch.segment_ids_BT.flatten()).squeeze(1)
+    starts = torch.nonzero(batch.position_ids_BT.flatten()[tokens_M] == 0).squeeze(1)
+    bounds = torch.cat([starts, starts.new_tensor([len(tokens_M)])]).to(torch.int32)
+    targets_N = batch.targets_BT.flatten()[scored_N]
+    return RowLayout(
+        scored_N=scored_N,
+        tokens_M=tokens_M,
+        bounds=bounds,
+        longest=int(bounds.diff().max()) if len(starts) else 0,
+        num_segments=int(batch.segment_ids_BT.max()) + 1,
+        largest_target=int(targets_N.max()) if len(targets_N) else -1,
+        shares_prompts=not torch.equal(batch.prompt_ids_BT, batch.segment_ids_BT),
+    )
 
 
 @dataclass(frozen=True, slots=True)

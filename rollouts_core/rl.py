@@ -386,18 +386,22 @@ async def score_rollouts(
     values: dict[int, Tensor] = {}
     samples = trained_samples(batch.samples, config.reward_shaping)
     places = places_to_score(batch.samples, batch.rewards, config)
+    asked = []
     for rows in plan_rows(places, samples, config, num_ranks=backend.num_ranks):
         in_rows = [[samples[place] for place in row] for row in rows]
-        in_order = list(itertools.chain(*rows))
         layouts = [place_samples(row, share_prompts=config.shares_prompts) for row in in_rows]
         micro_batch = build_batch(in_rows, pad_id=pad_id, share_prompts=config.shares_prompts)
-        if config.needs_old_scores:
-            scores = await backend.score(micro_batch).result()
+        policy = backend.score(micro_batch) if config.needs_old_scores else None
+        reference = backend.score(micro_batch, reference=True) if config.with_reference else None
+        asked.append((list(itertools.chain(*rows)), layouts, policy, reference))
+    for in_order, layouts, policy, reference in asked:  # a GPU goes on with the last ones while the first are read
+        if policy is not None:
+            scores = await policy.result()
             old |= zip(in_order, itertools.chain(*split_by_sample(scores.logprobs_BT, layouts)), strict=True)
             if scores.values_BT is not None:
                 values |= zip(in_order, itertools.chain(*split_by_sample(scores.values_BT, layouts)), strict=True)
-        if config.with_reference:
-            scores = await backend.score(micro_batch, reference=True).result()
+        if reference is not None:
+            scores = await reference.result()
             ref |= zip(in_order, itertools.chain(*split_by_sample(scores.logprobs_BT, layouts)), strict=True)
     return RolloutScores(old_logprobs=old, ref_logprobs=ref, values=values)
 

@@ -32,11 +32,8 @@ from rollouts_core.batch import (
 )
 from rollouts_core.config import RLTrainingConfig
 from rollouts_core.data.packing import pack_lengths
+from rollouts_core.model.attention_choice import MAX_SHARERS
 from rollouts_core.types import RolloutBatch, Sample
-
-MAX_SHARERS = 4
-"""Completions that share one prompt in a row. More share it further, but each row then attends over more positions that
-a mask hides."""
 
 Rows = list[list[int]]
 """A micro-batch before it has tensors: per row, the places of its samples in the batch of rollouts."""

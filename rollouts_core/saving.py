@@ -50,8 +50,8 @@ ScoredBy = Literal["reward", "reward_unfiltered", "eval_loss", "loss"]
 
 TASK_INPUTS = ("data", "samples", "plugins", "eval_samples")
 """Inputs that decide what a score is of."""
-FREE_INPUTS = ("eval_samples",)
-"""Inputs that decide no weights: a training that goes on may have others."""
+FREE_INPUTS = ("eval_samples", "policy.attention")
+"""Inputs that decide no weights, or change them by rounding alone: a training that goes on may have others."""
 MEANINGS = {"plugins": "plugins (the code of rewards, filters and environments, and models that grade)"}
 """Names of inputs that do not say what they are of."""
 LATER_INPUTS = ("data", "eval_samples")

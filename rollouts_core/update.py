@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Literal
 
 from rollouts_core.algorithms.loss import Metrics
-from rollouts_core.backends.protocol import TrainingBackend
+from rollouts_core.backends.protocol import LateTrainFuture, TrainFuture, TrainingBackend
 from rollouts_core.batch import TrainBatch
 from rollouts_core.errors import ConfigError, NonFiniteError
 from rollouts_core.metrics import sum_metrics
@@ -40,17 +40,19 @@ async def update_policy(
             that the loss was taken over; the weights are as before.
     """
     results: list[Metrics] = []
+    late: list[tuple[TrainBatch, TrainFuture[Metrics]]] = []
     try:
         for micro_batch in micro_batches:
-            results.append(await _add_gradient(backend, micro_batch))
-            if results[-1].keys() != results[0].keys():
-                differing = ", ".join(sorted(results[-1].keys() ^ results[0].keys()))
-                raise ConfigError(
-                    f"the loss function returned the metrics {differing} for some micro-batches of a step and not for "
-                    "others: return the same names each time, so that they can be added"
-                )
+            added = backend.forward_backward(micro_batch)
+            if isinstance(added, LateTrainFuture):  # a device works on it: the rest of the step can be asked for
+                late.append((micro_batch, added))
+            else:
+                _collect(results, await _metrics_of(added, micro_batch))
         before_update()
-        return {"num_nonfinite": 0.0, **sum_metrics(results), **await backend.optim_step().result()}
+        stepped = backend.optim_step()
+        for micro_batch, added in late:
+            _collect(results, await _metrics_of(added, micro_batch))
+        return {"num_nonfinite": 0.0, **sum_metrics(results), **await stepped.result()}
     except NonFiniteError as error:
         if on_nonfinite == "stop":
             raise
@@ -86,9 +88,24 @@ class SkipCounter:
             )
 
 
-async def _add_gradient(backend: TrainingBackend, micro_batch: TrainBatch) -> Metrics:
+def _collect(results: list[Metrics], metrics: Metrics) -> None:
+    """Add a micro-batch's metrics to those of the others.
+
+    Raises:
+        ConfigError: they have other names.
+    """
+    results.append(metrics)
+    if metrics.keys() != results[0].keys():
+        differing = ", ".join(sorted(metrics.keys() ^ results[0].keys()))
+        raise ConfigError(
+            f"the loss function returned the metrics {differing} for some micro-batches of a step and not for "
+            "others: return the same names each time, so that they can be added"
+        )
+
+
+async def _metrics_of(added: TrainFuture[Metrics], micro_batch: TrainBatch) -> Metrics:
     try:
-        return await backend.forward_backward(micro_batch).result()
+        return await added.result()
     except NonFiniteError as error:
         named = ", ".join(micro_batch.sample_ids[:MAX_NAMED_SAMPLES])
         raise NonFiniteError(f"{error}; these were {named}") from error

@@ -11,7 +11,7 @@ B rows of a micro-batch, T token positions, V vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -26,6 +26,8 @@ from rollouts_core.config import LossConfig, name_of_function
 from rollouts_core.errors import ConfigError
 
 Metrics = dict[str, float]
+LossMetrics = Mapping[str, float | Tensor]
+"""Metrics as a loss function gives them. A tensor of one element may still be under way on a GPU."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,23 +50,20 @@ class TokenScores:
         )
 
 
-LossFn = Callable[[TokenScores, TrainBatch], tuple[Tensor, Metrics]]
+LossFn = Callable[[TokenScores, TrainBatch], tuple[Tensor, LossMetrics]]
 """(scores, batch) -> the micro-batch's share of the step's loss, and metrics that add up.
 
-The share is a tensor with one element that has a gradient. The metrics are numbers by name, tensors of one element
-included. They have `"loss"`, the share as a number, and the same names for every micro-batch. Their sums over a step's
-micro-batches are the metrics of the step, but for names that end in `_max`. `call_loss` checks this."""
+The share is a tensor with one element that has a gradient. The metrics are numbers by name, or tensors of one element:
+to make a number of a tensor, the caller would wait for the GPU. They have `"loss"`, the share, and the same names for
+every micro-batch. Their sums over a step's micro-batches are the metrics of the step, but for names that end in `_max`.
+`call_loss` checks this."""
 
 MAX_LOG_RATIO = 20.0
 """|log ratio| is clamped to this before exp, so that a stray token gives a large number instead of infinity."""
 
 
-def _as_number(value: Any) -> float:  # Any: of a user's function
-    return float(value.detach() if isinstance(value, Tensor) else value)
-
-
-def call_loss(loss_fn: LossFn, scores: TokenScores, batch: TrainBatch) -> tuple[Tensor, Metrics]:
-    """What a loss function returns, its metrics as numbers.
+def call_loss(loss_fn: LossFn, scores: TokenScores, batch: TrainBatch) -> tuple[Tensor, LossMetrics]:
+    """What a loss function returns. Its tensors are not read, but for their shape.
 
     Raises:
         ConfigError: it returned something else than `LossFn` says; the sentence has what it returned.
@@ -80,20 +79,41 @@ def call_loss(loss_fn: LossFn, scores: TokenScores, batch: TrainBatch) -> tuple[
     if "loss" not in metrics:
         found = ", ".join(map(str, metrics)) or "none"
         raise ConfigError(f'the loss function {name} returned metrics without "loss" ({found}): {expected}')
-    try:
-        return loss.reshape(()), {str(key): _as_number(value) for key, value in metrics.items()}
-    except (TypeError, ValueError, RuntimeError) as error:
-        wrong = next(key for key, value in metrics.items() if not _is_number(value))
-        found = _describe(metrics[wrong])
-        raise ConfigError(f'the loss function {name} returned {found} as the metric "{wrong}": {expected}') from error
+    numbers: dict[str, float | Tensor] = {}
+    for key, value in metrics.items():
+        try:
+            numbers[str(key)] = _as_metric(value)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(
+                f'the loss function {name} returned {_describe(value)} as the metric "{key}": {expected}'
+            ) from error
+    return loss.reshape(()), numbers
 
 
-def _is_number(value: Any) -> bool:  # Any: a user's
-    try:
-        float(value)
-    except (TypeError, ValueError, RuntimeError):
-        return False
-    return True
+def _as_metric(value: Any) -> float | Tensor:  # Any: of a user's function
+    if not isinstance(value, Tensor):
+        return float(value)
+    if value.numel() != 1 or value.is_complex():
+        raise ValueError("a tensor of one real number was expected")
+    return value.detach().reshape(())
+
+
+def read_metrics(metrics: Sequence[LossMetrics]) -> list[Metrics]:
+    """The metrics as numbers. The tensors of a device come in one transfer, which waits for the device."""
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for value in (value for each in metrics for value in each.values() if isinstance(value, Tensor)):
+        by_device.setdefault(value.device, []).append(value)
+    numbers = {device: iter(stack_scalars(values).tolist()) for device, values in by_device.items()}
+    return [
+        {name: next(numbers[value.device]) if isinstance(value, Tensor) else value for name, value in each.items()}
+        for each in metrics
+    ]
+
+
+def stack_scalars(scalars: Sequence[Tensor]) -> Tensor:
+    """Tensors without dimensions as one, in a number format that holds all of them."""
+    is_plain = all(scalar.dtype == torch.float32 for scalar in scalars)
+    return torch.stack([scalar if is_plain else scalar.double() for scalar in scalars])
 
 
 def _describe(value: object) -> str:
@@ -122,16 +142,16 @@ def create_policy_loss(config: LossConfig) -> LossFn:
     return partial(policy_loss, config=config)
 
 
-def cross_entropy_loss(scores: TokenScores, batch: TrainBatch) -> tuple[Tensor, Metrics]:
+def cross_entropy_loss(scores: TokenScores, batch: TrainBatch) -> tuple[Tensor, LossMetrics]:
     """Mean negative log-likelihood of the trained targets, weighted by the loss mask."""
     assert batch.num_loss_tokens > 0, "the caller drops empty steps"
     # Masked positions may hold anything: 0 * -inf would be NaN.
     scored_BT = torch.where(batch.loss_mask_BT > 0, scores.logprobs_BT, 0.0)
     loss = -(scored_BT * batch.loss_mask_BT).sum() / batch.num_loss_tokens
-    return loss, {"loss": float(loss.detach())}
+    return loss, {"loss": loss.detach()}
 
 
-def policy_loss(scores: TokenScores, batch: TrainBatch, config: LossConfig) -> tuple[Tensor, Metrics]:
+def policy_loss(scores: TokenScores, batch: TrainBatch, config: LossConfig) -> tuple[Tensor, LossMetrics]:
     """The policy-gradient loss with everything that the settings add to it.
 
     A trained token contributes mismatch weight x objective + kl_coef x KL - entropy_coef x entropy; the tokens are
@@ -143,7 +163,7 @@ def policy_loss(scores: TokenScores, batch: TrainBatch, config: LossConfig) -> t
 
     Returns:
         The micro-batch's share of the loss, and metrics that `sum_metrics` combines: shares and means over the tokens
-        that are scored.
+        that are scored, as tensors of one element.
     """
     assert scores.logprobs_BT.shape == batch.loss_mask_BT.shape, (
         f"{scores.logprobs_BT.shape} != {batch.loss_mask_BT.shape}"
@@ -179,8 +199,8 @@ def policy_loss(scores: TokenScores, batch: TrainBatch, config: LossConfig) -> t
     if batch.returns_BT is not None:
         value_loss = (clipped_value_loss(scores, batch, config.value_clip) * counts_BT).sum()
         loss = loss + config.value_coef * value_loss
-        return loss, _to_floats(shares, batch, loss=loss, value_loss=value_loss)
-    return loss, _to_floats(shares, batch, loss=loss)
+        return loss, _to_scalars(shares, batch, loss=loss, value_loss=value_loss)
+    return loss, _to_scalars(shares, batch, loss=loss)
 
 
 def policy_objective(
@@ -356,9 +376,8 @@ def _limited(values: Tensor, limit: float) -> Tensor:
     return values.clamp(-limit, limit) if limit else values
 
 
-def _to_floats(shares: Mapping[str, Tensor], batch: TrainBatch, **totals: Tensor) -> Metrics:
-    """Scalars as they are, (B, T) metrics as means over the scored tokens; one transfer from the device."""
+def _to_scalars(shares: Mapping[str, Tensor], batch: TrainBatch, **totals: Tensor) -> LossMetrics:
+    """Scalars as they are, (B, T) metrics as means over the scored tokens; on the device."""
     share_BT = batch.loss_mask_BT / batch.num_scored_tokens
     metrics = {name: value.detach().float() for name, value in {**totals, **shares}.items()}
-    scalars = [value if value.ndim == 0 else (value * share_BT).sum() for value in metrics.values()]
-    return dict(zip(metrics, torch.stack(scalars).tolist(), strict=True))
+    return {name: value if value.ndim == 0 else (value * share_BT).sum() for name, value in metrics.items()}

@@ -80,7 +80,7 @@ def sum_per_sample(values_BT: Tensor, batch: TrainBatch) -> Tensor:
     """(B, T) the sum of `values_BT` over each position's own sample."""
     if not batch.is_packed:
         return values_BT.sum(dim=1, keepdim=True).expand_as(values_BT)
-    num_segments = int(batch.segment_ids_BT.max()) + 1
+    num_segments = batch.layout.num_segments
     sums_BS = torch.zeros(len(values_BT), num_segments, device=values_BT.device, dtype=values_BT.dtype)
     return sums_BS.scatter_add(1, batch.segment_ids_BT, values_BT).gather(1, batch.segment_ids_BT)
 

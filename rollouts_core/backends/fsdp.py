@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
@@ -42,14 +41,15 @@ from rollouts_core.backends.protocol import (
     ThreadTrainFuture,
     TrainFuture,
     TrainingState,
+    future_from,
     future_of,
 )
-from rollouts_core.backends.pytorch import nonfinite_error
 from rollouts_core.backends.random_state import get_random_tensors, get_random_values, seed_everything, set_random_state
 from rollouts_core.backends.ranks import Ranks
 from rollouts_core.backends.sharding import create_sharded_policy
 from rollouts_core.backends.shares import Share, join_scores, split_batch
 from rollouts_core.backends.snapshot import HostSnapshot
+from rollouts_core.backends.steps import OptimizerSteps
 from rollouts_core.backends.training_state import (
     WEIGHT_KEY,
     check_named_tensors,
@@ -63,7 +63,6 @@ from rollouts_core.backends.training_state import (
 from rollouts_core.batch import TrainBatch
 from rollouts_core.config import PLAIN_POLICY, ModelConfig, OptimConfig, PolicyConfig
 from rollouts_core.errors import NonFiniteError
-from rollouts_core.metrics import sum_metrics
 from rollouts_core.model.loading import check_vocabulary, count_token_ids, load_tokenizer
 from rollouts_core.model.lora import adapters_off, base_weights, is_adapter_weight, merge_each, reset_adapters
 from rollouts_core.model.policy import Policy
@@ -127,18 +126,27 @@ class FSDPTrainingBackend:
         self.loss_fn = loss_fn
         self.ranks = ranks
         self.tokenizer = tokenizer
-        self.max_grad_norm = max_grad_norm
         self.reference = reference
         self.seed = seed
         self.has_adapters = any(is_adapter_weight(name) for name, _ in self.model.named_parameters())
-        self._num_optim_steps = 0
+        self._steps = OptimizerSteps(
+            optimizer,
+            scheduler,
+            device=ranks.device,
+            clip=lambda: _whole(torch.nn.utils.clip_grad_norm_(policy.parameters(), max_grad_norm)),
+            drop_gradient=self._drop_gradient,
+            gather=ranks.gather,
+            agree=partial(dist.all_reduce, op=dist.ReduceOp.MAX),
+            look_together=lambda: self._together("look"),
+        )
         self._snapshot = HostSnapshot()
         self._saving: TrainFuture[None] = ImmediateTrainFuture(None)
         self._tasks: dict[str, Callable[[Any], Any]] = {  # Any: as each task has it
             "forward_backward": self._forward_backward,
             "score": self._score,
             "score_reference": self._score_reference,
-            "optim_step": self._optim_step,
+            "optim_step": lambda _: self._steps.take(),
+            "look": lambda _: self._steps.look(),
             "gather_weights": self._gather_weights,
             "load_weights": self._load_weights,
             "release_cache": lambda _: torch.cuda.empty_cache(),
@@ -191,7 +199,8 @@ class FSDPTrainingBackend:
     @property
     def weight_version(self) -> int:
         """The number of optimizer steps that the weights have taken."""
-        return self._num_optim_steps
+        self._steps.settle()
+        return self._steps.num_done
 
     def forward_backward(self, batch: TrainBatch) -> TrainFuture[Metrics]:
         """Add the batch's gradient to that of its step; each rank computes its rows.
@@ -199,9 +208,13 @@ class FSDPTrainingBackend:
         Raises:
             NonFiniteError: the loss is not a finite number on some rank; the gradient of the step is dropped on all.
         """
-        return future_of(lambda: self._together("forward_backward", split_batch(batch, self.num_ranks)))
+        return future_from(lambda: self._share_out("forward_backward", batch))
 
-    def _forward_backward(self, share: Share) -> Metrics:
+    def _share_out(self, name: str, batch: TrainBatch) -> Any:  # Any: as the task has it
+        self._steps.settle()
+        return self._together(name, split_batch(batch, self.num_ranks))
+
+    def _forward_backward(self, share: Share) -> TrainFuture[Metrics]:
         batch = share.batch.to(self.ranks.device)
         scores = self.policy(batch)
         error: Exception | None = None
@@ -211,13 +224,10 @@ class FSDPTrainingBackend:
         except Exception as raised:  # noqa: BLE001 - a user's function: the others learn of it, then it is raised
             error = raised
         # Before the backward pass: a rank that left it out would let the others wait for its gradients.
-        gathered = self.ranks.gather_unless_failed(None if share.is_idle else own_metrics, error)
-        metrics = sum_metrics([metrics for metrics in gathered if metrics is not None])
-        if not math.isfinite(metrics["loss"]):
-            self._drop_gradients()
-            raise nonfinite_error("loss", metrics["loss"], num_optim_steps=self._num_optim_steps)
+        self.ranks.gather_unless_failed(None, error)
+        future = self._steps.add(None if share.is_idle else own_metrics)
         torch.autograd.backward(loss * self.num_ranks)  # FSDP averages over the ranks
-        return metrics
+        return future
 
     def score(self, batch: TrainBatch, *, reference: bool = False) -> TrainFuture[TokenScores]:
         """What the policy, or the reference, says about the batch, without a gradient or dropout, on the CPU."""
@@ -248,21 +258,14 @@ class FSDPTrainingBackend:
         Raises:
             NonFiniteError: the gradient is not finite; it is dropped, and the weights are as before.
         """
-        return future_of(lambda: self._together("optim_step"))
+        return future_from(self._ask_for_step)
 
-    def _optim_step(self, _: None) -> Metrics:
-        norm = float(_whole(torch.nn.utils.clip_grad_norm_(self.policy.parameters(), self.max_grad_norm)))
-        if not math.isfinite(norm):
-            self._drop_gradients()
-            raise nonfinite_error("gradient norm", norm, num_optim_steps=self._num_optim_steps)
-        lr = float(self.optimizer.param_groups[0]["lr"])
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        self.scheduler.step()
-        self._num_optim_steps += 1
-        return {"grad_norm": norm, "lr": lr}
+    def _ask_for_step(self) -> TrainFuture[Metrics]:
+        self._steps.settle()
+        future: TrainFuture[Metrics] = self._together("optim_step")
+        return future
 
-    def _drop_gradients(self) -> None:
+    def _drop_gradient(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
         _reshard(self.policy)
 
@@ -309,9 +312,10 @@ class FSDPTrainingBackend:
         writes it.
         """
         assert self._saving.done(), "one save at a time: wait for the last one's result"
+        self._steps.settle()
         trainer = {
             "scheduler": self.scheduler.state_dict(),
-            "num_optim_steps": self._num_optim_steps,
+            "num_optim_steps": self._steps.num_done,
             "random": get_random_values(),
             "loop": dict(state),
         }
@@ -342,7 +346,7 @@ class FSDPTrainingBackend:
         The leader's random state is in the checkpoint.
         """
         if not self.ranks.is_leader:
-            torch.manual_seed(derive_seed(self.seed, "rank", self.ranks.rank, self._num_optim_steps))
+            torch.manual_seed(derive_seed(self.seed, "rank", self.ranks.rank, self._steps.num_done))
 
     def load_checkpoint(self, path: Path) -> TrainFuture[TrainingState]:
         """Go on from a checkpoint, whatever the number of processes that wrote it; returns the loop's state.
@@ -356,6 +360,7 @@ class FSDPTrainingBackend:
 
     def _spread_checkpoint(self, path: Path) -> TrainingState:
         saved = read_training_checkpoint(path)
+        self._steps.settle()
         check_named_tensors(own_weights(self.policy), saved.own_weights)
         weights: dict[str, Tensor] = {}
         if not self.has_adapters:  # with them the frozen weights are those that training started from
@@ -379,7 +384,7 @@ class FSDPTrainingBackend:
         self._fill_all(own, restored.tensors)
         self._restore_moments(restored)
         restore_schedule(self.scheduler, restored.scheduler)
-        self._num_optim_steps = restored.num_optim_steps
+        self._steps.num_done = restored.num_optim_steps
         self._start_random_stream()
 
     @torch.no_grad()

@@ -27,7 +27,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from rollouts_core.algorithms.loss import LossFn, Metrics, TokenScores, call_loss
+from rollouts_core.algorithms.loss import LossFn, Metrics, TokenScores, call_loss, read_metrics
 from rollouts_core.backends.jax_architecture import load_jax_architecture
 from rollouts_core.backends.jax_model import (
     ALL_LAYERS,
@@ -52,8 +52,8 @@ from rollouts_core.backends.protocol import (
     TrainingState,
     future_of,
 )
-from rollouts_core.backends.pytorch import nonfinite_error
 from rollouts_core.backends.random_state import get_random_tensors, get_random_values, seed_everything, set_random_state
+from rollouts_core.backends.steps import nonfinite_error
 from rollouts_core.backends.training_state import (
     HF_KEY,
     POLICY_PREFIX,
@@ -161,7 +161,8 @@ class JAXTrainingBackend:
     def _forward_backward(self, batch: TrainBatch) -> Metrics:
         scores, pull_back = _score_with_pull_back(self._params, pad_batch(batch), self.settings)
         leaves = Scores(*(None if s is None else _cut_to(batch, s).requires_grad_() for s in scores))
-        loss, metrics = call_loss(self.loss_fn, _token_scores(leaves), batch)
+        loss, of_loss = call_loss(self.loss_fn, _token_scores(leaves), batch)
+        [metrics] = read_metrics([of_loss])
         if not math.isfinite(metrics["loss"]):
             self._grads = None
             raise nonfinite_error("loss", metrics["loss"], num_optim_steps=self._num_optim_steps)

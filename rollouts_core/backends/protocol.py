@@ -67,6 +67,29 @@ class ThreadTrainFuture(Generic[T]):
         return self._future.done()
 
 
+class LateTrainFuture(Generic[T]):
+    """A future of work that a device was given: only `result` waits for the device.
+
+    A part of a step that has such a future may be followed by the rest of the step before its result is asked for: if
+    it failed, the step changes no weights.
+
+    Args:
+        read: returns the value, or raises the error.
+        is_read: whether `read` would not wait.
+    """
+
+    def __init__(self, read: Callable[[], T], is_read: Callable[[], bool]) -> None:
+        self._read, self._is_read = read, is_read
+
+    async def result(self) -> T:
+        """Wait for the device, and for what else it was given before this call."""
+        return self._read()
+
+    def done(self) -> bool:
+        """True when `result` would not wait."""
+        return self._is_read()
+
+
 class FailedTrainFuture:
     """A future of work that has failed already: any type of result, since there is none."""
 
@@ -84,8 +107,13 @@ class FailedTrainFuture:
 
 def future_of(work: Callable[[], T]) -> TrainFuture[T]:
     """Do the work now; its value or its error arrives at `result`."""
+    return future_from(lambda: ImmediateTrainFuture(work()))
+
+
+def future_from(begin: Callable[[], TrainFuture[T]]) -> TrainFuture[T]:
+    """The future that `begin` returns, or one of the error that it raises."""
     try:
-        return ImmediateTrainFuture(work())
+        return begin()
     except Exception as error:  # noqa: BLE001 - a future carries whatever its work raised
         return FailedTrainFuture(error)
 
@@ -95,6 +123,10 @@ class TrainingBackend(Protocol):
 
     `forward_backward` accumulates gradients; `optim_step` applies and clears them. Metrics of micro-batches of one
     step add up.
+
+    A backend whose `forward_backward` returns a `LateTrainFuture` is asked for a whole step before any result. It takes
+    no step whose loss or gradient is not finite: the result of that `forward_backward`, and of `optim_step`, is then a
+    NonFiniteError.
 
     It may have `save_model_config(path)`, which writes its model's config.json: then RL needs no `PublishTarget`. It
     may have `start_sample`, the `sample_weights` of what training started from: then RL says how much of an update

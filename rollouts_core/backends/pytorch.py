@@ -6,7 +6,6 @@ Not here: the losses (algorithms/loss.py), batches (batch.py), the order of step
 from __future__ import annotations
 
 import json
-import math
 import threading
 from collections.abc import Mapping
 from contextlib import nullcontext
@@ -29,9 +28,11 @@ from rollouts_core.backends.optim import (
 )
 from rollouts_core.backends.protocol import (
     ImmediateTrainFuture,
+    LateTrainFuture,
     ThreadTrainFuture,
     TrainFuture,
     TrainingState,
+    future_from,
     future_of,
 )
 from rollouts_core.backends.random_state import (
@@ -41,6 +42,7 @@ from rollouts_core.backends.random_state import (
     set_random_state,
 )
 from rollouts_core.backends.snapshot import HostSnapshot
+from rollouts_core.backends.steps import OptimizerSteps
 from rollouts_core.backends.training_state import (
     WEIGHT_KEY,
     check_named_tensors,
@@ -53,7 +55,6 @@ from rollouts_core.backends.training_state import (
 )
 from rollouts_core.batch import TrainBatch
 from rollouts_core.config import PLAIN_POLICY, ModelConfig, OptimConfig, PolicyConfig
-from rollouts_core.errors import NonFiniteError
 from rollouts_core.model.loading import check_vocabulary, count_token_ids, default_device, load_tokenizer
 from rollouts_core.model.lora import (
     adapters_off,
@@ -92,10 +93,15 @@ class PyTorchTrainingBackend:
         self.scheduler = scheduler
         self.loss_fn = loss_fn
         self.tokenizer = tokenizer
-        self.max_grad_norm = max_grad_norm
         self.reference = reference
         self.device = self.model.device
-        self._num_optim_steps = 0
+        self._steps = OptimizerSteps(
+            optimizer,
+            scheduler,
+            device=self.device,
+            clip=lambda: torch.nn.utils.clip_grad_norm_(policy.parameters(), max_grad_norm),
+            drop_gradient=partial(optimizer.zero_grad, set_to_none=True),
+        )
         self._snapshot = HostSnapshot()
         self._copied = threading.Event()
         """Set when no save is reading weights and optimizer any more."""
@@ -125,7 +131,8 @@ class PyTorchTrainingBackend:
     @property
     def weight_version(self) -> int:
         """The number of optimizer steps that the weights have taken."""
-        return self._num_optim_steps
+        self._steps.settle()
+        return self._steps.num_done
 
     def forward_backward(self, batch: TrainBatch) -> TrainFuture[Metrics]:
         """Add the batch's gradient to that of its step.
@@ -133,30 +140,29 @@ class PyTorchTrainingBackend:
         Raises:
             NonFiniteError: the loss is not a finite number; the gradient of its step is dropped.
         """
-        return future_of(lambda: self._forward_backward(batch))
+        return future_from(lambda: self._forward_backward(batch))
 
-    def _forward_backward(self, batch: TrainBatch) -> Metrics:
+    def _forward_backward(self, batch: TrainBatch) -> TrainFuture[Metrics]:
+        self._steps.settle()
         on_device = batch.to(self.device)
         loss, metrics = call_loss(self.loss_fn, self.policy(on_device), on_device)
-        if not math.isfinite(metrics["loss"]):
-            self.optimizer.zero_grad(set_to_none=True)
-            raise nonfinite_error("loss", metrics["loss"], num_optim_steps=self._num_optim_steps)
+        future = self._steps.add(metrics)
         torch.autograd.backward(loss)
-        return metrics
+        return future
 
     def score(self, batch: TrainBatch, *, reference: bool = False) -> TrainFuture[TokenScores]:
         """What the policy, or the reference, says about the batch, without a gradient or dropout, on the CPU."""
-        return future_of(lambda: self._score(batch, reference=reference))
+        return future_from(lambda: self._score(batch, reference=reference))
 
     @torch.no_grad()
-    def _score(self, batch: TrainBatch, *, reference: bool) -> TokenScores:
+    def _score(self, batch: TrainBatch, *, reference: bool) -> TrainFuture[TokenScores]:
         asked = self.reference if reference and self.reference else self.policy
         assert asked is self.reference or not reference or self.has_adapters, "create the backend with_reference=True"
         asked.eval()
         with adapters_off(self.model) if reference else nullcontext():
-            scores: TokenScores = asked(batch.to(self.device)).to(torch.device("cpu"))
+            scores: TokenScores = asked(batch.to(self.device))
         self.policy.train()
-        return scores
+        return LateTrainFuture(lambda: scores.to(torch.device("cpu")), lambda: self.device.type == "cpu")
 
     def optim_step(self) -> TrainFuture[Metrics]:
         """Clip the gradient, step, and move the learning rate on.
@@ -164,20 +170,11 @@ class PyTorchTrainingBackend:
         Raises:
             NonFiniteError: the gradient is not finite; it is dropped, and the weights are as before.
         """
-        return future_of(self._optim_step)
+        return future_from(self._optim_step)
 
-    def _optim_step(self) -> Metrics:
-        norm = float(torch.nn.utils.clip_grad_norm_(self.policy.parameters(), self.max_grad_norm))
-        if not math.isfinite(norm):
-            self.optimizer.zero_grad(set_to_none=True)
-            raise nonfinite_error("gradient norm", norm, num_optim_steps=self._num_optim_steps)
-        lr = float(self.optimizer.param_groups[0]["lr"])
-        self._copied.wait()
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        self.scheduler.step()
-        self._num_optim_steps += 1
-        return {"grad_norm": norm, "lr": lr}
+    def _optim_step(self) -> TrainFuture[Metrics]:
+        self._steps.settle()
+        return self._steps.take(before_change=self._copied.wait)
 
     def get_weights(self) -> ImmediateTrainFuture[dict[str, Tensor]]:
         """The weights by their Hugging Face names, tied ones once, adapters merged in, in host memory; the others are
@@ -212,9 +209,10 @@ class PyTorchTrainingBackend:
         and backward passes go on meanwhile; what changes weights waits until they are copied.
         """
         assert self._saving.done(), "one save at a time: wait for the last one's result"
+        self._steps.settle()
         trainer = {
             "scheduler": deepcopy(self.scheduler.state_dict()),
-            "num_optim_steps": self._num_optim_steps,
+            "num_optim_steps": self._steps.num_done,
             "random": get_random_values(),
             "loop": dict(state),
         }
@@ -259,6 +257,7 @@ class PyTorchTrainingBackend:
 
     def _load_checkpoint(self, path: Path) -> TrainingState:
         saved = read_training_checkpoint(path)
+        self._steps.settle()
         self._copied.wait()
         own = own_weights(self.policy)
         check_named_tensors(own, saved.own_weights)
@@ -272,17 +271,9 @@ class PyTorchTrainingBackend:
         restore_optimizer_tensors(self.policy, self.optimizer, saved.moments)
         restore_schedule(self.scheduler, saved.trainer["scheduler"])
         set_random_state(saved.random_tensors, saved.trainer["random"])
-        self._num_optim_steps = saved.trainer["num_optim_steps"]
+        self._steps.num_done = saved.trainer["num_optim_steps"]
         state: TrainingState = saved.trainer["loop"]
         return state
-
-
-def nonfinite_error(quantity: str, value: float, *, num_optim_steps: int) -> NonFiniteError:
-    """The error of a loss or a gradient norm that is not a finite number."""
-    return NonFiniteError(
-        f"the {quantity} became {value} after {num_optim_steps} optimizer steps: lower the learning rate, or look at "
-        "the samples of this step"
-    )
 
 
 def create_pytorch_backend(

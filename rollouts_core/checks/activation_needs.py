@@ -35,6 +35,7 @@ from typing import NamedTuple
 from rollouts_core.checks.needed_part import Part
 from rollouts_core.config import PolicyConfig, RLTrainingConfig, RolloutConfig, SFTTrainingConfig
 from rollouts_core.model.adapter_targets import is_target_in_files, linear_layers
+from rollouts_core.model.attention_choice import MAX_SHARERS
 from rollouts_core.model.model_shape import ModelShape, read_shape
 from rollouts_core.model.model_size import ModelSize
 
@@ -42,8 +43,6 @@ LOGITS_PIECE_BYTES = 256 << 20
 """Float32 logits that are held at a time (model/logprobs.py)."""
 NUM_PIECES = 3
 """Logits, their log-probs or gradient, and the gradient in the number format of the products."""
-MAX_SHARERS = 4
-"""Samples of a prompt that share it in a row (rl_batch.py)."""
 
 
 class Rows(NamedTuple):
@@ -62,7 +61,7 @@ class Rows(NamedTuple):
 def sft_rows(sft: SFTTrainingConfig) -> Rows:
     """The micro-batch of SFT."""
     num_rows = min(sft.micro_batch_size, sft.batch_size)
-    has_mask = sft.packing and not sft.policy.attention.startswith("flash")
+    has_mask = sft.packing and sft.policy.takes_masks
     return Rows(num_rows * sft.max_length, sft.max_length, has_mask, f"{num_rows} rows of {sft.max_length} tokens")
 
 
@@ -76,8 +75,7 @@ def rl_rows(rl: RLTrainingConfig, rollout: RolloutConfig) -> Rows:
     else:
         row_length = longest
     num_tokens = max(rl.max_micro_batch_tokens, row_length)
-    has_mask = rl.packing and not rl.policy.attention.startswith("flash")
-    return Rows(num_tokens, row_length, has_mask, f"{num_tokens} tokens in rows of up to {row_length}")
+    return Rows(num_tokens, row_length, rl.shares_prompts, f"{num_tokens} tokens in rows of up to {row_length}")
 
 
 def activation_parts(size: ModelSize, policy: PolicyConfig, rows: Rows, *, num_processes: int) -> list[Part]:

@@ -19,6 +19,7 @@ from pathlib import Path
 from rollouts_core.checks.activation_needs import Rows, activation_parts, rl_rows, sft_rows
 from rollouts_core.checks.needed_part import GIB, Part, describe_parts, sum_bytes
 from rollouts_core.config import Config, PolicyConfig, RLTrainingConfig, SFTTrainingConfig
+from rollouts_core.model.attention_choice import expected_kernel, shared_prompts, with_kernel
 from rollouts_core.model.model_shape import read_shape
 from rollouts_core.model.model_size import ModelSize, read_folder
 
@@ -105,7 +106,7 @@ def training_needs(config: Config, size: ModelSize, *, num_machines: int = 1) ->
     """
     if not size.tensors:
         return []
-    sft, rl = config.training.sft, config.training.rl
+    sft, rl = _with_kernels(config, size)
     num_processes = config.deployment.num_trainer_processes * num_machines
     stages: dict[str, tuple[SFTTrainingConfig | RLTrainingConfig, Rows, bool]] = {
         "sft": (sft, sft_rows(sft), False),
@@ -126,6 +127,14 @@ def training_needs(config: Config, size: ModelSize, *, num_machines: int = 1) ->
         for kind, (stage, rows, with_reference) in stages.items()
         if kind in config.mode
     ]
+
+
+def _with_kernels(config: Config, size: ModelSize) -> tuple[SFTTrainingConfig, RLTrainingConfig]:
+    """The settings of both stages with the kernel that "auto" is expected to stand for."""
+    sft, rl = config.training.sft, config.training.rl
+    of_sft = expected_kernel(sft.policy, size.settings, None)
+    of_rl = expected_kernel(rl.policy, size.settings, shared_prompts(rl, config.rollout))
+    return with_kernel(sft, of_sft), with_kernel(rl, of_rl)
 
 
 def classifier_parts(config: Config) -> list[Part]:

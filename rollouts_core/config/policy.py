@@ -36,9 +36,10 @@ class PolicyConfig(Record):
     precision: Literal["float32", "bfloat16"] = "float32"
     """Number format of the matrix products. Trained weights and optimizer state stay float32; with LoRA the frozen
     weights take this format too."""
-    attention: Literal["sdpa", "eager", "flash_attention_2", "flash_attention_3"] = "sdpa"
-    """Attention kernel; models that cap attention scores (Gemma 2) compute with eager instead of sdpa. Those of flash
-    attention run packed rows without a mask; they need a GPU, their package, and the precision bfloat16."""
+    attention: Literal["auto", "sdpa", "eager", "varlen", "flash_attention_2", "flash_attention_3"] = "auto"
+    """Attention kernel. auto takes a kernel without a mask on a GPU in bfloat16: varlen, which is torch's own, else an
+    installed flash-attn; everywhere else it is sdpa. sdpa and eager hide the other samples of a packed row by a mask of
+    its length squared; models that cap attention scores (Gemma 2) compute with eager instead of sdpa."""
     activation_checkpointing: bool = Field(default=False, json_schema_extra=PLACEMENT)
     """Compute the layers' activations again in the backward pass: less memory, about a third more time."""
     compile: bool = False
@@ -46,15 +47,28 @@ class PolicyConfig(Record):
     lora: LoRAConfig = LoRAConfig()
     """Low-rank adapters."""
 
+    @property
+    def takes_masks(self) -> bool:
+        """Whether the attention kernel hides samples from each other by a mask; what "auto" stands for is not known."""
+        return self.attention in ("auto", "sdpa", "eager")
+
+    def without_places(self) -> Self:
+        """Itself with the default instead of a kernel that "auto" may stand for: they differ by rounding alone."""
+        return self.model_copy(update={"attention": "auto"}) if self.attention in ("sdpa", "varlen") else self
+
     @model_validator(mode="after")
     def _check_attention(self) -> Self:
-        if self.attention.startswith("flash") and self.precision != "bfloat16":
+        if not self.takes_masks and self.precision != "bfloat16":
             raise ValueError(f'attention "{self.attention}" needs precision = "bfloat16"')
         return self
 
     @model_validator(mode="after")
     def _check_backend(self) -> Self:
-        wanted = {"lora": self.lora.rank > 0, "compile": self.compile, "attention": self.attention != "sdpa"}
+        wanted = {
+            "lora": self.lora.rank > 0,
+            "compile": self.compile,
+            "attention": self.attention not in ("auto", "sdpa"),
+        }
         if self.backend == "jax" and (without := [name for name, is_set in wanted.items() if is_set]):
             raise ValueError(f'backend "jax" has no {without[0]} setting: leave it out, or set backend = "pytorch"')
         return self

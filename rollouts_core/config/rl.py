@@ -107,8 +107,8 @@ class RLTrainingConfig(Record):
 
     @property
     def shares_prompts(self) -> bool:
-        """Whether completions of one prompt share its positions in a row; flash attention's kernels have no mask."""
-        return self.packing and not self.policy.attention.startswith("flash")
+        """Whether completions of one prompt share its positions in a row: only a mask can let them."""
+        return self.packing and self.policy.takes_masks
 
     @property
     def with_values(self) -> bool:

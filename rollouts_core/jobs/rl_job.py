@@ -27,6 +27,7 @@ from rollouts_core.engines.nccl import share_memory_as
 from rollouts_core.engines.rounding import describe_last_rounding
 from rollouts_core.environments.protocol import describe_tools
 from rollouts_core.job import RLJob
+from rollouts_core.jobs.attention import settle_attention
 from rollouts_core.jobs.job_engines import keep_leases, open_engines, publish_target
 from rollouts_core.jobs.job_inputs import check_model, check_resume, checked_file
 from rollouts_core.jobs.training_job import describe_training, run_training_job
@@ -52,7 +53,10 @@ MANY_SKIPPED = 0.5
 def run_rl_job(job: RLJob, directory: RunDirectory) -> None:
     """Improve a model; the record, which lists the checkpoints, exists when this returns."""
     share_memory_as(job.rollout.engine)
-    run_training_job(job, directory, create=partial(create_rl_backend, job), train=partial(train, job, directory))
+    settled = settle_attention(job, directory)
+    run_training_job(
+        settled, directory, create=partial(create_rl_backend, settled), train=partial(train, settled, directory)
+    )
 
 
 def create_rl_backend(job: RLJob, ranks: Ranks | None) -> TrainingBackend:

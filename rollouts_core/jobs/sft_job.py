@@ -18,6 +18,7 @@ from rollouts_core.backends.protocol import TrainingBackend
 from rollouts_core.backends.ranks import Ranks
 from rollouts_core.data.dataset import SFTDataset, load_sft_dataset, sample_rules
 from rollouts_core.job import SFTJob
+from rollouts_core.jobs.attention import settle_attention
 from rollouts_core.jobs.job_inputs import check_model, check_resume, checked_file, open_checked_datasets
 from rollouts_core.jobs.training_job import describe_training, run_training_job
 from rollouts_core.metrics import EventLog, JSONLLogger
@@ -33,8 +34,12 @@ if TYPE_CHECKING:
 
 def run_sft_job(job: SFTJob, directory: RunDirectory) -> None:
     """Fine-tune on demonstrations; the record, which lists the checkpoints, exists when this returns."""
+    settled = settle_attention(job, directory)
     run_training_job(
-        job, directory, create=partial(create_sft_backend, job), train=partial(train_on_demonstrations, job, directory)
+        settled,
+        directory,
+        create=partial(create_sft_backend, settled),
+        train=partial(train_on_demonstrations, settled, directory),
     )
 
 

@@ -10,6 +10,7 @@ B rows of a micro-batch, T token positions, N scored tokens, H hidden size.
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -21,6 +22,7 @@ from rollouts_core.batch import TrainBatch, block_causal_mask, build_batch, plac
 from rollouts_core.config import ModelConfig, PolicyConfig
 from rollouts_core.errors import ConfigError, DataError
 from rollouts_core.model.attention import use_written_out_attention
+from rollouts_core.model.attention_choice import choose_kernel
 from rollouts_core.model.loading import (
     KERNELS_OF_FLOAT32,
     MODELS_OF_ROW_DISTANCES,
@@ -34,13 +36,20 @@ from rollouts_core.model.loading import (
 from rollouts_core.model.logprobs import linear_logprobs
 from rollouts_core.model.lora import add_adapters, base_weights
 from rollouts_core.model.rms_norm import use_fast_rms_norms
+from rollouts_core.model.varlen import (
+    SDPA_BY_ROWS,
+    VARLEN,
+    use_sdpa_by_rows,
+    use_varlen_attention,
+    why_not_varlen,
+)
 from rollouts_core.model.weight_sample import sample_weights
 from rollouts_core.types import Sample
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-KERNELS_WITHOUT_MASK = {"flash_attention_2", "flash_attention_3"}
+KERNELS_WITHOUT_MASK = {VARLEN, "flash_attention_2", "flash_attention_3"}
 """Attention kernels that take the bounds of the samples in a row instead of a mask."""
 MIXED_SHARE, ROUNDED_MIXED_SHARE = 0.01, 0.2
 """By which share of its length a sample's hidden states differ where its neighbour changed them: in float32, and in
@@ -128,12 +137,18 @@ def create_policy(
     autocast_dtype = None if config.precision == "float32" else torch.bfloat16
     has_adapters = config.lora.rank > 0
     stored_dtype = torch.bfloat16 if autocast_dtype and has_adapters else torch.float32
-    hf_model = load_hf_model(model, device=device, dtype=stored_dtype, attention=config.attention)
+    kernel = find_kernel(model, config, device)
+    loaded_as = "sdpa" if kernel == VARLEN else kernel  # loading tries the model, on a CPU too
+    hf_model = load_hf_model(model, device=device, dtype=stored_dtype, attention=loaded_as)
     check_attention(hf_model)
     has_own_code = not type(hf_model).__module__.startswith("transformers.")
     mixes_samples = has_own_code and device != "meta" and find_mixed_samples(hf_model)
     if autocast_dtype and hf_model.config._attn_implementation == "sdpa" and hf_model.device.type == "cpu":
         use_written_out_attention(hf_model)
+    if kernel == VARLEN:
+        use_varlen_attention(hf_model)
+    elif hf_model.device.type == "cuda":
+        use_sdpa_by_rows(hf_model)
     if hf_model.device.type == "cpu" and not config.compile:
         use_fast_rms_norms(hf_model)
     if has_adapters:
@@ -152,6 +167,20 @@ def create_policy(
         num_tokens=num_tokens,
         start_sample={} if device == "meta" else sample_weights(base_weights(hf_model)),
     )
+
+
+def find_kernel(model: ModelConfig, config: PolicyConfig, device: str) -> str:
+    """The attention kernel that the settings mean on a device: what "auto" stands for there, or the one they name.
+
+    Raises:
+        ConfigError: they name `varlen`, which cannot train the model there.
+    """
+    device_type = torch.device(device).type
+    if config.attention == "auto":
+        return choose_kernel(model, config, device_type=device_type).kernel
+    if config.attention == VARLEN and (reason := why_not_varlen(model, device_type=device_type)):
+        raise ConfigError(f'policy.attention "{VARLEN}" cannot be used here: {reason}. Set it to "auto"')
+    return config.attention
 
 
 @torch.no_grad()
@@ -214,13 +243,13 @@ def score_targets(
     Raises:
         DataError: a target is none of these ids.
     """
-    is_scored_BT = batch.loss_mask_BT != 0
-    hidden_NH = compute_hidden_states(hf_model, batch)[is_scored_BT]
+    places_N = batch.layout.scored_N
+    hidden_NH = compute_hidden_states(hf_model, batch).flatten(0, 1).index_select(0, places_N)
     head = hf_model.get_output_embeddings()
-    targets_N = batch.targets_BT[is_scored_BT]
+    targets_N = batch.targets_BT.flatten().index_select(0, places_N)
     head_VH, bias_V = head.weight, head.bias
     if num_tokens is not None and num_tokens < len(head_VH):
-        check_targets(targets_N, num_tokens)
+        check_targets(batch, num_tokens)
         head_VH, bias_V = head_VH[:num_tokens], None if bias_V is None else bias_V[:num_tokens]
     logprobs_N, entropies_N = linear_logprobs(
         hidden_NH,
@@ -233,15 +262,15 @@ def score_targets(
     )
     values_N = None if value_head is None else _values(value_head, hidden_NH)
     return TokenScores(
-        logprobs_BT=_scatter(logprobs_N, is_scored_BT),
-        entropies_BT=None if entropies_N is None else _scatter(entropies_N, is_scored_BT),
-        values_BT=None if values_N is None else _scatter(values_N, is_scored_BT),
+        logprobs_BT=_scatter(logprobs_N, batch),
+        entropies_BT=None if entropies_N is None else _scatter(entropies_N, batch),
+        values_BT=None if values_N is None else _scatter(values_N, batch),
     )
 
 
-def check_targets(targets_N: Tensor, num_tokens: int) -> None:
+def check_targets(batch: TrainBatch, num_tokens: int) -> None:
     """Raise DataError for a trained token id that is not below `num_tokens`."""
-    if len(targets_N) and (largest := int(targets_N.max())) >= num_tokens:
+    if (largest := batch.layout.largest_target) >= num_tokens:
         raise DataError(
             f"a sample has the token id {largest} among those that are trained on, the tokenizer has the ids below "
             f"{num_tokens}: what generates samples must leave out the others"
@@ -257,11 +286,14 @@ def compute_logprobs(
 
 def compute_hidden_states(hf_model: PreTrainedModel, batch: TrainBatch) -> Tensor:
     """(B, T, H) what the decoder makes of a batch, each sample seeing only itself."""
-    takes_bounds = hf_model.config._attn_implementation in KERNELS_WITHOUT_MASK
-    if takes_bounds and not find_unmasked_layers(hf_model.config):
+    kernel = hf_model.config._attn_implementation
+    is_masked = kernel == VARLEN and batch.layout.shares_prompts  # it falls back to sdpa if there is a mask
+    if kernel in KERNELS_WITHOUT_MASK and not is_masked and not find_unmasked_layers(hf_model.config):
         return _hidden_states_without_padding(hf_model, batch)
     # Right-padded rows of one sample need no mask: causal attention never reaches the padding.
-    attention_mask = build_attention_mask(hf_model, batch) if batch.is_packed else None
+    window = find_window(hf_model.config.get_text_config()) or math.inf
+    is_windowed = kernel == SDPA_BY_ROWS and batch.inputs_BT.shape[1] > window
+    attention_mask = build_attention_mask(hf_model, batch) if batch.is_packed or is_windowed else None
     hidden_BTH: Tensor = hf_model.base_model(
         input_ids=batch.inputs_BT,
         position_ids=batch.position_ids_BT,
@@ -279,9 +311,8 @@ def build_attention_mask(hf_model: PreTrainedModel, batch: TrainBatch) -> Tensor
             a prompt, and it counts distances along the row.
     """
     check_packable(hf_model.config)
-    if hf_model.config.model_type in MODELS_OF_ROW_DISTANCES:  # others need not wait for what a GPU says of the batch
-        shares_prompts = not torch.equal(batch.prompt_ids_BT, batch.segment_ids_BT)
-        check_packable(hf_model.config, shares_prompts=shares_prompts)
+    if hf_model.config.model_type in MODELS_OF_ROW_DISTANCES:
+        check_packable(hf_model.config, shares_prompts=batch.layout.shares_prompts)
     config = hf_model.config.get_text_config()
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     window = find_window(config)
@@ -309,7 +340,8 @@ def find_window(config: PreTrainedConfig) -> int | None:
 
 def _mask_dtype(hf_model: PreTrainedModel, device_type: str) -> torch.dtype:
     """That of the weights, or that to which autocast has the kernel take its mask: each layer would keep a copy."""
-    if hf_model.config._attn_implementation == "sdpa" and torch.is_autocast_enabled(device_type):
+    is_sdpa = hf_model.config._attn_implementation in ("sdpa", SDPA_BY_ROWS, VARLEN)
+    if is_sdpa and torch.is_autocast_enabled(device_type):
         return torch.get_autocast_dtype(device_type)
     own: torch.dtype = hf_model.dtype
     return own
@@ -317,27 +349,26 @@ def _mask_dtype(hf_model: PreTrainedModel, device_type: str) -> torch.dtype:
 
 def _hidden_states_without_padding(hf_model: PreTrainedModel, batch: TrainBatch) -> Tensor:
     """(B, T, H) by kernels for sequences of varying length: all samples end to end in one row, without a mask."""
-    assert torch.equal(batch.prompt_ids_BT, batch.segment_ids_BT), "these kernels cannot let samples share a prompt"
-    is_token_BT = batch.segment_ids_BT > 0
-    position_ids_N = batch.position_ids_BT[is_token_BT]
-    starts = torch.nonzero(position_ids_N == 0).flatten()
-    bounds = torch.cat([starts, starts.new_tensor([len(position_ids_N)])]).to(torch.int32)
-    longest = int(bounds.diff().max())
-    hidden_1NH: Tensor = hf_model.base_model(
-        input_ids=batch.inputs_BT[is_token_BT][None],
-        position_ids=position_ids_N[None],
+    layout = batch.layout
+    assert not layout.shares_prompts, "these kernels cannot let samples share a prompt"
+    hidden_1MH: Tensor = hf_model.base_model(
+        input_ids=batch.inputs_BT.flatten().index_select(0, layout.tokens_M)[None],
+        position_ids=batch.position_ids_BT.flatten().index_select(0, layout.tokens_M)[None],
         use_cache=False,
-        cu_seq_lens_q=bounds,
-        cu_seq_lens_k=bounds,
-        max_length_q=longest,
-        max_length_k=longest,
+        cu_seq_lens_q=layout.bounds,
+        cu_seq_lens_k=layout.bounds,
+        max_length_q=layout.longest,
+        max_length_k=layout.longest,
     ).last_hidden_state
-    hidden_BTH = hidden_1NH.new_zeros(*is_token_BT.shape, hidden_1NH.shape[-1])
-    return hidden_BTH.masked_scatter(is_token_BT[:, :, None], hidden_1NH)
+    hidden_MH = hidden_1MH[0]
+    flat_H = hidden_MH.new_zeros(batch.inputs_BT.numel(), hidden_MH.shape[-1])
+    return flat_H.index_copy(0, layout.tokens_M, hidden_MH).view(*batch.inputs_BT.shape, -1)
 
 
-def _scatter(values_N: Tensor, at_BT: Tensor) -> Tensor:
-    return torch.zeros(at_BT.shape, device=values_N.device).masked_scatter(at_BT, values_N)
+def _scatter(values_N: Tensor, batch: TrainBatch) -> Tensor:
+    """(B, T) the values at the scored positions, 0 elsewhere."""
+    flat = torch.zeros(batch.inputs_BT.numel(), device=values_N.device)
+    return flat.index_copy(0, batch.layout.scored_N, values_N).view(batch.inputs_BT.shape)
 
 
 def _values(value_head: nn.Linear, hidden_NH: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rollouts_core.checks.epochs import render_epochs
-from rollouts_core.config import ModelConfig, OptimConfig
+from rollouts_core.config import ModelConfig, OptimConfig, PolicyConfig
 from rollouts_core.errors import ConfigError
 from rollouts_core.job import EvalJob, InputDataset, InputFile, InputModel, Job, RLJob, SFTJob, load_job
 from rollouts_core.report.charts import format_number
@@ -62,7 +62,7 @@ def _describe_sft(report: ReportInput, job: SFTJob) -> Training:
             (
                 "Training",
                 f"{_describe_steps(training.num_steps, report.sft_dir)} of {training.batch_size} {rows} of at most "
-                f"{training.max_length:,} tokens, {_describe_optim(training.optim)}",
+                f"{training.max_length:,} tokens, {_describe_optim(training.optim)}{_describe_kernel(training.policy)}",
             ),
             ("Selected", report.selected.get("sft", "")),
         ),
@@ -84,7 +84,7 @@ def _describe_rl(report: ReportInput, job: RLJob) -> Training:
                 f"{_describe_steps(training.num_steps, report.rl_dir)} of {rollout.batch_size} prompts × "
                 f"{rollout.n_samples_per_prompt} completions of at most {rollout.sampling.max_new_tokens:,} tokens at "
                 f"temperature {rollout.sampling.temperature:g}{_describe_epochs(report.rl_dir)}, "
-                f"{_describe_optim(training.optim)}",
+                f"{_describe_optim(training.optim)}{_describe_kernel(training.policy)}",
             ),
             ("Selected", report.selected.get("rl", "")),
         ),
@@ -133,6 +133,11 @@ def _describe_model(model: InputModel) -> str:
 
 def _describe_optim(optim: OptimConfig) -> str:
     return f"{optim.schedule} learning rate, peak {format_number(optim.lr)}"
+
+
+def _describe_kernel(policy: PolicyConfig) -> str:
+    """The attention kernel, behind a comma; empty for "auto", which no attempt has settled."""
+    return "" if policy.attention == "auto" else f", attention by {policy.attention}"
 
 
 def _describe_mixture(datasets: Sequence[InputDataset], directory: Path | None) -> str:

@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from rollouts_core.algorithms.loss import LossFn, Metrics, TokenScores, create_policy_loss, policy_loss
+from rollouts_core.algorithms.loss import LossFn, LossMetrics, Metrics, TokenScores, create_policy_loss, policy_loss
 from rollouts_core.backends.pytorch import PyTorchTrainingBackend, create_pytorch_backend
 from rollouts_core.batch import TrainBatch
 from rollouts_core.checkpoint import load_manifest, step_directory
@@ -382,7 +382,7 @@ def test_the_value_head_learns_what_the_rewards_are(base_model: ModelConfig) -> 
 def nan_for(sample_id: str, calls: list[int], config: RLTrainingConfig) -> LossFn:
     """The policy loss, but NaN where a batch holds this sample."""
 
-    def loss_fn(scores: TokenScores, batch: TrainBatch) -> tuple[Tensor, Metrics]:
+    def loss_fn(scores: TokenScores, batch: TrainBatch) -> tuple[Tensor, LossMetrics]:
         calls.append(len(batch.sample_ids))
         loss, metrics = policy_loss(scores, batch, config.loss)
         return (loss, {**metrics, "loss": math.nan}) if sample_id in batch.sample_ids else (loss, metrics)

@@ -11,7 +11,13 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
-from rollouts_core.algorithms.loss import Metrics, TokenScores, create_cross_entropy_loss, cross_entropy_loss
+from rollouts_core.algorithms.loss import (
+    LossMetrics,
+    Metrics,
+    TokenScores,
+    create_cross_entropy_loss,
+    cross_entropy_loss,
+)
 from rollouts_core.backends.pytorch import PyTorchTrainingBackend, create_pytorch_backend
 from rollouts_core.batch import TrainBatch
 from rollouts_core.checkpoint import list_checkpoints, verify_checkpoint
@@ -216,7 +222,7 @@ def test_every_micro_batch_knows_the_totals_of_its_step() -> None:
     assert {batch.num_samples for batch in batches} == {4}
 
 
-def never_finite(scores: TokenScores, batch: TrainBatch) -> tuple[torch.Tensor, Metrics]:
+def never_finite(scores: TokenScores, batch: TrainBatch) -> tuple[torch.Tensor, LossMetrics]:
     """A loss that is no number."""
     loss, metrics = cross_entropy_loss(scores, batch)
     return loss * float("nan"), {**metrics, "loss": float("nan")}

@@ -8,7 +8,7 @@ import asyncio
 import pytest
 import torch
 
-from rollouts_core.algorithms.loss import Metrics, TokenScores, cross_entropy_loss
+from rollouts_core.algorithms.loss import LossMetrics, TokenScores, cross_entropy_loss
 from rollouts_core.backends.pytorch import PyTorchTrainingBackend, create_pytorch_backend
 from rollouts_core.batch import TrainBatch, build_batch, with_step_totals
 from rollouts_core.config import ModelConfig, OptimConfig
@@ -20,7 +20,7 @@ POISON = 24
 """A loss over a batch with this token is NaN."""
 
 
-def poisoned_loss(scores: TokenScores, batch: TrainBatch) -> tuple[torch.Tensor, Metrics]:
+def poisoned_loss(scores: TokenScores, batch: TrainBatch) -> tuple[torch.Tensor, LossMetrics]:
     """Cross entropy, but no number where the batch holds the poison."""
     loss, metrics = cross_entropy_loss(scores, batch)
     is_poisoned = bool((batch.targets_BT == POISON).any())

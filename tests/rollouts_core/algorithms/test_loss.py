@@ -20,6 +20,7 @@ from rollouts_core.algorithms.loss import (
     grpo_loss,
     policy_loss,
     ppo_loss,
+    read_metrics,
     token_logprobs,
 )
 from rollouts_core.batch import TrainBatch, build_batch, with_step_totals
@@ -171,11 +172,11 @@ def test_losses_and_metrics_of_micro_batches_add_up_to_those_of_the_step(aggrega
     whole = build_batch([[s] for s in samples], advantages=[[a] for a in advantages], pad_id=0)
     logprobs_BT = draw_logprobs(whole)
     parts = [build_batch([[s]], advantages=[[a]], pad_id=0) for s, a in zip(samples, advantages, strict=True)]
-    results = [
+    of_parts = [
         loss_fn(TokenScores(logprobs_BT=logprobs_BT[i : i + 1, : part.inputs_BT.shape[1]]), part)[1]
         for i, part in enumerate(with_step_totals(parts, samples))
     ]
-    _, expected = loss_fn(TokenScores(logprobs_BT=logprobs_BT), whole)
+    expected, *results = read_metrics([loss_fn(TokenScores(logprobs_BT=logprobs_BT), whole)[1], *of_parts])
     for name, value in expected.items():
         assert sum_metrics(results)[name] == pytest.approx(value, abs=1e-5), name
 

@@ -17,6 +17,7 @@ from rollouts_core.algorithms.loss import (
     TokenScores,
     estimate_kl,
     policy_loss,
+    read_metrics,
 )
 from rollouts_core.batch import TrainBatch, build_batch
 from rollouts_core.config import LossConfig, MismatchConfig
@@ -157,8 +158,8 @@ def test_everything_at_once_adds_up_over_micro_batches(aggregation: str) -> None
         entropies_BT=torch.rand(shape, generator=generator),
         values_BT=torch.randn(shape, generator=generator),
     )
-    _, expected = policy_loss(scores, whole, config)
-    results = [policy_loss(slice_scores(scores, i), slice_batch(whole, i), config)[1] for i in range(3)]
+    of_parts = [policy_loss(slice_scores(scores, i), slice_batch(whole, i), config)[1] for i in range(3)]
+    expected, *results = read_metrics([policy_loss(scores, whole, config)[1], *of_parts])
     found = sum_metrics(results)
     assert found == pytest.approx(expected, abs=1e-5)
     assert {"value_loss", "entropy", "kl_reference", "mismatch_kl", "mismatch_ratio_max"} <= found.keys()

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from rollouts_core.algorithms.loss import LossFn, Metrics, TokenScores, cross_entropy_loss
+from rollouts_core.algorithms.loss import LossFn, LossMetrics, Metrics, TokenScores, cross_entropy_loss
 from rollouts_core.backends import sharding
 from rollouts_core.backends.fsdp import FSDPTrainingBackend, create_fsdp_backend
 from rollouts_core.backends.protocol import TrainingBackend, TrainingState
@@ -37,6 +37,7 @@ from rollouts_core.metrics import sum_metrics
 from rollouts_core.model.policy import Policy, create_policy
 from rollouts_core.quickstart import build_character_tokenizer, build_untrained_model
 from rollouts_core.sft import run_sft_training
+from rollouts_core.update import update_policy
 from tests.rollouts_core.backends.two_processes import TwoProcesses, two_processes
 from tests.rollouts_core.histories import without_times
 from tests.rollouts_core.make import (
@@ -82,7 +83,9 @@ def lead_or_follow(
     ranks: Ranks, work: Work, model: ModelConfig, options: Mapping[str, Any]
 ) -> Any:  # Any: as the work has it
     settings = {"optim": OPTIM, "loss_fn": cross_entropy_loss, **options}
+    is_late = settings.pop("is_late", False)
     backend = create_fsdp_backend(model, ranks=ranks, num_steps=10, **settings)
+    backend._steps.is_late = is_late
     if not ranks.is_leader:
         return backend.follow()
     answer = work(backend)
@@ -404,14 +407,14 @@ def test_a_loss_of_one_rank_that_is_not_finite_is_an_error_of_all(base_model: Mo
     assert_close(after, with_one(train, base_model))  # the gradient of that step is gone
 
 
-def refuse_on_follower(scores: TokenScores, batch: TrainBatch) -> tuple[Tensor, Metrics]:
+def refuse_on_follower(scores: TokenScores, batch: TrainBatch) -> tuple[Tensor, LossMetrics]:
     """A user's loss that raises on the second rank alone, as one does that cannot take the rows there."""
     if dist.get_rank() == 1:
         raise KeyError("margin")
     return cross_entropy_loss(scores, batch)
 
 
-def refuse_on_leader(scores: TokenScores, batch: TrainBatch) -> tuple[Tensor, Metrics]:
+def refuse_on_leader(scores: TokenScores, batch: TrainBatch) -> tuple[Tensor, LossMetrics]:
     if dist.get_rank() == 0:
         raise ConfigError("the loss has no margin")
     return cross_entropy_loss(scores, batch)
@@ -451,7 +454,7 @@ def test_an_error_of_a_loss_on_one_rank_ends_every_rank_with_its_sentence(
     assert [each.partition(" (")[0] for each in said] == expected
 
 
-def explode(scores: TokenScores, batch: TrainBatch) -> tuple[Tensor, Metrics]:
+def explode(scores: TokenScores, batch: TrainBatch) -> tuple[Tensor, LossMetrics]:
     """A finite loss, whose gradient is not where a row holds the token 3."""
     loss, metrics = cross_entropy_loss(scores, batch)
     return loss + torch.sqrt((scores.logprobs_BT * (batch.targets_BT == 3)).sum().abs() * 0.0), metrics
@@ -473,7 +476,34 @@ def test_a_gradient_that_is_not_finite_is_an_error_of_all(base_model: ModelConfi
     assert version == 0
 
 
-def count_rows(scores: TokenScores, batch: TrainBatch) -> tuple[Tensor, Metrics]:
+def skip_some(backend: TrainingBackend) -> tuple[list[Metrics], Weights]:
+    """Updates of which the first and the third have an infinite loss on the second rank alone."""
+    history = []
+    for seed in range(5):
+        first, *others = make_step(seed)
+        mask_BT = first.loss_mask_BT.clone()
+        mask_BT[1] *= math.inf if seed in (0, 2) else 1.0
+        update = [replace(first, loss_mask_BT=mask_BT), *others]
+        history.append(asyncio.run(update_policy(backend, update, on_nonfinite="skip")))
+    asyncio.run(backend.forward_backward(first).result())
+    backend.optim_step()  # nobody asks how it ended
+    history.append({"version": backend.weight_version})
+    return history, get_weights(backend)
+
+
+@pytest.mark.timeout(60)
+def test_steps_that_are_looked_at_late_end_as_those_that_are_looked_at_at_once(
+    base_model: ModelConfig, pair: TwoProcesses
+) -> None:
+    at_once = with_two(pair, skip_some, base_model)
+    late = with_two(pair, skip_some, base_model, is_late=True)
+    assert late[0] == at_once[0]
+    assert [metrics.get("num_nonfinite") for metrics in late[0]] == [1, 0, 1, 0, 0, None]
+    assert late[0][-1] == {"version": 4}
+    assert all(torch.equal(late[1][name], weight) for name, weight in at_once[1].items())
+
+
+def count_rows(scores: TokenScores, batch: TrainBatch) -> tuple[Tensor, LossMetrics]:
     """A loss with metrics that can be predicted: the rows of a share, and its longest row."""
     loss, metrics = cross_entropy_loss(scores, batch)
     return loss, {**metrics, "rows": float(len(batch.inputs_BT)), "longest_max": -float(batch.inputs_BT.shape[1])}
@@ -505,7 +535,7 @@ def test_a_resumed_training_with_dropout_is_the_one_that_never_stopped(
     assert without[3] != history[1]  # dropout does something
 
 
-def extremes_of_ranks(scores: TokenScores, batch: TrainBatch) -> tuple[Tensor, Metrics]:
+def extremes_of_ranks(scores: TokenScores, batch: TrainBatch) -> tuple[Tensor, LossMetrics]:
     """Cross entropy with the smallest and the largest of the ranks' losses."""
     loss, metrics = cross_entropy_loss(scores, batch)
     return loss, {**metrics, "largest_max": metrics["loss"], "minus_smallest_max": -metrics["loss"]}

@@ -16,7 +16,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
-from rollouts_core import rl_batch
 from rollouts_core.batch import build_batch
 from rollouts_core.checks import activation_needs
 from rollouts_core.checks.activation_needs import Rows, activation_parts, rl_rows, sft_rows
@@ -81,7 +80,7 @@ def build_model(kind: str, policy: PolicyConfig) -> PreTrainedModel:
     return AutoModelForCausalLM.from_config(
         CONFIG_MAPPING[kind](**SIZES),
         dtype=torch.bfloat16 if is_half else torch.float32,
-        attn_implementation=policy.attention,
+        attn_implementation="sdpa" if policy.attention == "auto" else policy.attention,
     ).train()
 
 
@@ -154,14 +153,16 @@ def test_all_layers_keep_one_mask_of_packed_rows() -> None:
 
 def test_the_numbers_of_other_files_are_those_here() -> None:
     assert activation_needs.LOGITS_PIECE_BYTES == logprobs.MAX_GPU_PIECE_BYTES
-    assert activation_needs.MAX_SHARERS == rl_batch.MAX_SHARERS
 
 
 def test_rows_are_as_long_as_the_settings_let_them_be() -> None:
     assert sft_rows(SFTTrainingConfig(batch_size=4, micro_batch_size=8, max_length=100))[:3] == (400, 100, True)
+    bounds = PolicyConfig(precision="bfloat16", attention="varlen")
+    assert sft_rows(SFTTrainingConfig(batch_size=4, max_length=100, policy=bounds)).has_mask is False
     rollout = RolloutConfig(max_prompt_tokens=100, sampling={"max_new_tokens": 50})
     assert rl_rows(RLTrainingConfig(max_micro_batch_tokens=1000), rollout)[:3] == (1000, 300, True)
     assert rl_rows(RLTrainingConfig(max_micro_batch_tokens=200), rollout)[:3] == (200, 200, True)
+    assert rl_rows(RLTrainingConfig(max_micro_batch_tokens=200, policy=bounds), rollout)[:3] == (200, 150, False)
     assert rl_rows(RLTrainingConfig(max_micro_batch_tokens=20, packing=False), rollout)[:3] == (150, 150, False)
 
 

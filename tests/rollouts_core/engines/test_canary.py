@@ -214,7 +214,7 @@ def test_the_answer_is_that_of_the_published_weights_after_the_trainer_trained_o
     weights = asyncio.run(backend.get_weights().result())
     other = {name: value + 0.1 * torch.randn_like(value) for name, value in weights.items()}
     asyncio.run(backend.load_weights(other).result())
-    backend.backend._num_optim_steps += 1
+    backend.backend._steps.num_done += 1
     after = answer_of(canary)
     assert "score" not in backend.threads
     assert after == pytest.approx(before, abs=1e-4)

@@ -1,0 +1,230 @@
+"""The optimizer steps of a backend: given to the device in whole, and read afterwards.
+
+Not here: gradients (pytorch.py, fsdp.py), the optimizer and its schedule (optim.py).
+
+    forward, add, backward --+
+    forward, add, backward --+-> take: clip, AdamW unless a number is not finite     nothing waits for the device
+                                   |
+                                   +-> look: all numbers of the step in one transfer, then the schedule moves on
+
+On the CPU a number is there at once. The next pass waits until the number was looked at: a step ends at its first loss
+that is not finite.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.optim.lr_scheduler import LambdaLR
+
+from rollouts_core.algorithms.loss import LossMetrics, Metrics, read_metrics, stack_scalars
+from rollouts_core.backends.protocol import ImmediateTrainFuture, LateTrainFuture, TrainFuture
+from rollouts_core.errors import NonFiniteError
+from rollouts_core.metrics import sum_metrics
+
+Gather = Callable[[list[Metrics | None]], list[list[Metrics | None]]]
+"""Gives every rank the lists of all."""
+
+
+class Step:
+    """The numbers of one optimizer step, on the device until they are read."""
+
+    def __init__(self) -> None:
+        self._unread: list[LossMetrics | None] = []
+        self._metrics: list[Metrics] = []
+        self._end: LossMetrics | None = None
+        self._outcome: Metrics | None = None
+        self.error: NonFiniteError | None = None
+        """Set by `read`: the first number of the step that is not finite."""
+
+    @property
+    def is_read(self) -> bool:
+        """Whether every number is on the host."""
+        return not self._unread and (self._outcome is not None or self._end is None)
+
+    def add(self, metrics: LossMetrics | None) -> int:
+        """Note the metrics of a micro-batch, None if this rank has no rows of it; returns its place in the step."""
+        self._unread.append(metrics)
+        return len(self._metrics) + len(self._unread) - 1
+
+    def end(self, norm: Tensor, lr: float) -> None:
+        """Note how the step ends."""
+        self._end = {"grad_norm": norm, "lr": lr}
+
+    def is_nonfinite(self, device: torch.device) -> Tensor:
+        """1.0 on `device` if a number that is not read yet is not finite, else 0.0, as `found_inf` of optimizers."""
+        assert self._end is not None, "the step ends before this"
+        values = [each["loss"] for each in self._unread if each is not None] + [self._end["grad_norm"]]
+        on_host = [value for value in values if not isinstance(value, Tensor)]
+        if not all(map(math.isfinite, on_host)):
+            return torch.ones((), device=device)
+        on_device = stack_scalars([value.to(device) for value in values if isinstance(value, Tensor)])
+        return (~torch.isfinite(on_device).all()).float()
+
+    def read(self, gather: Gather, *, num_optim_steps: int) -> None:
+        """Wait for the numbers that are not on the host yet.
+
+        Args:
+            num_optim_steps: those behind the weights, for the error's message.
+        """
+        if self.is_read:
+            return
+        unread, self._unread = self._unread, []
+        *own, end = read_metrics([*(each or {} for each in unread), self._end or {}])
+        if unread:
+            by_rank = gather([None if each is None else read for each, read in zip(unread, own, strict=True)])
+            by_place = zip(*by_rank, strict=True)
+            self._metrics += [sum_metrics([each for each in of_ranks if each is not None]) for of_ranks in by_place]
+        if self._end is not None:
+            self._outcome = end
+        numbers = [("loss", each["loss"]) for each in self._metrics]
+        numbers += [("gradient norm", end["grad_norm"])] if end else []
+        wrong = [(name, value) for name, value in numbers if not math.isfinite(value)]
+        if wrong and self.error is None:
+            self.error = nonfinite_error(*wrong[0], num_optim_steps=num_optim_steps)
+
+    def metrics_of(self, place: int) -> Metrics:
+        """The metrics of a micro-batch, after `read`.
+
+        Raises:
+            NonFiniteError: its loss is not finite.
+        """
+        metrics = self._metrics[place]
+        if self.error is not None and not math.isfinite(metrics["loss"]):
+            raise self.error
+        return metrics
+
+    def outcome(self) -> Metrics:
+        """The norm of the gradient and the learning rate, after `read`.
+
+        Raises:
+            NonFiniteError: a number of the step is not finite.
+        """
+        assert self._outcome is not None, "the step was taken and read before this"
+        if self.error is not None:
+            raise self.error
+        return self._outcome
+
+
+class OptimizerSteps:
+    """The steps that a device was given, with the optimizer and the schedule that take them.
+
+    Args:
+        device: where gradients and numbers are.
+        clip: scales the gradient down; returns its norm before that, on the device.
+        drop_gradient: forgets the gradient of a step that ends early.
+        gather: gives every rank the metrics of all.
+        agree: makes the largest of the ranks' numbers, on the device, that of all.
+        look_together: calls `look` on every rank; None if there is one rank.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        scheduler: LambdaLR,
+        *,
+        device: torch.device,
+        clip: Callable[[], Tensor],
+        drop_gradient: Callable[[], None],
+        gather: Gather = lambda own: [own],
+        agree: Callable[[Tensor], None] = lambda number: None,
+        look_together: Callable[[], None] | None = None,
+    ) -> None:
+        self.optimizer = optimizer
+        self.scheduler = scheduler
+        self.num_done = 0
+        """Optimizer steps behind the weights, without one that was not looked at yet."""
+        self.is_late = device.type != "cpu"
+        """Whether numbers stay on the device until their future is asked."""
+        self._device = device
+        self._clip, self._drop_gradient, self._gather, self._agree = clip, drop_gradient, gather, agree
+        self._look_together = look_together or self.look
+        self._current = Step()
+        self._taken: Step | None = None
+
+    def add(self, metrics: LossMetrics | None) -> TrainFuture[Metrics]:
+        """Note the metrics of a micro-batch, None if this rank has no rows of it, before its backward pass.
+
+        Raises:
+            NonFiniteError: its loss is not finite; only where numbers are looked at at once.
+        """
+        assert self._taken is None, "the last step is settled before the next one begins"
+        step = self._current
+        place = step.add(metrics)
+        if self.is_late:
+            return LateTrainFuture(partial(self._metrics_of, step, place), lambda: step.is_read)
+        self.look()
+        return ImmediateTrainFuture(step.metrics_of(place))
+
+    def take(self, *, before_change: Callable[[], object] = lambda: None) -> TrainFuture[Metrics]:
+        """Clip the gradient and step. It waits for the device only if the optimizer cannot skip a step there.
+
+        Args:
+            before_change: called before the weights change.
+
+        Raises:
+            NonFiniteError: a number is not finite; only where numbers are looked at at once.
+        """
+        step, self._current = self._current, Step()
+        step.end(self._clip(), float(self.optimizer.param_groups[0]["lr"]))
+        self._taken = step
+        before_change()
+        if self.is_late and getattr(self.optimizer, "_step_supports_amp_scaling", False):
+            self._step_unless(step.is_nonfinite(self._device))
+        else:
+            step.read(self._gather, num_optim_steps=self.num_done)
+            if step.error is None:
+                self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        if self.is_late:
+            return LateTrainFuture(partial(self._outcome_of, step), lambda: step.is_read)
+        self.look()
+        return ImmediateTrainFuture(step.outcome())
+
+    def settle(self) -> None:
+        """Wait until it is known how the last step ended, if one was taken and not looked at; called by one rank."""
+        if self._taken is not None:
+            self._look_together()
+
+    def look(self) -> None:
+        """Wait for the numbers of the step that was taken, or else of the current step, and act on them."""
+        step = self._taken or self._current
+        step.read(self._gather, num_optim_steps=self.num_done)
+        if step is self._taken:
+            self._taken = None
+            if step.error is None:
+                self.scheduler.step()
+                self.num_done += 1
+        elif step.error is not None:
+            self._current = Step()
+            self._drop_gradient()
+
+    def _metrics_of(self, step: Step, place: int) -> Metrics:
+        if not step.is_read:
+            self._look_together()
+        return step.metrics_of(place)
+
+    def _outcome_of(self, step: Step) -> Metrics:
+        self.settle()
+        return step.outcome()
+
+    def _step_unless(self, is_nonfinite: Tensor) -> None:
+        """Step, or on 1.0 leave weights, moments and step counts as they are: the way of torch.amp.GradScaler."""
+        self._agree(is_nonfinite)
+        self.optimizer.found_inf = is_nonfinite  # type: ignore[attr-defined]  # torch sets it the same way
+        try:
+            self.optimizer.step()
+        finally:
+            del self.optimizer.found_inf  # type: ignore[attr-defined]
+
+
+def nonfinite_error(quantity: str, value: float, *, num_optim_steps: int) -> NonFiniteError:
+    """The error of a loss or a gradient norm that is not a finite number."""
+    return NonFiniteError(
+        f"the {quantity} became {value} after {num_optim_steps} optimizer steps: lower the learning rate, or look at "
+        "the samples of this step"
+    )

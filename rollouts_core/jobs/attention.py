@@ -1,0 +1,56 @@
+"""Settle which attention kernel "auto" stands for, before the first attempt at a training, and keep it.
+
+Not here: how a kernel is chosen (model/attention_choice.py).
+
+    first attempt    job.json: auto -> choose_kernel -------------------> events.jsonl, job.json
+    later attempts   job.json: auto -> the event of the first attempt --> job.json
+
+The node writes job.json anew for each attempt, so the event is what keeps the kernel.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from typing import Any, TypeVar
+
+from rollouts_core.backends.launch import is_follower
+from rollouts_core.job import RLJob, SFTJob
+from rollouts_core.metrics import EventLog, read_json_lines
+from rollouts_core.model.attention_choice import Choice, choose_kernel, shared_prompts, with_kernel
+from rollouts_core.model.loading import default_device
+from rollouts_core.run_directory import RunDirectory, attempt_number
+from rollouts_core.system.files import write_json
+
+logger = logging.getLogger(__name__)
+
+TrainingJob = TypeVar("TrainingJob", SFTJob, RLJob)
+EVENT = "attention_chosen"
+
+
+def settle_attention(job: TrainingJob, directory: RunDirectory) -> TrainingJob:
+    """The job with the kernel that "auto" stands for, which job.json names from now on, too."""
+    policy = job.training.policy
+    if policy.attention != "auto" or policy.backend == "jax":
+        return job
+    kept = next((line["kernel"] for line in read_json_lines(directory.events) if line["event"] == EVENT), "")
+    choice = Choice(kept, "") if kept else _choose(job)
+    if not is_follower():
+        if not kept:
+            with EventLog(directory.events, attempt=attempt_number()) as events:
+                events.write(EVENT, kernel=choice.kernel, reason=choice.reason)
+            logger.info('attention kernel "%s": %s', choice.kernel, choice.reason)
+        _write_kernel(directory, choice.kernel)
+    return job.model_copy(update={"training": with_kernel(job.training, choice.kernel)})
+
+
+def _choose(job: SFTJob | RLJob) -> Choice:
+    device_type = "cpu" if job.deployment.shares_cpu else default_device().partition(":")[0]
+    shared = shared_prompts(job.training, job.rollout) if isinstance(job, RLJob) else None
+    return choose_kernel(job.model.model, job.training.policy, device_type=device_type, shared=shared)
+
+
+def _write_kernel(directory: RunDirectory, kernel: str) -> None:
+    content: dict[str, Any] = json.loads(directory.job.read_text(encoding="utf-8"))  # Any: JSON
+    content["training"].setdefault("policy", {})["attention"] = kernel
+    write_json(directory.job, content)

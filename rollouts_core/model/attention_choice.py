@@ -1,0 +1,129 @@
+"""The attention kernel that `policy.attention = "auto"` stands for.
+
+Not here: the kernels (varlen.py, transformers), what a kernel needs of memory (checks/activation_needs.py). Importing
+this needs no torch.
+
+    float32, or no GPU                                          sdpa
+    RL whose completions gain more by a shared prompt           sdpa: its mask lets them share
+    bfloat16, and torch has varlen_attn, which fits the model   varlen
+    bfloat16, and flash-attn is installed                       flash_attention_3, flash_attention_2
+    else                                                        sdpa
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple, TypeVar
+
+from rollouts_core.config import ModelConfig, PolicyConfig, RLTrainingConfig, RolloutConfig, SFTTrainingConfig
+from rollouts_core.model.model_shape import ModelShape, read_shape
+
+MAX_SHARERS = 4
+"""Completions that share one prompt in a row. More share it further, but each row then attends over more positions that
+a mask hides."""
+MASKED_COST = 3.0
+"""How many times longer a kernel with a mask takes per product than one without: an assumption, no GPU was measured."""
+
+
+class Choice(NamedTuple):
+    """A kernel, and why it was taken."""
+
+    kernel: str
+    """A value of `policy.attention`."""
+    reason: str
+    """For people, a clause."""
+
+
+Training = TypeVar("Training", SFTTrainingConfig, RLTrainingConfig)
+
+
+class SharedPrompts(NamedTuple):
+    """Completions of RL that may share their prompt, as long as the settings allow."""
+
+    prompt_tokens: int
+    new_tokens: int
+    num_samples: int
+
+
+def shared_prompts(rl: RLTrainingConfig, rollout: RolloutConfig) -> SharedPrompts | None:
+    """What completions could share; None if each stands alone."""
+    num_samples = min(MAX_SHARERS, rollout.n_samples_per_prompt)
+    if not rl.packing or num_samples < 2:
+        return None
+    return SharedPrompts(rollout.max_prompt_tokens, rollout.sampling.max_new_tokens, num_samples)
+
+
+def does_sharing_pay(shape: ModelShape, shared: SharedPrompts) -> bool:
+    """Whether computing a prompt once saves more products than the mask costs that keeps its completions apart.
+
+    A token costs two operations per weight of the layers, and four per query number and token that it attends to. With
+    a mask every token of a row attends to every other token, without a mask to those before it.
+    """
+    weights = shape.num_layers * (
+        2 * shape.hidden_size * (shape.query_size + shape.kv_size) + 3 * shape.hidden_size * shape.intermediate_size
+    )
+    per_token, per_pair = 2 * weights, 4 * shape.query_size * shape.num_layers
+    alone = shared.prompt_tokens + shared.new_tokens
+    together = shared.prompt_tokens + shared.num_samples * shared.new_tokens
+    cost_alone = shared.num_samples * (per_token * alone + per_pair * alone**2 / 2)
+    cost_together = per_token * together + MASKED_COST * per_pair * together**2
+    return cost_together < cost_alone
+
+
+def expected_kernel(policy: PolicyConfig, settings: Mapping[str, Any], shared: SharedPrompts | None) -> str:
+    """The kernel on a GPU that has `varlen`, for estimates before a run.
+
+    Args:
+        settings: the model's config.json.
+        shared: what completions of RL could share.
+    """
+    if policy.attention != "auto":
+        return policy.attention
+    if policy.precision == "float32" or policy.backend == "jax":
+        return "sdpa"
+    shape = read_shape(settings)
+    return "sdpa" if shape and shared and does_sharing_pay(shape, shared) else "varlen"
+
+
+def with_kernel(training: Training, kernel: str) -> Training:
+    """The settings of a stage with another attention kernel."""
+    return training.model_copy(update={"policy": training.policy.model_copy(update={"attention": kernel})})
+
+
+def choose_kernel(
+    model: ModelConfig, policy: PolicyConfig, *, device_type: str, shared: SharedPrompts | None = None
+) -> Choice:
+    """The kernel that "auto" stands for on this machine.
+
+    Args:
+        device_type: what trains: cpu, cuda, ...
+        shared: what completions of RL could share.
+    """
+    if policy.precision == "float32":
+        return Choice("sdpa", "the precision is float32")
+    if device_type == "cpu":
+        return Choice("sdpa", "a CPU trains")
+    from rollouts_core.model.loading import find_settings
+
+    found = find_settings(model)
+    if expected_kernel(policy, found.to_dict() if found else {}, shared) == "sdpa":
+        return Choice("sdpa", "completions that share their prompt are estimated to be faster than separate ones")
+    return _choose_without_mask(model, device_type)
+
+
+def _choose_without_mask(model: ModelConfig, device_type: str) -> Choice:
+    from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
+
+    from rollouts_core.model.varlen import VARLEN, takes_flash_attention, why_not_varlen
+
+    reason = why_not_varlen(model, device_type=device_type)
+    if not reason:
+        return Choice(VARLEN, "torch has a kernel that needs no mask")
+    installed = {
+        "flash_attention_3": is_flash_attn_3_available(),
+        "flash_attention_2": is_flash_attn_2_available(),
+    }
+    kernel = next((name for name, is_installed in installed.items() if is_installed), "")
+    if kernel and takes_flash_attention(model):
+        return Choice(kernel, f"flash attention is installed, and varlen cannot be used: {reason}")
+    return Choice("sdpa", f"varlen cannot be used: {reason}; packed rows take a mask of their length squared")

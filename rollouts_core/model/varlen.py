@@ -1,0 +1,226 @@
+"""Attention over samples that lie end to end, without a mask: torch's `varlen_attn` as a kernel of transformers.
+
+Not here: which kernel a training takes (attention_choice.py), where samples begin and end (batch.py).
+
+    rows without a shared prompt   q, k, v of all samples end to end, and their bounds -> varlen_attn
+    rows with a shared prompt      q, k, v of the rows, and a mask of T x T            -> sdpa
+
+A mask holds T x T numbers, and the kernel computes the scores that it hides. With bounds it computes only those that
+count.
+
+B rows, M tokens of all samples, T positions of a row, H query heads, K key-value heads, D head width.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from rollouts_core.config import ModelConfig
+from rollouts_core.errors import ConfigError
+from rollouts_core.model.loading import find_unmasked_layers, load_hf_model
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+VARLEN = "varlen"
+"""Its name in transformers and in `policy.attention`."""
+SDPA_BY_ROWS = "sdpa_by_rows"
+"""The name in transformers of sdpa with no mask but the caller's. To make one itself, transformers would wait for the
+GPU: it asks whether rows are packed."""
+MIN_CAPABILITY = (8, 0)
+MAX_HEAD_DIM, HEAD_DIM_STEP = 256, 8
+"""The widths of heads that the kernel takes are multiples of the second number; others are filled up with zeros."""
+UNKNOWN_TERMS = ("softcap", "s_aux", "position_bias", "head_mask")
+"""Arguments by which models change attention scores, and which this kernel does not know."""
+
+
+def find_varlen_attn() -> Callable[..., Tensor] | None:
+    """torch's kernel; None if this torch has none, or one without windows."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return None
+    found: Callable[..., Any] = varlen_attn  # a tensor, unless more was asked for
+    return found if {"window_size", "scale"} <= inspect.signature(found).parameters.keys() else None
+
+
+def attend_varlen(
+    module: nn.Module,
+    query_BHTD: Tensor,
+    key_BKTD: Tensor,
+    value_BKTD: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    max_length_q: int | None = None,
+    **others: Any,  # Any: what other kernels take
+) -> tuple[Tensor, None]:
+    """Causal attention as (B, T, H, D): by bounds if the caller gives them, else by its mask.
+
+    Raises:
+        ConfigError: the model changes attention scores in a way that the kernel does not know.
+    """
+    if cu_seq_lens_q is None:
+        attended, _ = sdpa_attention_forward(
+            module, query_BHTD, key_BKTD, value_BKTD, attention_mask, dropout=dropout, scaling=scaling, **others
+        )
+        return attended, None
+    _refuse_unknown_terms(dropout, others)
+    assert query_BHTD.shape[0] == 1, "samples that have bounds lie in one row"
+    assert max_length_q is not None, "bounds come with the length of the longest sample"
+    width, value_width = query_BHTD.shape[-1], value_BKTD.shape[-1]
+    filled_width = -(-max(width, value_width) // HEAD_DIM_STEP) * HEAD_DIM_STEP
+    dtype = _half_precision(value_BKTD)
+    query_MHD, key_MKD, value_MKD = (
+        _fill_up(tensor[0].transpose(0, 1).to(dtype), filled_width) for tensor in (query_BHTD, key_BKTD, value_BKTD)
+    )
+    attend = find_varlen_attn()
+    assert attend is not None, "use_varlen_attention looked for it"
+    num_sharers = query_MHD.shape[1] // key_MKD.shape[1]
+    options: dict[str, Any] = {}  # Any: torch's keywords
+    if num_sharers > 1 and "enable_gqa" in inspect.signature(attend).parameters:
+        options["enable_gqa"] = True
+    elif num_sharers > 1:
+        key_MKD, value_MKD = (each.repeat_interleave(num_sharers, dim=1) for each in (key_MKD, value_MKD))
+    attended_MHD = attend(
+        query_MHD,
+        key_MKD,
+        value_MKD,
+        cu_seq_lens_q,
+        cu_seq_lens_q,
+        max_length_q,
+        max_length_q,
+        scale=width**-0.5 if scaling is None else scaling,
+        window_size=(-1 if sliding_window is None else sliding_window - 1, 0),
+        **options,
+    )
+    return attended_MHD[None, ..., :value_width], None
+
+
+def _refuse_unknown_terms(dropout: float, others: Mapping[str, Any]) -> None:
+    if dropout or any(others.get(term) is not None for term in UNKNOWN_TERMS) or others.get("is_causal") is False:
+        raise ConfigError('policy.attention "varlen" does not know what this model adds to attention: set "auto"')
+
+
+def _half_precision(value: Tensor) -> torch.dtype:
+    """The format of the products: norms and rotations may have made float32 of what goes into them."""
+    device_type = value.device.type
+    return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else value.dtype
+
+
+def _fill_up(tensor: Tensor, width: int) -> Tensor:
+    missing = width - tensor.shape[-1]
+    return nn.functional.pad(tensor, (0, missing)) if missing else tensor
+
+
+def use_varlen_attention(hf_model: PreTrainedModel) -> None:
+    """Let a model compute its attention this way; `why_not_varlen` says before whether it can."""
+    # No mask is registered beside it: transformers would look for packed rows itself, and wait for the GPU.
+    AttentionInterface.register(VARLEN, attend_varlen)
+    hf_model.set_attn_implementation(VARLEN)
+
+
+def use_sdpa_by_rows(hf_model: PreTrainedModel) -> None:
+    """Let a model that computes with sdpa take no mask but the caller's, if its attention is plain."""
+    if hf_model.config._attn_implementation == "sdpa" and not _why_no_bounds(hf_model):
+        AttentionInterface.register(SDPA_BY_ROWS, attend_varlen)
+        hf_model.set_attn_implementation(SDPA_BY_ROWS)
+
+
+def why_not_varlen(model: ModelConfig, *, device_type: str) -> str:
+    """Why the kernel cannot train a model on this machine, as the end of a sentence; empty if it can."""
+    if find_varlen_attn() is None:
+        return f"torch {torch.__version__} has no varlen_attn with windows"
+    if device_type != "cuda":
+        return "it needs an NVIDIA GPU"
+    if torch.version.hip or torch.cuda.get_device_capability() < MIN_CAPABILITY:
+        return "it needs an NVIDIA GPU of compute capability 8.0 or higher"
+    return why_unfit(model)
+
+
+def why_unfit(model: ModelConfig) -> str:
+    """Why a model does more in its attention than the kernel, as the end of a sentence; empty if not.
+
+    Settings do not show everything, so the model is tried once without values.
+    """
+    try:
+        hf_model = load_hf_model(model, device="meta", dtype=torch.bfloat16)
+    except ConfigError as error:
+        return str(error)
+    settings, name = hf_model.config.get_text_config(), hf_model.config.model_type
+    if reason := _why_no_bounds(hf_model):
+        return reason
+    if getattr(settings, "attn_logit_softcapping", None):
+        return f"{name} models cap attention scores"
+    if getattr(settings, "attention_dropout", 0.0) or getattr(settings, "attn_pdrop", 0.0):
+        return f"the model has attention dropout, which {VARLEN} lacks"
+    use_varlen_attention(hf_model)
+    return _why_trial_fails(hf_model)
+
+
+def takes_flash_attention(model: ModelConfig) -> bool:
+    """Whether a model computes the same with the kernels of the package flash-attn, which know caps of scores."""
+    try:
+        return not _why_no_bounds(load_hf_model(model, device="meta", dtype=torch.bfloat16))
+    except ConfigError:
+        return False
+
+
+def _why_no_bounds(hf_model: PreTrainedModel) -> str:
+    """Why a model needs more than the bounds of its samples, as the end of a sentence; empty if it does not."""
+    name = hf_model.config.model_type
+    if not type(hf_model).__module__.startswith("transformers.") or not hf_model._supports_flash_attn:
+        return f"{name} models are not known to have plain attention"
+    if kind := find_unmasked_layers(hf_model.config):
+        return f"{name} has {kind} layers"
+    has_sinks = any(parameter.endswith("sinks") for parameter, _ in hf_model.named_parameters())
+    return f"{name} models have attention sinks" if has_sinks else ""
+
+
+@torch.no_grad()
+def _why_trial_fails(hf_model: PreTrainedModel) -> str:
+    widths: list[int] = []
+
+    def note(
+        module: nn.Module,
+        query_BHTD: Tensor,
+        key_BKTD: Tensor,
+        value_BKTD: Tensor,
+        attention_mask: Tensor | None,
+        dropout: float = 0.0,
+        **others: Any,
+    ) -> tuple[Tensor, None]:
+        _refuse_unknown_terms(dropout, others)
+        widths.append(max(query_BHTD.shape[-1], value_BKTD.shape[-1]))
+        num_rows, num_heads, num_positions, _ = query_BHTD.shape
+        return value_BKTD.new_empty(num_rows, num_positions, num_heads, value_BKTD.shape[-1]), None
+
+    AttentionInterface.register(VARLEN, note)
+    bounds = torch.zeros(3, dtype=torch.int32, device="meta")
+    places = torch.zeros(1, 4, dtype=torch.int64, device="meta")
+    try:
+        hf_model.base_model(
+            input_ids=places,
+            position_ids=places,
+            use_cache=False,
+            cu_seq_lens_q=bounds,
+            cu_seq_lens_k=bounds,
+            max_length_q=2,
+            max_length_k=2,
+        )
+    except (ConfigError, RuntimeError, ValueError, TypeError, NotImplementedError, KeyError, AttributeError):
+        return f"{hf_model.config.model_type} models do more in their attention"
+    finally:
+        AttentionInterface.register(VARLEN, attend_varlen)
+    if not widths:
+        return f"{hf_model.config.model_type} models take no kernel of others"
+    return f"its heads have {max(widths)} numbers, at most {MAX_HEAD_DIM} fit" if max(widths) > MAX_HEAD_DIM else ""
