@@ -35,6 +35,7 @@ from rollouts_core.config import EngineConfig, EngineKind, ModelConfig, Sampling
 from rollouts_core.embedded.server import bind_port
 from rollouts_core.engines import Endpoint, PublishTarget, connect, publish_weights
 from rollouts_core.engines.handles import render_handles, share
+from rollouts_core.fingerprint import digest_model
 from rollouts_core.job import InputModel, ServeJob
 
 PROMPT = [5, 6, 7, 8]
@@ -148,7 +149,7 @@ def served(kind: EngineKind, model: ModelConfig, place: Place) -> Iterator[str]:
     """The URL of an engine in a process of its own, which is started as the pipeline starts it."""
     with closing(bind_port("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-    served_model = InputModel(name="base", model=model, digest="not compared")
+    served_model = InputModel(name="base", model=model, digest=digest_model(model))
     job = ServeJob(model=served_model, port=port, context_length=128, engine=EngineConfig(kind=kind))
     folder = place.folder / f"serve-{kind}"
     folder.mkdir()

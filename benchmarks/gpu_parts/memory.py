@@ -35,6 +35,7 @@ from rollouts_core.checks.activation_needs import Rows, activation_parts
 from rollouts_core.checks.needed_part import sum_bytes
 from rollouts_core.checks.resource_needs import state_parts
 from rollouts_core.config import LoRAConfig, ModelConfig, PolicyConfig, SFTTrainingConfig
+from rollouts_core.fingerprint import digest_model
 from rollouts_core.job import InputDataset, InputModel, SFTJob
 from rollouts_core.model.model_size import find_model_size
 
@@ -179,7 +180,7 @@ def run_out_of_memory(place: Place) -> Figures:
     rows = place.folder / "rows.jsonl"
     rows.write_text('{"prompt": "w2 w3", "completion": "w4 w5"}\n' * 8)
     job = SFTJob(
-        model=InputModel(name="base", model=model, digest="not compared"),
+        model=InputModel(name="base", model=model, digest=digest_model(model)),
         data=(InputDataset(path=str(rows), digest=hashlib.sha256(rows.read_bytes()).hexdigest()),),
         training=SFTTrainingConfig(num_steps=2, batch_size=4, max_length=64),
     )

@@ -51,9 +51,9 @@ def write_sized_model(place: Place, name: str) -> ModelConfig:
     return ModelConfig(path=str(folder))
 
 
-def packed_rows(*, num_rows: int, row_length: int) -> list[TrainBatch]:
+def packed_rows(*, num_rows: int, row_length: int, vocab_size: int = VOCABULARY) -> list[TrainBatch]:
     """A step of one micro-batch whose rows are full of documents."""
-    documents = make_documents(VOCABULARY, count=4 * num_rows * row_length // MEAN_LENGTH)
+    documents = make_documents(vocab_size, count=4 * num_rows * row_length // MEAN_LENGTH)
     rows = list(itertools.islice(pack_rows(as_samples(documents), max_length=row_length + 1), num_rows))
     batch = build_batch(rows, pad_id=PAD_ID)
     return with_step_totals([batch], [sample for row in rows for sample in row])
