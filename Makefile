@@ -5,6 +5,8 @@
 # make engines      SGLang and vLLM for a CPU, in .engines/, 7 GB; `make test-engines` tests against them
 # make check        lint, format, types
 # make bench        docs/benchmarks.md: this library side by side with others, half an hour on an idle machine
+# make gpu-check    does training work on this machine's GPU, and how fast? At most 8 minutes; `make gpu-check-wheels` collects
+#                   what a machine without network lacks for it (docs/benchmarks.md)
 
 # The first interpreter that is new enough; set PYTHON to choose another.
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
@@ -20,7 +22,7 @@ COMPILE := $(BIN)/python -m compileall -qq -j 0 .venv/lib >/dev/null 2>&1 || tru
 # A file of tests stays in one process: its fixtures train models once for all of them. tests/conftest.py orders the files.
 PYTEST := $(BIN)/python -m pytest --numprocesses auto --dist loadfile --no-loadscope-reorder
 
-.PHONY: quickstart test test-fast test-matrix test-engines engines check bench install clean
+.PHONY: quickstart test test-fast test-matrix test-engines engines check bench gpu-check gpu-check-wheels install clean
 
 quickstart: .venv/.installed
 	$(BIN)/rollouts quickstart
@@ -48,6 +50,12 @@ check: $(READY)
 
 bench: .bench/.ready
 	.bench/bin/python benchmarks/run_all.py --out docs/benchmarks.md
+
+gpu-check: .venv/.installed
+	$(BIN)/python benchmarks/gpu_check.py
+
+gpu-check-wheels: $(READY)
+	$(BIN)/python benchmarks/gpu_wheels.py collect
 
 install: $(READY)
 
@@ -79,4 +87,4 @@ $(READY): .venv/.installed
 	@touch $@
 
 clean:
-	rm -rf .venv .bench .engines .rollouts
+	rm -rf .venv .bench .engines .rollouts .wheels .gpu-venv .gpu-check

@@ -136,7 +136,7 @@ def _gpu_of(torch: object) -> dict[str, object]:
 
 
 def _with(facts: Facts, **changes: object) -> Facts:
-    return Facts(**{**asdict(facts), **changes})  # type: ignore[arg-type]  # of its own fields
+    return Facts(**{**asdict(facts), **changes})
 
 
 def from_json(text: str) -> Facts:

@@ -57,7 +57,7 @@ def find_gpu(uuid: str) -> int:
 def digest(tensor: Tensor) -> str:
     """sha256 of a tensor's bytes."""
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu()
-    return hashlib.sha256(flat.numpy()).hexdigest()
+    return hashlib.sha256(flat.numpy().data).hexdigest()
 
 
 def main() -> None:
