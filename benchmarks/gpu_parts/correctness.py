@@ -8,6 +8,7 @@ nearly 0 decides a whole step.
 
 from __future__ import annotations
 
+import math
 import signal
 import subprocess
 import sys
@@ -144,8 +145,8 @@ def _loss_and_gradient(
 
 def _error(found: dict[str, torch.Tensor], exact: dict[str, torch.Tensor]) -> float:
     """The norm of the difference of all gradients, as a share of their norm."""
-    difference = sum(float((found[name] - value).norm() ** 2) for name, value in exact.items()) ** 0.5
-    return difference / sum(float(value.norm() ** 2) for value in exact.values()) ** 0.5
+    differences = [float((found[name] - value).norm()) for name, value in exact.items()]
+    return math.hypot(*differences) / math.hypot(*(float(value.norm()) for value in exact.values()))
 
 
 def kernel_checks() -> list[Check]:

@@ -93,7 +93,7 @@ def compare_large_vocabulary(place: Place) -> Figures:
         inputs = {"hidden": hidden.clone().requires_grad_(), "head": head.clone().requires_grad_()}
         before = start_of_peak(device)
         loss = loss_of(inputs["hidden"], inputs["head"], targets)
-        loss.backward()
+        torch.autograd.backward(loss)
         losses.append(float(loss))
         peaks.append(peak_bytes(device) - before)
         gradients.append({name: _gradient(tensor) for name, tensor in inputs.items()})

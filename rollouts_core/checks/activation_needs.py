@@ -18,7 +18,7 @@ Where rows are packed, the kernel takes a mask of T x T. Keys and values are the
 them, and the repeated ones are kept in place of the others. `eager` keeps the T x T weights of each head.
 
 With activation checkpointing only the input of each layer is kept, and one layer's activations while it is computed
-again, for which the memory of the head is free by then.
+again, with the gradients of gate and up. The memory of the head is free by then.
 
 Logits are computed in pieces (model/logprobs.py): the vocabulary costs three pieces, and the gradient of the head, once
 in float32 and once in the number format of the products. Under autocast that format costs a copy of trained matrices.
@@ -105,7 +105,8 @@ def activation_bytes(shape: ModelShape, policy: PolicyConfig, rows: Rows) -> int
     residual = (2 if has_bfloat16_residual else 4) * shape.hidden_size
     layer = layer_bytes_per_token(shape, policy, rows)
     layers = shape.num_layers * (residual if policy.activation_checkpointing else layer)
-    again = layer if policy.activation_checkpointing else 0
+    gradients = 2 * (2 if policy.precision == "bfloat16" else 4) * shape.intermediate_size
+    again = layer + gradients if policy.activation_checkpointing else 0
     # What the head takes is freed before a layer is computed again.
     beside_head = max(0, rows.num_tokens * again - head_bytes(shape, policy, rows.num_tokens))
     around = 5 * 4 * shape.hidden_size + (4 * rows.row_length if rows.has_mask else 0)

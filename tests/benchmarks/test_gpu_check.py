@@ -5,11 +5,13 @@ Without it the one command that is run on a rented GPU would meet its first faul
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -128,7 +130,12 @@ def test_each_check_gets_a_row_whatever_happens_to_it(tmp_path: Path) -> None:
 
 def test_a_repeated_run_keeps_what_held_and_runs_the_rest(tmp_path: Path) -> None:
     ran: list[str] = []
-    checks = [Check(name=name, run=lambda _, name=name: ran.append(name) or {}) for name in ("old", "failed", "new")]
+
+    def note(name: str, _: Place) -> dict[str, float | str]:
+        ran.append(name)
+        return {}
+
+    checks = [Check(name=name, run=partial(note, name)) for name in ("old", "failed", "new")]
     record = Record(tmp_path, ABOUT)
     record.put(Row(part="part", check="old", outcome="held"))
     record.put(Row(part="part", check="failed", outcome="failed"))
@@ -148,7 +155,7 @@ def test_a_part_at_its_limit_is_ended_with_its_descendants(tmp_path: Path, monke
     )
     monkeypatch.setattr(gpu_check, "__file__", str(sleeper))
     monkeypatch.setattr(gpu_check, "GRACE_S", 0.2)
-    options = gpu_check.argparse.Namespace(out=tmp_path, rehearse=True)
+    options = argparse.Namespace(out=tmp_path, rehearse=True)
     began = time.monotonic()
     gpu_check.end_after("speed", options, seconds=3.0)
     assert time.monotonic() - began < 30

@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -63,7 +64,7 @@ def mesh() -> Iterator[DeviceMesh]:
     with mock.patch.object(torch.cuda, "is_available", lambda: True):
         dist.init_process_group("fake", rank=0, world_size=NUM_RANKS, store=FakeStore())
         made = DeviceMesh("cuda", list(range(NUM_RANKS)), _init_backend=False)
-        made._dim_group_names = [dist.group.WORLD.group_name]
+        made._dim_group_names = [dist.distributed_c10d._get_default_group().group_name]
         with mock.patch.object(sharding, "init_device_mesh", lambda *_: made):
             yield made
     dist.destroy_process_group()
@@ -96,6 +97,7 @@ def test_a_step_of_one_of_eight_ranks(tmp_path: Path, policy: dict[str, Any]) ->
 def hold_shares(backend: FSDPTrainingBackend) -> None:
     """Each weight is on the device, and this rank holds an eighth of it."""
     for name, weight in backend.policy.named_parameters():
-        local = weight.to_local()  # type: ignore[operator]  # FSDP made them DTensors
+        assert isinstance(weight, DTensor), name
+        local = weight.to_local()
         assert local.device.type == "cuda", name
         assert local.shape[0] == -(-weight.shape[0] // NUM_RANKS), name
