@@ -34,6 +34,8 @@ PEERS = {"trl"}
 """Lines of requirements.txt that the check is measured against."""
 EXTRAS = {"lora"}
 """The extras of this project that the check uses."""
+NOT_CARRIED = {"torch"}
+"""Too large to be a wheel among others, and bound to the machine's CUDA."""
 PLATFORMS = tuple(f"manylinux_2_{minor}_x86_64" for minor in (39, 35, 34, 31, 28, 27, 24, 17))
 OLD_PLATFORMS = ("manylinux2014_x86_64", "manylinux2010_x86_64", "manylinux1_x86_64")
 USER_ERROR_CODE = 2
@@ -59,7 +61,7 @@ def main() -> None:
 def collect(has: Path, folder: Path, *, python: str) -> None:
     """Download one wheel for each missing package; says how many, and how large they are.
 
-    Exits with 2 if the wheels take more than MAX_BYTES, or if the machine has a package in a version that is too old.
+    Exits with 2 if the wheels take more than MAX_BYTES, or if the machine's torch is too old.
     """
     present = read_packages(has.read_text(encoding="utf-8"))
     needed = find_missing(own_requirements(), present, python=python)
@@ -132,7 +134,7 @@ def find_missing(
 ) -> dict[str, str]:
     """The packages that the requirements lead to and the machine lacks, with the versions that are installed here.
 
-    Exits with 2 if a package there is older than what needs it allows.
+    A package that is older there than what needs it allows is missing, too. Exits with 2 if that is torch.
     """
     environment = {"python_version": python, "python_full_version": f"{python}.0", "platform_machine": "x86_64"}
     missing: dict[str, str] = {}
@@ -141,10 +143,11 @@ def find_missing(
     while waiting:
         wanted, needed_by = waiting.pop()
         name, extras = canonicalize_name(wanted.name), frozenset(wanted.extras)
-        if name in present:
-            version = present[name]
-            if version is not None and not wanted.specifier.contains(version, prereleases=True):
-                stop(f"the machine has {name} {version}, {needed_by} needs {wanted.specifier}: upgrade it there")
+        version = present.get(name)
+        is_too_old = version is not None and not wanted.specifier.contains(version, prereleases=True)
+        if is_too_old and name in NOT_CARRIED:
+            stop(f"the machine has {name} {version}, {needed_by} needs {wanted.specifier}: upgrade it there")
+        if name in present and not is_too_old:
             continue
         if (name, extras) in seen:
             continue
