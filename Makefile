@@ -6,6 +6,8 @@
 # make engines       install SGLang and vLLM for CPUs in .engines/, 7 GB; `make test-engines` runs their tests
 # make check         lint, format, types, prose
 # make bench         write docs/benchmarks.md: this library side by side with others, half an hour on an idle machine
+# make gpu-check     does training work on this machine's GPU, and how fast? At most 8 minutes; `make gpu-check-wheels`
+#                    collects what a machine without network needs for it (docs/benchmarks.md)
 
 # The first interpreter that is new enough. Set PYTHON to choose another.
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
@@ -21,7 +23,8 @@ COMPILE := $(BIN)/python -m compileall -qq -j 0 .venv/lib >/dev/null 2>&1 || tru
 # The tests of a file share fixtures that train models, so a file stays in one process. tests/conftest.py orders the files.
 PYTEST := $(BIN)/python -m pytest --numprocesses auto --dist loadfile --no-loadscope-reorder
 
-.PHONY: quickstart test test-fast test-ci test-nightly test-engines engines check bench install clean
+.PHONY: quickstart test test-fast test-ci test-nightly test-engines engines check bench gpu-check gpu-check-wheels \
+	install clean
 
 quickstart: .venv/.installed
 	$(BIN)/rollouts quickstart
@@ -54,6 +57,12 @@ check: $(READY)
 bench: .bench/.ready
 	.bench/bin/python benchmarks/run_all.py --out docs/benchmarks.md
 
+gpu-check: .venv/.installed
+	$(BIN)/python benchmarks/gpu_check.py
+
+gpu-check-wheels: $(READY)
+	$(BIN)/python benchmarks/gpu_wheels.py collect
+
 install: $(READY)
 
 # Only what pipelines need: the extras and tools of the tests take nearly as long again.
@@ -84,4 +93,4 @@ $(READY): .venv/.installed
 	@touch $@
 
 clean:
-	rm -rf .venv .bench .engines .rollouts
+	rm -rf .venv .bench .engines .rollouts .wheels .gpu-venv .gpu-check

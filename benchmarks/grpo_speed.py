@@ -1,6 +1,7 @@
 """Whole GRPO steps (generate, grade, train, publish): this library against TRL's GRPOTrainer.
 
     python benchmarks/grpo_speed.py --size 1M [--rounds 5] [--out grpo-1M.json]
+    python benchmarks/grpo_speed.py --size 0.5B --given 512 --device cuda --dtype bf16      the training part, on a GPU
 
 Both take 16 prompts of 8 to 24 tokens per step, sample 8 completions of at most 40 tokens for each at temperature 1,
 reward the share of even token ids, and make one AdamW update with group-normalised advantages and a token mean. The
@@ -9,6 +10,9 @@ learning rate is so small that completions keep their lengths; the report shows 
     ours    run_rl_training; the embedded engine is a process of its own, reached over HTTP, and proves its weights
             after each step. Trainer and engine work in turns, so both may use all threads: never more run at a time
     trl     GRPOTrainer, generation by transformers in the trainer's process, no reference model
+
+With `--given N` nothing is sampled: every step trains on the same random completions of N / 2 to N tokens, and only the
+training part is compared.
 """
 
 from __future__ import annotations
@@ -42,7 +46,16 @@ from side_by_side import (
 )
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rollouts_core import AsyncRolloutManager, DataBuffer, Prompt, Sample, create_pytorch_backend, run_rl_training
+from rollouts_core import (
+    AsyncRolloutManager,
+    DataBuffer,
+    Prompt,
+    PyTorchTrainingBackend,
+    Sample,
+    create_pytorch_backend,
+    prepare_grpo_batch,
+    run_rl_training,
+)
 from rollouts_core.algorithms.loss import create_policy_loss
 from rollouts_core.config import (
     ModelConfig,
@@ -55,6 +68,8 @@ from rollouts_core.config import (
 from rollouts_core.embedded.server import serve
 from rollouts_core.engines import PublishTarget, SGLangEngine
 from rollouts_core.rollout.generate import create_engine_generate_fn
+from rollouts_core.rollout.rollout_batch import convert_to_batch
+from rollouts_core.update import update_policy
 
 PROMPTS_PER_STEP, GROUP_SIZE, MAX_NEW_TOKENS = 16, 8, 40
 SHORTEST_PROMPT, LONGEST_PROMPT, NUM_PROMPTS = 8, 24, 2_000
@@ -65,6 +80,7 @@ MICRO_BATCH_TOKENS = 2048
 """Padded tokens of a forward pass: on a CPU larger ones fall out of the caches."""
 LENGTH_TOLERANCE = 0.05
 """Largest accepted relative difference of the sampled tokens per step."""
+GIVEN_MICRO_BATCH_TOKENS = 16_384
 PARTS = ("generate_s", "grade_s", "train_s", "publish_s")
 NAMES = ("ours", "trl")
 
@@ -77,9 +93,10 @@ def main() -> None:
     names = options.contenders.split(",")
     machine = describe_machine(options.threads)
     with tempfile.TemporaryDirectory() as folder:
-        model_dir = write_model(Path(folder) / "model", SIZES[options.size])
+        model_dir = write_model(Path(folder) / "model", SIZES[options.size], device=options.device)
         shared = ["--size", options.size, "--dtype", options.dtype, "--model-dir", str(model_dir)]
-        shared += ["--threads", str(options.threads)]
+        shared += ["--threads", str(options.threads), "--device", options.device]
+        shared += ["--given", str(options.given)]
         turns, _ = measure(
             {name: worker_command(__file__, "--worker", name, *shared) for name in names},
             num_threads=options.threads,
@@ -88,8 +105,13 @@ def main() -> None:
             turn_s=options.turn_s,
             warmup_steps=WARMUP_STEPS,
         )
+    train_ratio = None
+    if options.given and set(NAMES) <= turns.keys():
+        pairs = zip(turns["ours"], turns["trl"], strict=True)
+        train_ratio = statistics.median(mean_parts([b])["train_s"] / mean_parts([a])["train_s"] for a, b in pairs)
     results = {
         "script": "grpo_speed",
+        "trl_train_s / ours": train_ratio,
         "size": options.size,
         "dtype": options.dtype,
         "machine": machine,
@@ -109,6 +131,8 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5, help="turns of every contender (default: 5)")
     parser.add_argument("--turn-s", type=float, default=3.0, help="least seconds of a turn (default: 3)")
     parser.add_argument("--threads", type=int, default=2, help="threads that work at a time (default: 2)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of the trainers; cuda needs --given")
+    parser.add_argument("--given", type=int, default=0, help="train on given completions of at most so many tokens")
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32", help="bf16: float32 weights, autocast")
     parser.add_argument(
         "--contenders", default=",".join(NAMES), help="comma-separated; 'trl|setting=value' with another setting"
@@ -149,7 +173,9 @@ def run_worker(options: argparse.Namespace) -> None:
     """Train as one contender until the parent has had enough."""
     torch.set_num_threads(options.threads)
     name, options.changes = parse_contender(options.worker)
-    if name == "ours":
+    if name == "ours" and options.given:
+        train_given(Gate(), options)
+    elif name == "ours":
         with tempfile.TemporaryDirectory() as folder:
             asyncio.run(train_ours(Gate(), options, Path(folder)))
     else:
@@ -166,6 +192,13 @@ def make_prompts(vocab_size: int) -> list[str]:
 def share_of_even(token_ids: Sequence[int]) -> float:
     """A reward that differs within nearly every group."""
     return sum(token % 2 == 0 for token in token_ids) / max(1, len(token_ids))
+
+
+def give_completions(options: argparse.Namespace) -> list[list[int]]:
+    """Random completions for the prompts of a step, the same in every process; none ends early."""
+    numbers, vocab_size = random.Random(1), SIZES[options.size].vocab_size
+    lengths = [numbers.randint(options.given // 2, options.given) for _ in range(PROMPTS_PER_STEP * GROUP_SIZE)]
+    return [[numbers.randrange(2, vocab_size) for _ in range(length)] for length in lengths]
 
 
 # --- ours
@@ -189,6 +222,47 @@ class GateLogger:
         self._gate.step_done(units=1, loss=metrics.get("loss", 0.0), sampled_tokens=sampled, **parts)
 
 
+def train_given(gate: Gate, options: argparse.Namespace) -> None:
+    """The updates of `run_rl_training`, again and again on the same completions."""
+    training = RLTrainingConfig(
+        max_micro_batch_tokens=GIVEN_MICRO_BATCH_TOKENS if options.device == "cuda" else MICRO_BATCH_TOKENS,
+        optim=RLOptimConfig(lr=LEARNING_RATE, betas=(0.9, 0.999), max_grad_norm=MAX_GRAD_NORM),
+    )
+    backend = create_backend(options, training)
+    completions = give_completions(options)
+    prompts = [backend.tokenizer.encode(text) for text in make_prompts(SIZES[options.size].vocab_size)]
+    samples = [
+        Sample(
+            tokens=prompts[number // GROUP_SIZE] + tokens,
+            loss_mask=[0.0] * len(prompts[number // GROUP_SIZE]) + [1.0] * len(tokens),
+            group_index=number // GROUP_SIZE,
+            index=number % GROUP_SIZE,
+            reward=share_of_even(tokens),
+        )
+        for number, tokens in enumerate(completions)
+    ]
+    batch = convert_to_batch(samples)
+    gate.start()
+    while True:
+        began = time.perf_counter()
+        micro_batches = prepare_grpo_batch(batch, batch.rewards, training, pad_id=PAD_ID)
+        metrics = asyncio.run(update_policy(backend, micro_batches))
+        train_s = time.perf_counter() - began
+        gate.step_done(units=1, loss=metrics["loss"], train_s=train_s, sampled_tokens=sum(map(len, completions)))
+
+
+def create_backend(options: argparse.Namespace, training: RLTrainingConfig) -> PyTorchTrainingBackend:
+    """The backend that both ways to train ours take."""
+    return create_pytorch_backend(
+        ModelConfig(path=str(options.model_dir)),
+        training.optim,
+        create_policy_loss(training.loss),
+        num_steps=ENDLESS,
+        policy=PolicyConfig(precision="bfloat16" if options.dtype == "bf16" else "float32"),
+        device=options.device,
+    )
+
+
 async def train_ours(gate: Gate, options: argparse.Namespace, folder: Path) -> None:
     """`run_rl_training` with an engine process, as `rollouts_core rl` sets it up."""
     rollout = RolloutConfig(
@@ -201,14 +275,7 @@ async def train_ours(gate: Gate, options: argparse.Namespace, folder: Path) -> N
         max_micro_batch_tokens=MICRO_BATCH_TOKENS,
         optim=RLOptimConfig(lr=LEARNING_RATE, betas=(0.9, 0.999), max_grad_norm=MAX_GRAD_NORM),
     )
-    backend = create_pytorch_backend(
-        ModelConfig(path=str(options.model_dir)),
-        training.optim,
-        create_policy_loss(training.loss),
-        num_steps=ENDLESS,
-        policy=PolicyConfig(precision="bfloat16" if options.dtype == "bf16" else "float32"),
-        device="cpu",
-    )
+    backend = create_backend(options, training)
     texts = make_prompts(SIZES[options.size].vocab_size)
     prompts = [Prompt(id=str(i), messages=({"role": "user", "content": text},)) for i, text in enumerate(texts)]
     buffer = DataBuffer(prompts)
@@ -250,10 +317,13 @@ def train_with_trl(gate: Gate, options: argparse.Namespace) -> None:
     from trl import GRPOConfig, GRPOTrainer
 
     clock: dict[str, float] = {}
+    given = (give_completions(options), None) if options.given else None
+    """Token ids and, as without vLLM, no log-probs."""
 
     class TimedTrainer(GRPOTrainer):
         def _generate_single_turn(self, *positional: Any, **named: Any) -> Any:
-            return timed_call(clock, "generate_s", super()._generate_single_turn, *positional, **named)
+            generate = (lambda *_, **__: given) if given else super()._generate_single_turn
+            return timed_call(clock, "generate_s", generate, *positional, **named)
 
         def _calculate_rewards(self, *positional: Any, **named: Any) -> Any:
             return timed_call(clock, "grade_s", super()._calculate_rewards, *positional, **named)
@@ -293,7 +363,7 @@ def trl_settings(options: argparse.Namespace) -> dict[str, Any]:
         "gradient_accumulation_steps": 4,
         "steps_per_generation": 4,
         "num_generations": GROUP_SIZE,
-        "max_completion_length": MAX_NEW_TOKENS,
+        "max_completion_length": options.given or MAX_NEW_TOKENS,
         "temperature": 1.0,
         "beta": 0.0,
         "loss_type": "dapo",
@@ -301,7 +371,7 @@ def trl_settings(options: argparse.Namespace) -> dict[str, Any]:
         "lr_scheduler_type": "constant",
         "max_grad_norm": MAX_GRAD_NORM,
         "optim": "adamw_torch_fused",
-        "use_cpu": True,
+        "use_cpu": options.device == "cpu",
         "bf16": options.dtype == "bf16",
         "gradient_checkpointing": False,
         "dataloader_num_workers": 0,

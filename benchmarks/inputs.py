@@ -64,8 +64,12 @@ SIZES = {
 }
 
 
-def write_model(folder: Path, size: ModelSize, *, seed: int = 0) -> Path:
-    """Write a checkpoint with random weights and a tokenizer of one token per word; returns its folder."""
+def write_model(folder: Path, size: ModelSize, *, seed: int = 0, device: str = "cpu") -> Path:
+    """Write a checkpoint with random weights and a tokenizer of one token per word; returns its folder.
+
+    Args:
+        device: where the weights are drawn: a GPU is faster, and draws others.
+    """
     torch.manual_seed(seed)
     config = Qwen3Config(
         vocab_size=size.vocab_size,
@@ -81,7 +85,9 @@ def write_model(folder: Path, size: ModelSize, *, seed: int = 0) -> Path:
         eos_token_id=EOS_ID,
         bos_token_id=None,
     )
-    Qwen3ForCausalLM(config).save_pretrained(folder)
+    with torch.device(device):
+        model = Qwen3ForCausalLM(config)
+    model.save_pretrained(folder)
     build_tokenizer(size.vocab_size).save_pretrained(folder)
     return folder
 

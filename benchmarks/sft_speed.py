@@ -1,20 +1,22 @@
 """SFT in trained tokens per second: this library, a bare PyTorch loop, TRL's SFTTrainer and the Transformers Trainer.
 
     python benchmarks/sft_speed.py --size 1M [--rounds 5] [--out sft-1M.json]
-    python benchmarks/sft_speed.py --size 0.5B --device cuda --dtype bf16     # on a GPU; adds model FLOPs utilisation
+    python benchmarks/sft_speed.py --size 0.5B --device cuda --dtype bf16 --row-length 2048 --rows 4       on a GPU
 
 All train the same model on the same 6,000 documents (inputs.py) with AdamW and a clipped gradient. Only targets of real
 documents that enter the loss count: no padding. The losses of the first steps show that contenders with equal batches
-do equal work.
+do equal work. On a GPU the table also has the peak of the allocator, and the model FLOPs utilisation: 6 FLOP per token
+and weight of a matrix, the head included, and 6 per layer, token and channel of what causal attention over a mean
+document takes, as a share of the GPU's dense bfloat16 peak.
 
-    ours            run_sft_training: rows of 256, best-fit packing, documents do not see each other
+    ours            run_sft_training: rows of --row-length, best-fit packing, documents do not see each other
     bare packed     the same rows, as tensors prepared beforehand, in the shortest loop that separates documents
     bare padded     one document per row
     trl             SFTTrainer, one document per row (its default)
     trl grouped     the same, documents of like lengths together
-    trl bfd         SFTTrainer, packing="bfd": documents end to end in one row of eight times 256 tokens
-    trl bfd by row  the same, a row of 256 tokens at a time and eight of them per step
-    trl wrapped     SFTTrainer, packing="wrapped": the stream of documents cut every 256 tokens
+    trl bfd         SFTTrainer, packing="bfd": documents end to end in one row of all rows' tokens
+    trl bfd by row  the same, a row at a time and all of a step accumulated
+    trl wrapped     SFTTrainer, packing="wrapped": the stream of documents cut at each row's end
     hf              transformers.Trainer with padding
 """
 
@@ -32,7 +34,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from inputs import PAD_ID, SIZES, as_samples, make_documents, write_model
+from inputs import MEAN_LENGTH, PAD_ID, SIZES, as_samples, make_documents, write_model
 from side_by_side import (
     Gate,
     Turn,
@@ -56,9 +58,6 @@ from rollouts_core.batch import TrainBatch
 from rollouts_core.config import ModelConfig, OptimConfig, PolicyConfig, SFTTrainingConfig
 from rollouts_core.data.steps import iterate_sft_steps
 
-ROW_LENGTH, ROWS_PER_STEP = 256, 8
-DOCUMENTS_PER_STEP = 26
-"""As many documents as fit into the packed rows of a step."""
 LEARNING_RATE, MAX_GRAD_NORM = 1e-4, 1.0
 CONTENDERS_HELP = "comma-separated; 'NAME bf16' in mixed precision, 'NAME|setting=value' with another setting of a peer"
 ENDLESS = 1_000_000
@@ -66,8 +65,22 @@ WARMUP_STEPS = 3
 LOSS_TOLERANCE = 2e-4
 """Float32 sums in another order."""
 NAMES = ("ours", "bare packed", "bare padded", "trl", "trl grouped", "trl bfd", "trl bfd by row", "trl wrapped", "hf")
-PEAK_BF16_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "L4": 121e12, "4090": 165e12}
-"""Dense bfloat16 FLOP per second by a part of the GPU's name, from the vendor's data sheets."""
+PEAK_BF16_FLOPS = {
+    "B200": 2250e12,
+    "H200": 989e12,
+    "H100 PCIe": 756e12,
+    "H100": 989e12,
+    "A100": 312e12,
+    "A40": 150e12,
+    "A10": 125e12,
+    "L40S": 362e12,
+    "L40": 181e12,
+    "L4": 121e12,
+    "5090": 210e12,
+    "4090": 165e12,
+    "3090": 71e12,
+}
+"""Dense bfloat16 FLOP per second by a part of the GPU's name, from the vendor's data sheets; the first that fits."""
 
 
 def main() -> None:
@@ -78,9 +91,10 @@ def main() -> None:
     names = [name for name in options.contenders.split(",") if name]
     machine = describe_machine(options.threads)
     with tempfile.TemporaryDirectory() as folder:
-        model_dir = write_model(Path(folder) / "model", SIZES[options.size])
+        model_dir = write_model(Path(folder) / "model", SIZES[options.size], device=options.device)
         shared = ["--size", options.size, "--device", options.device, "--dtype", options.dtype]
         shared += ["--model-dir", str(model_dir), "--threads", str(options.threads)]
+        shared += ["--row-length", str(options.row_length), "--rows", str(options.rows)]
         turns, warmups = measure(
             {name: worker_command(__file__, "--worker", name, *shared) for name in names},
             num_threads=options.threads,
@@ -104,6 +118,7 @@ def main() -> None:
         "tokens_per_s": {name: [turn.speed for turn in taken] for name, taken in turns.items()},
     }
     if options.device == "cuda":
+        results["peak_gib"] = {name: peak_gib(taken) for name, taken in turns.items()}
         results["mfu"] = {name: utilisation(options.size, taken) for name, taken in turns.items()}
     write_results(options.out, results)
     print(render_machine(machine) + "\n\n" + render(results, turns))
@@ -113,6 +128,8 @@ def read_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=SIZES, default="1M", help="model (default: 1M)")
     parser.add_argument("--rounds", type=int, default=5, help="turns of every contender (default: 5)")
+    parser.add_argument("--row-length", type=int, default=256, help="tokens of a packed row (default: 256)")
+    parser.add_argument("--rows", type=int, default=8, help="packed rows per step (default: 8)")
     parser.add_argument("--turn-s", type=float, default=3.0, help="least seconds of a turn (default: 3)")
     parser.add_argument("--threads", type=int, default=2, help="threads of every contender (default: 2)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
@@ -143,10 +160,10 @@ def render(results: Mapping[str, Any], turns: Mapping[str, Sequence[Turn]]) -> s
         has_ratio = name != "ours" and "ours" in turns
         row += [ratio(turns, "ours", name).render() if has_ratio else "" for ratio in (speed_ratios, cpu_ratios)]
         if "mfu" in results:
-            row.append(f"{results['mfu'][name]:.1%}")
+            row += [f"{results['mfu'][name]:.1%}", f"{results['peak_gib'][name]:.1f}"]
         rows.append(row)
     header = ["contender", "trained tokens/s", "ours is faster by", "by CPU time"]
-    return render_table([*header, "MFU"] if "mfu" in results else header, rows)
+    return render_table([*header, "MFU", "peak, GiB"] if "mfu" in results else header, rows)
 
 
 def utilisation(size_name: str, turns: Sequence[Turn]) -> float:
@@ -156,6 +173,21 @@ def utilisation(size_name: str, turns: Sequence[Turn]) -> float:
     return statistics.median(turn.speed for turn in turns) * flops_per_token(size_name) / peak
 
 
+def peak_gib(turns: Sequence[Turn]) -> float:
+    """The most memory that the allocator held at a time, in GiB."""
+    return max(turn.parts["peak_bytes"] / turn.num_steps for turn in turns) / 2**30
+
+
+def measure_peak(options: argparse.Namespace) -> dict[str, float]:
+    """The allocator's peak so far, for a step's report; nothing on a CPU."""
+    return {"peak_bytes": float(torch.cuda.max_memory_allocated())} if options.device == "cuda" else {}
+
+
+def documents_per_step(options: argparse.Namespace) -> int:
+    """As many documents as fit into the packed rows of a step."""
+    return options.rows * options.row_length // MEAN_LENGTH + 1
+
+
 def flops_per_token(size_name: str) -> float:
     """FLOP of forward and backward per token: 6 per matrix parameter, and the causal attention of a mean document."""
     size = SIZES[size_name]
@@ -163,7 +195,7 @@ def flops_per_token(size_name: str) -> float:
     attention = size.hidden_size * head_dim * 2 * (size.num_heads + size.num_kv_heads)
     matrices = size.num_layers * (attention + 3 * size.hidden_size * size.intermediate_size)
     head = size.vocab_size * size.hidden_size
-    return 6.0 * (matrices + head) + 6.0 * size.num_layers * size.hidden_size * 79
+    return 6.0 * (matrices + head) + 6.0 * size.num_layers * size.hidden_size * MEAN_LENGTH
 
 
 def run_worker(options: argparse.Namespace) -> None:
@@ -189,23 +221,24 @@ def run_worker(options: argparse.Namespace) -> None:
 class GateLogger:
     """A `MetricsLogger` that hands each step to the gate."""
 
-    def __init__(self, gate: Gate, rows: Iterator[list[list[Any]]]) -> None:
+    def __init__(self, gate: Gate, rows: Iterator[list[list[Any]]], options: argparse.Namespace) -> None:
         self._gate = gate
         self._rows = rows
+        self._options = options
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Count the step's trained targets, and wait while it is another's turn."""
         num_targets = sum(len(sample.tokens) - 1 for row in next(self._rows) for sample in row)
-        self._gate.step_done(units=num_targets, loss=metrics["loss"])
+        self._gate.step_done(units=num_targets, loss=metrics["loss"], **measure_peak(self._options))
 
 
-def sft_config() -> SFTTrainingConfig:
-    """Rows of ROW_LENGTH tokens, ROWS_PER_STEP of them per step."""
+def sft_config(options: argparse.Namespace) -> SFTTrainingConfig:
+    """The packed rows of a step, in one micro-batch."""
     return SFTTrainingConfig(
         num_steps=ENDLESS,
-        batch_size=ROWS_PER_STEP,
-        micro_batch_size=ROWS_PER_STEP,
-        max_length=ROW_LENGTH,
+        batch_size=options.rows,
+        micro_batch_size=options.rows,
+        max_length=options.row_length,
         packing=True,
         log_every=1,
     )
@@ -222,16 +255,16 @@ def train_ours(gate: Gate, documents: list[list[int]], options: argparse.Namespa
         policy=PolicyConfig(precision="bfloat16" if options.bf16 else "float32"),
         device=options.device,
     )
-    logger = GateLogger(gate, iterate_sft_steps(samples, sft_config()))
+    logger = GateLogger(gate, iterate_sft_steps(samples, sft_config(options)), options)
     gate.start()
-    asyncio.run(run_sft_training(backend, samples, sft_config(), logger, pad_id=PAD_ID))
+    asyncio.run(run_sft_training(backend, samples, sft_config(options), logger, pad_id=PAD_ID))
 
 
 def train_bare(gate: Gate, documents: list[list[int]], options: argparse.Namespace, *, packed: bool) -> None:
     """The shortest loop: tensors prepared beforehand, model, cross entropy, clip, fused AdamW."""
     model = load_model(options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0, fused=True)
-    batches = packed_batches(documents) if packed else padded_batches(documents, DOCUMENTS_PER_STEP)
+    batches = packed_batches(documents, options) if packed else padded_batches(documents, options)
     gate.start()
     for batch in itertools.cycle(batches):
         on_device = batch.to(model.device)
@@ -248,7 +281,7 @@ def train_bare(gate: Gate, documents: list[list[int]], options: argparse.Namespa
         torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
         optimizer.step()
         optimizer.zero_grad()
-        gate.step_done(units=batch.num_loss_tokens, loss=float(loss))
+        gate.step_done(units=batch.num_loss_tokens, loss=float(loss), **measure_peak(options))
 
 
 def load_model(options: argparse.Namespace) -> PreTrainedModel:
@@ -256,16 +289,16 @@ def load_model(options: argparse.Namespace) -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(options.model_dir, dtype=torch.float32).to(options.device).train()
 
 
-def packed_batches(documents: list[list[int]]) -> list[TrainBatch]:
+def packed_batches(documents: list[list[int]], options: argparse.Namespace) -> list[TrainBatch]:
     """The steps of `run_sft_training`'s first two epochs, as tensors."""
-    num_steps = 2 * sum(map(len, documents)) // (ROW_LENGTH * ROWS_PER_STEP)
-    steps = itertools.islice(iterate_sft_steps(as_samples(documents), sft_config()), num_steps)
+    num_steps = 2 * sum(map(len, documents)) // (options.row_length * options.rows)
+    steps = itertools.islice(iterate_sft_steps(as_samples(documents), sft_config(options)), num_steps)
     return [build_batch(rows, pad_id=PAD_ID) for rows in steps]
 
 
-def padded_batches(documents: list[list[int]], size: int) -> list[TrainBatch]:
+def padded_batches(documents: list[list[int]], options: argparse.Namespace) -> list[TrainBatch]:
     """Documents in order, one per row."""
-    samples = as_samples(documents)
+    samples, size = as_samples(documents), documents_per_step(options)
     return [
         build_batch([[sample] for sample in samples[start : start + size]], pad_id=PAD_ID)
         for start in range(0, len(samples) - size + 1, size)
@@ -282,14 +315,14 @@ def train_with_trl(gate: Gate, documents: list[list[int]], options: argparse.Nam
 
     packs = variant in ("bfd", "bfd by row", "wrapped")
     settings = trainer_settings(options, grouped=variant == "grouped")
-    settings["per_device_train_batch_size"] = ROWS_PER_STEP if packs else DOCUMENTS_PER_STEP
+    settings["per_device_train_batch_size"] = options.rows if packs else documents_per_step(options)
     if variant == "bfd by row":
-        settings |= {"per_device_train_batch_size": 1, "gradient_accumulation_steps": ROWS_PER_STEP}
+        settings |= {"per_device_train_batch_size": 1, "gradient_accumulation_steps": options.rows}
     trainer = SFTTrainer(
         model=load_model(options),
         args=SFTConfig(
             **settings | options.changes,
-            max_length=ROW_LENGTH,
+            max_length=options.row_length,
             packing=packs,
             packing_strategy="wrapped" if variant == "wrapped" else "bfd",
             dataset_num_proc=1,
@@ -297,7 +330,7 @@ def train_with_trl(gate: Gate, documents: list[list[int]], options: argparse.Nam
         train_dataset=Dataset.from_dict({"input_ids": documents}),
         processing_class=AutoTokenizer.from_pretrained(options.model_dir),
     )
-    train_through_gate(gate, trainer)
+    train_through_gate(gate, trainer, options)
 
 
 def train_with_transformers(gate: Gate, documents: list[list[int]], options: argparse.Namespace) -> None:
@@ -306,14 +339,14 @@ def train_with_transformers(gate: Gate, documents: list[list[int]], options: arg
     from transformers import DataCollatorForLanguageModeling, Trainer, TrainingArguments
 
     tokenizer = AutoTokenizer.from_pretrained(options.model_dir)
-    settings = trainer_settings(options) | {"per_device_train_batch_size": DOCUMENTS_PER_STEP}
+    settings = trainer_settings(options) | {"per_device_train_batch_size": documents_per_step(options)}
     trainer = Trainer(
         model=load_model(options),
         args=TrainingArguments(**settings | options.changes),
         train_dataset=Dataset.from_dict({"input_ids": documents}),
         data_collator=DataCollatorForLanguageModeling(tokenizer, mlm=False),
     )
-    train_through_gate(gate, trainer)
+    train_through_gate(gate, trainer, options)
 
 
 def trainer_settings(options: argparse.Namespace, *, grouped: bool = False) -> dict[str, Any]:
@@ -340,7 +373,7 @@ def trainer_settings(options: argparse.Namespace, *, grouped: bool = False) -> d
     }
 
 
-def train_through_gate(gate: Gate, trainer: Any) -> None:  # Any: a Trainer of either peer
+def train_through_gate(gate: Gate, trainer: Any, options: argparse.Namespace) -> None:  # Any: a Trainer of either peer
     """Train while the parent allows it. Tokens are counted where batches are made, losses where they are computed."""
     from transformers import TrainerCallback
 
@@ -363,7 +396,7 @@ def train_through_gate(gate: Gate, trainer: Any) -> None:  # Any: a Trainer of e
         def on_step_end(self, *_: Any, **__: Any) -> None:
             num_targets = sum(counts.popleft() for _ in range(per_step))
             loss = sum(float(losses.popleft()) for _ in range(per_step))
-            gate.step_done(units=num_targets, loss=loss)
+            gate.step_done(units=num_targets, loss=loss, **measure_peak(options))
 
     trainer.data_collator, trainer.compute_loss = counting_collate, watched_loss
     trainer.add_callback(StepGate())

@@ -21,7 +21,6 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
 from rollouts_core import (
-    ENVIRONMENTS,
     DataBuffer,
     Prompt,
     Sample,
@@ -41,6 +40,7 @@ from rollouts_core.data.decoding import decode_turn
 from rollouts_core.embedded.decoder import Decoder
 from rollouts_core.embedded.offline import generate_tokens
 from rollouts_core.embedded.sampling import SamplingParams
+from rollouts_core.environments.arithmetic import ArithmeticEnvironment
 from rollouts_core.model.loading import pad_token_id
 from rollouts_core.quickstart import QuickstartSize, write_quickstart_files
 
@@ -74,7 +74,7 @@ def train(model_dir: Path, files: Path, *, num_steps: int, batch_size: int) -> N
     optim = OptimConfig(lr=3e-4)
     optimizer = create_adamw_optimizer(model, optim)
     decoder = Decoder(model_dir, num_slots=GROUP_SIZE, context_length=MAX_PROMPT_TOKENS + MAX_NEW_TOKENS)
-    environment = ENVIRONMENTS["arithmetic"]()
+    environment = ArithmeticEnvironment()
     data_buffer = DataBuffer(load_prompts_from_jsonl(files / "prompts.jsonl"))
 
     for step in range(1, num_steps + 1):

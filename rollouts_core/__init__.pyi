@@ -169,3 +169,4 @@ from rollouts_core.types import (
 )
 
 PUBLIC_NAMES: dict[str, str]
+__all__: list[str]

@@ -29,7 +29,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim.lr_scheduler import LambdaLR
 
-from rollouts_core.algorithms.loss import LossFn, Metrics, TokenScores, call_loss
+from rollouts_core.algorithms.loss import LossFn, LossMetrics, Metrics, TokenScores, call_loss
 from rollouts_core.backends.optim import (
     create_adamw_optimizer,
     create_warmup_cosine_scheduler,
@@ -218,7 +218,8 @@ class FSDPTrainingBackend:
         batch = share.batch.to(self.ranks.device)
         scores = self.policy(batch)
         error: Exception | None = None
-        loss, own_metrics = torch.zeros(()), dict[str, float]()
+        loss: Tensor = torch.zeros(())
+        own_metrics: LossMetrics = {}
         try:
             loss, own_metrics = call_loss(self.loss_fn, scores, batch)
         except Exception as raised:  # noqa: BLE001 - a user's function: the others learn of it, then it is raised

@@ -14,11 +14,11 @@ sums are held against what torch allocates (tests/rollouts_core/checks/test_acti
 In float32 each takes 4 bytes. With bfloat16, x and normalised x stay float32, and each linear layer saves a copy of its
 input: 26 H bytes, 4 x 4 and 5 x 2. The rest is bfloat16, but for the first of q and k: 10 Q + 10 K + 8 I.
 
-Where rows are packed, the kernel takes a mask of T x T, and keys and values are repeated for the query heads that share
-them. `eager` keeps the T x T weights of each head.
+Where rows are packed, the kernel takes a mask of T x T. Keys and values are then repeated for the query heads that
+share them, and the repeated ones are kept in place of the others. `eager` keeps the T x T weights of each head.
 
 With activation checkpointing only the input of each layer is kept, and one layer's activations while it is computed
-again.
+again, with the gradients of gate and up. The memory of the head is free by then.
 
 Logits are computed in pieces (model/logprobs.py): the vocabulary costs three pieces, and the gradient of the head, once
 in float32 and once in the number format of the products. Under autocast that format costs a copy of trained matrices.
@@ -103,9 +103,12 @@ def activation_bytes(shape: ModelShape, policy: PolicyConfig, rows: Rows) -> int
     residual = (2 if has_bfloat16_residual else 4) * shape.hidden_size
     layer = layer_bytes_per_token(shape, policy, rows)
     layers = shape.num_layers * (residual if policy.activation_checkpointing else layer)
-    again = layer if policy.activation_checkpointing else 0
+    gradients = 2 * (2 if policy.precision == "bfloat16" else 4) * shape.intermediate_size
+    again = layer + gradients if policy.activation_checkpointing else 0
+    # What the head takes is freed before a layer is computed again.
+    beside_head = max(0, rows.num_tokens * again - head_bytes(shape, policy, rows.num_tokens))
     around = 5 * 4 * shape.hidden_size + (4 * rows.row_length if rows.has_mask else 0)
-    return rows.num_tokens * (layers + again + around)
+    return rows.num_tokens * (layers + around) + beside_head
 
 
 def layer_bytes_per_token(shape: ModelShape, policy: PolicyConfig, rows: Rows) -> int:
@@ -121,7 +124,7 @@ def layer_bytes_per_token(shape: ModelShape, policy: PolicyConfig, rows: Rows) -
         else 4 * (6 * hidden + 4 * (queries + keys + inner))
     )
     if (rows.has_mask or is_eager) and keys < queries:
-        kept += 2 * width * queries
+        kept += 2 * width * (queries - keys)
     if is_eager:
         kept += shape.num_heads * rows.row_length * (6 if is_bfloat16 else 4)
     return kept

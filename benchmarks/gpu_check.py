@@ -1,0 +1,182 @@
+"""Does training work on this machine's GPU, and how fast? One GPU, no network, at most 8 minutes.
+
+    python benchmarks/gpu_check.py [--out .gpu-check] [--only correctness,speed] [--again]
+    python benchmarks/gpu_check.py --rehearse         the same on the CPU with tiny models, about a minute
+
+    part          at most    checks
+    correctness   120 s      SFT and GRPO steps against the CPU, packed rows, attention kernels, kill and resume
+    memory         60 s      adapters, recomputation, a large vocabulary, the preflight's estimate, out of memory
+    backends       60 s      one process and FSDP, weights through CUDA IPC, the embedded engine beside the trainer
+    pipeline       90 s      the quickstart: SFT, RL and evaluation, with the trainer on the GPU
+    speed         150 s      SFT and the training part of a GRPO step against a bare loop and TRL; waits of the GPU
+
+Each part is a process of its own, which is ended at its limit. The folder gets gpu_check.json, with a row after each
+check, and gpu_check.md. A repeated run keeps the rows that held, were measured or skipped, and runs the others.
+
+Exit codes: 0 every check of correctness held, 1 one did not or was not reached, 2 the check cannot run here: the last
+line says why.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from datetime import date
+from pathlib import Path
+
+from gpu_parts.device import Facts, find_problem, from_json
+from gpu_parts.record import NAME, TABLE_NAME, Record, describe
+from side_by_side import REPOSITORY, describe_machine, worker_environment
+
+BUDGETS_S = {"correctness": 120.0, "memory": 60.0, "backends": 60.0, "pipeline": 90.0, "speed": 150.0}
+"""Wall-clock limit of each part, imports included, in the order in which they run."""
+TOTAL_S = 480.0
+PROBE_S = 60.0
+GRACE_S = 5.0
+"""For an interrupted part to end what it started, before it is killed."""
+REHEARSAL_FACTOR = 5
+"""How many times longer a rehearsal may take: it shows that everything runs, on a machine that may be busy."""
+CPU_THREADS = 1
+USER_ERROR_CODE = 2
+
+
+def main() -> int:
+    options = read_options()
+    if options.part:
+        run_part(options.part, options.out, device="cpu" if options.rehearse else "cuda")
+        return 0
+    began = time.monotonic()
+    facts = probe()
+    problem = "" if options.rehearse else find_problem(facts)
+    if problem:
+        sys.stderr.write(f"gpu_check: {problem}\n")
+        return USER_ERROR_CODE
+    options.out.mkdir(parents=True, exist_ok=True)
+    record = open_record(options.out, facts, is_rehearsal=options.rehearse, again=options.again)
+    print(describe(record.about), flush=True)
+    factor = REHEARSAL_FACTOR if options.rehearse else 1
+    for part in options.only:
+        seconds = min(factor * BUDGETS_S[part], factor * TOTAL_S - (time.monotonic() - began))
+        end_after(part, options, seconds=seconds)
+    return conclude(options.out, options.only, seconds=time.monotonic() - began)
+
+
+def read_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--out", type=Path, default=Path(".gpu-check"), help="folder of the record (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--only", type=read_parts, default=list(BUDGETS_S), help="parts, comma-separated (default: all)"
+    )
+    parser.add_argument("--again", action="store_true", help="run every check again, also those that held")
+    parser.add_argument(
+        "--rehearse", action="store_true", help="on the CPU, with tiny models, and nothing that needs CUDA"
+    )
+    parser.add_argument("--part", choices=BUDGETS_S, help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def read_parts(text: str) -> list[str]:
+    """The parts that a user names, in the order in which they run."""
+    named = text.split(",")
+    unknown = [name for name in named if name not in BUDGETS_S]
+    if unknown:
+        raise argparse.ArgumentTypeError(f"there is no part {', '.join(unknown)}: take of {', '.join(BUDGETS_S)}")
+    return [part for part in BUDGETS_S if part in named]
+
+
+def probe() -> Facts:
+    """What torch says of this machine, from a process of its own."""
+    command = [sys.executable, "-m", "gpu_parts.device"]
+    answer = subprocess.run(
+        command, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=PROBE_S, check=False
+    )
+    if answer.returncode != 0:
+        last_line = answer.stderr.strip().rpartition("\n")[2]
+        sys.stderr.write(f"gpu_check: torch cannot be loaded ({last_line}): install it for this Python\n")
+        raise SystemExit(USER_ERROR_CODE)
+    return from_json(answer.stdout.strip().rpartition("\n")[2])
+
+
+def open_record(folder: Path, facts: Facts, *, is_rehearsal: bool, again: bool) -> Record:
+    """The record to go on with; a new one if the old one is of another device, other versions or another commit."""
+    machine = describe_machine(CPU_THREADS)
+    about = {
+        "is_rehearsal": is_rehearsal,
+        "device": machine["cpu"] if is_rehearsal else facts.device,
+        "packages": facts.packages,
+        "python": facts.python,
+        "commit": machine["commit"],
+        "date": date.today().isoformat(),
+    }
+    saved = None if again else Record.load(folder)
+    if saved and {**saved.about, "date": ""} == {**about, "date": ""}:
+        return saved
+    record = Record(folder, about)
+    record.write()
+    return record
+
+
+def end_after(part: str, options: argparse.Namespace, *, seconds: float) -> None:
+    """Run a part as a process with its descendants, and end them all at its limit."""
+    print(f"{part}, at most {max(0.0, seconds):.0f} s", flush=True)
+    command = [sys.executable, str(Path(__file__).resolve()), "--part", part, "--out", str(options.out.resolve())]
+    log = (options.out / f"{part}.log").open("w", encoding="utf-8")
+    process = subprocess.Popen(
+        [*command, *(["--rehearse"] if options.rehearse else [])],
+        stderr=log,
+        env=worker_environment(os.cpu_count() or 1 if not options.rehearse else CPU_THREADS),
+        start_new_session=True,
+    )
+    try:
+        process.wait(max(0.0, seconds))
+    except subprocess.TimeoutExpired:
+        print(f"  {part} reached its limit of {seconds:.0f} s", flush=True)
+    finally:
+        end_group(process)
+        log.close()
+
+
+def end_group(process: subprocess.Popen[bytes]) -> None:
+    """Interrupt a process, so that it ends what it started, then kill what is left of its group."""
+    if process.poll() is None:
+        process.send_signal(signal.SIGINT)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(GRACE_S)
+    with contextlib.suppress(ProcessLookupError):  # nothing of it is left
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def conclude(folder: Path, parts: list[str], *, seconds: float) -> int:
+    """Say what was found; returns the exit code."""
+    record = Record.load(folder)
+    assert record is not None, "it was written before the parts ran"
+    print(f"\n{record.render()}\n\n{seconds:.0f} s in all; {folder / NAME} and {folder / TABLE_NAME} have all of it")
+    never_began = [part for part in parts if not any(row.part == part for row in record.rows)]
+    for part in never_began:
+        print(f"failed: {part} did not begin, {folder / part}.log says why")
+    for row in record.failures():
+        print(f"{row.outcome}: {row.part}: {row.check}: {row.detail}")
+    return 1 if record.failures() or never_began else 0
+
+
+def run_part(part: str, folder: Path, *, device: str) -> None:
+    """Run the checks of one part in this process."""
+    from gpu_parts.checking import run_checks  # torch loads with the part, in its process alone
+
+    record = Record.load(folder)
+    assert record is not None, "the parent writes it first"
+    os.chdir(REPOSITORY)
+    run_checks(part, importlib.import_module(f"gpu_parts.{part}").CHECKS, record, device)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""The parts of gpu_check.py, each a list of checks that runs in a process of its own."""

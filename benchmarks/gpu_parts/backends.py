@@ -1,0 +1,207 @@
+"""The backends with their checkpoints, and weights on their way from the trainer's GPU to engines.
+
+Not here: how fast that is (speed.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
+from functools import partial
+from pathlib import Path
+
+import torch
+from inputs import EOS_ID, PAD_ID
+from side_by_side import worker_environment
+from torch import Tensor
+
+from gpu_parts.checking import Check, Place, hold, hold_close
+from gpu_parts.correctness import TOLERANCE, hold_small_difference
+from gpu_parts.models import OPTIM, create_backend, sft_step, take_step, weights_of, write_small_model
+from gpu_parts.receiver import digest
+from gpu_parts.record import Figures
+from rollouts_core import PyTorchTrainingBackend, Sample, build_batch
+from rollouts_core.algorithms.loss import create_cross_entropy_loss
+from rollouts_core.backends.fsdp import create_fsdp_backend
+from rollouts_core.backends.ranks import join_ranks
+from rollouts_core.config import EngineConfig, EngineKind, ModelConfig, SamplingConfig
+from rollouts_core.embedded.server import bind_port
+from rollouts_core.engines import Endpoint, PublishTarget, connect, publish_weights
+from rollouts_core.engines.handles import render_handles, share
+from rollouts_core.fingerprint import digest_model
+from rollouts_core.job import InputModel, ServeJob
+
+PROMPT = [5, 6, 7, 8]
+ENGINE_START_S = {"embedded": 60.0, "sglang": 150.0, "vllm": 150.0}
+ENGINE_TOLERANCE = {"embedded": 1e-3, "sglang": 0.1, "vllm": 0.1}
+"""Nats by which an engine's log-probs may differ from the trainer's in float32; SGLang and vLLM compute in bfloat16."""
+
+
+def restore_backend(place: Place) -> Figures:
+    """A step after a checkpoint was loaded equals the step that the saved backend takes next."""
+    model = write_small_model(place)
+    backend = create_backend(model, place.device)
+    take_step(backend, sft_step(0))
+    checkpoint = place.folder / "step_1"
+    asyncio.run(backend.save_checkpoint(checkpoint, {"step": 1}).result())
+    restored = create_backend(model, place.device)
+    asyncio.run(restored.load_checkpoint(checkpoint).result())
+    for each in (backend, restored):
+        take_step(each, sft_step(1))
+    return hold_small_difference(weights_of(restored), weights_of(backend))
+
+
+def compare_fsdp(place: Place) -> Figures:
+    """Steps of FSDP with one rank, against those of one process."""
+    model = write_small_model(place)
+    expected = create_backend(model, place.device)
+    with launched_alone(), join_ranks(device=place.choose("cuda:0", "cpu")) as ranks:
+        found = create_fsdp_backend(model, OPTIM, create_cross_entropy_loss(), ranks=ranks, num_steps=100)
+        for seed in range(2):
+            mine, other = take_step(found, sft_step(seed)), take_step(expected, sft_step(seed))
+            for name in ("loss", "grad_norm"):
+                hold_close(f"{name} of step {seed}", mine[name], other[name], tolerance=10 * TOLERANCE)
+        checkpoint = place.folder / "step_2"
+        asyncio.run(found.save_checkpoint(checkpoint, {"step": 2}).result())
+        state = asyncio.run(found.load_checkpoint(checkpoint).result())
+        hold(state == {"step": 2}, f"the checkpoint gave the state {state}")
+    return {"transport": place.choose("nccl", "gloo"), "tolerance": 10 * TOLERANCE}
+
+
+@contextmanager
+def launched_alone() -> Iterator[None]:
+    """The variables that torchrun gives its only process."""
+    with closing(bind_port("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    given = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ.update(given)
+    try:
+        yield
+    finally:
+        for name in given:
+            del os.environ[name]
+
+
+class Receiver:
+    """A process that maps tensors by their handles; used with `with`."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "gpu_parts.receiver"],
+            cwd=Path(__file__).parents[1],
+            env=worker_environment(1),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def __enter__(self) -> Receiver:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(30)
+
+    def take(self, tensors: Mapping[str, Tensor]) -> dict[str, str]:
+        """Give it handles of shared tensors; returns the digests of what it sees there."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(base64.b64encode(render_handles(tensors)).decode() + "\n")
+        self._process.stdin.flush()
+        answer: dict[str, str] = json.loads(self._process.stdout.readline() or "{}")
+        return answer
+
+
+def publish_by_handles(place: Place) -> Figures:
+    """Another process maps the trainer's weights by their handles, and sees the same bytes, also after an update."""
+    backend = create_backend(write_small_model(place), place.device)
+    with Receiver() as receiver:
+        for seed in range(2):
+            take_step(backend, sft_step(seed))
+            weights = asyncio.run(backend.get_weights().result())
+            shared = share(weights, place.device)
+            seen = receiver.take(shared)
+            own = {name: digest(tensor) for name, tensor in weights.items()}
+            wrong = [name for name, expected in own.items() if seen.get(name) != expected]
+            hold(not wrong, f"{len(wrong)} of {len(own)} tensors arrived otherwise: {wrong[:3]}")
+    return {"tensors": float(len(own)), "memory": place.choose("CUDA IPC", "shared memory of the host")}
+
+
+def publish_to_engine(kind: EngineKind, place: Place) -> Figures:
+    """An engine is given trained weights, and its log-probs of what it samples are the trainer's."""
+    model = write_small_model(place)
+    backend = create_backend(model, place.device)
+    for seed in range(2):
+        take_step(backend, sft_step(seed))
+    with served(kind, model, place) as url:
+        return asyncio.run(compare_logprobs(kind, url, backend, model, place))
+
+
+@contextmanager
+def served(kind: EngineKind, model: ModelConfig, place: Place) -> Iterator[str]:
+    """The URL of an engine in a process of its own, which is started as the pipeline starts it."""
+    with closing(bind_port("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    served_model = InputModel(name="base", model=model, digest=digest_model(model))
+    job = ServeJob(model=served_model, port=port, context_length=128, engine=EngineConfig(kind=kind))
+    folder = place.folder / f"serve-{kind}"
+    folder.mkdir()
+    (folder / "job.json").write_text(job.model_dump_json())
+    with (folder / "log.txt").open("w") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "rollouts_core", "serve", str(folder / "job.json")],
+            cwd=Path(__file__).parents[2],
+            env=worker_environment(1),
+            stdout=log,
+            stderr=log,
+        )
+    try:
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+async def compare_logprobs(
+    kind: EngineKind, url: str, backend: PyTorchTrainingBackend, model: ModelConfig, place: Place
+) -> Figures:
+    """Publish, sample, and score the samples with the trainer."""
+    sampling = SamplingConfig(max_new_tokens=16)
+    endpoint = Endpoint(provider=kind, url=url, model=model.path, sampling=sampling)
+    target = PublishTarget(
+        weights_dir=place.folder / "weights", model_config=Path(model.path) / "config.json", prefix="check"
+    )
+    async with connect(endpoint, timeout_s=ENGINE_START_S[kind]) as engine:
+        began = time.perf_counter()
+        version = await publish_weights(backend, [engine], target)
+        published_s = time.perf_counter() - began
+        (completion,) = await engine.generate(endpoint.requests([PROMPT], stop_token_ids=(EOS_ID,)))
+    hold(
+        all(span[0] == version for span in completion.version_spans),
+        f"the completion is of {completion.version_spans}, published was {version}",
+    )
+    num_new = len(completion.tokens)
+    sample = Sample(tokens=[*PROMPT, *completion.tokens], loss_mask=[0.0] * len(PROMPT) + [1.0] * num_new)
+    scores = await backend.score(build_batch([[sample]], pad_id=PAD_ID)).result()
+    own = scores.logprobs_BT[0, len(PROMPT) - 1 :][:num_new]
+    difference = float((own - torch.tensor(completion.logprobs)).abs().max())
+    limit = ENGINE_TOLERANCE[kind]
+    hold(difference <= limit, f"log-probs differ by {difference:.3g} nats, at most {limit:g}")
+    return {"largest difference, nats": difference, "tolerance": limit, "publication, s": published_s}
+
+
+CHECKS = [
+    Check(name="PyTorchTrainingBackend resumes from its checkpoint", run=restore_backend),
+    Check(name="FSDPTrainingBackend with one rank equals one process", run=compare_fsdp),
+    Check(name="another process maps published weights by handles", run=publish_by_handles),
+    Check(name="the embedded engine beside the trainer", run=partial(publish_to_engine, "embedded")),
+    Check(name="SGLang takes weights", run=partial(publish_to_engine, "sglang"), needs=("sglang",), needs_gpu=True),
+    Check(name="vLLM takes weights", run=partial(publish_to_engine, "vllm"), needs=("vllm",), needs_gpu=True),
+]

@@ -1,0 +1,206 @@
+"""benchmarks/gpu_check.py without a GPU: the whole command on the CPU, and what it says of machines it cannot run on.
+
+Without it the one command that is run on a rented GPU would meet its first fault there, at the GPU's price.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.version import Version
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))
+
+import gpu_check  # noqa: E402
+from gpu_parts.checking import Check, Place, hold, run_check, run_checks  # noqa: E402
+from gpu_parts.device import Facts, find_problem  # noqa: E402
+from gpu_parts.record import Record, Row  # noqa: E402
+from gpu_wheels import find_missing, read_packages  # noqa: E402
+
+ABOUT: dict[str, Any] = {  # Any: JSON
+    "is_rehearsal": True,
+    "device": "a CPU",
+    "packages": {},
+    "python": "3.12",
+    "commit": "0",
+    "date": "2026-01-01",
+}
+H100: dict[str, Any] = {  # Any: fields of Facts
+    "torch": "2.11.0",
+    "cuda": "13.0",
+    "name": "NVIDIA H100",
+    "capability": (9, 0),
+    "kernels": ("sm_80", "sm_90"),
+    "packages": {},
+    "python": "3.12",
+}
+
+
+@pytest.mark.slow
+def test_the_rehearsal_runs_every_part(tmp_path: Path) -> None:
+    command = [sys.executable, str(BENCHMARKS / "gpu_check.py"), "--rehearse", "--out", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    rows = json.loads((tmp_path / "gpu_check.json").read_text())["rows"]
+    assert {row["part"] for row in rows} == set(gpu_check.BUDGETS_S)
+    assert {row["outcome"] for row in rows} == {"held", "measured", "skipped"}
+    reasons = {row["detail"] for row in rows if row["outcome"] == "skipped"}
+    assert all(reason == "only on a GPU" or reason.endswith("is not installed") for reason in reasons)
+    assert "only on a GPU" in (tmp_path / "gpu_check.md").read_text()
+
+
+def test_the_parts_take_eight_minutes_at_most() -> None:
+    assert sum(gpu_check.BUDGETS_S.values()) <= gpu_check.TOTAL_S == 8 * 60
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"rocm": "6.4", "cuda": ""}, "built for ROCm 6.4: only NVIDIA GPUs are supported"),
+        ({"cuda": "", "has_mps": True}, "Apple's MPS is not supported"),
+        ({"cuda": ""}, "has no CUDA"),
+        (
+            {"error": "The NVIDIA driver on your system is too old (found version 11040)"},
+            "install a driver for CUDA 13.0",
+        ),
+        ({"name": "Tesla V100", "capability": (7, 0)}, "compute capability 7.0, the check needs 8.0"),
+        ({"kernels": ("sm_80", "sm_86")}, "has no kernels for NVIDIA H100"),
+    ],
+)
+def test_an_unsupported_device_gets_a_sentence(changes: dict[str, Any], sentence: str) -> None:
+    assert sentence in find_problem(Facts(**{**H100, **changes}))
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"capability": (8, 9)}, {"kernels": ("sm_80", "compute_80")}, {"kernels": ("sm_90a",)}]
+)
+def test_a_supported_device_gets_none(changes: dict[str, Any]) -> None:
+    assert find_problem(Facts(**{**H100, **changes})) == ""
+
+
+def test_this_machine_without_a_gpu_ends_with_code_2(tmp_path: Path) -> None:
+    command = [sys.executable, str(BENCHMARKS / "gpu_check.py"), "--out", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 2:
+        pytest.skip("this machine has a GPU")
+    assert "--rehearse" in done.stderr.strip().rpartition("\n")[2]
+
+
+def checks_that_fail() -> list[Check]:
+    def fail(_: Place) -> dict[str, float | str]:
+        hold(1 > 2, "1 is not more than 2")
+        return {}
+
+    def crash(_: Place) -> dict[str, float | str]:
+        raise OSError("no disk")
+
+    return [
+        Check(name="holds", run=lambda _: {"figure": 1.0}),
+        Check(name="fails", run=fail),
+        Check(name="crashes", run=crash),
+        Check(name="needs a GPU", run=fail, needs_gpu=True),
+        Check(name="needs a package", run=fail, needs=("no_such_package",)),
+    ]
+
+
+def test_each_check_gets_a_row_whatever_happens_to_it(tmp_path: Path) -> None:
+    record = Record(tmp_path, ABOUT)
+    run_checks("part", checks_that_fail(), record, "cpu")
+    found = {row.check: (row.outcome, row.detail) for row in Record.load(tmp_path).rows}  # type: ignore[union-attr]
+    assert found == {
+        "holds": ("held", ""),
+        "fails": ("failed", "1 is not more than 2"),
+        "crashes": ("failed", "OSError: no disk"),
+        "needs a GPU": ("skipped", "only on a GPU"),
+        "needs a package": ("skipped", "no_such_package is not installed"),
+    }
+    assert {row.check for row in record.failures()} == {"fails", "crashes"}
+
+
+def test_a_repeated_run_keeps_what_held_and_runs_the_rest(tmp_path: Path) -> None:
+    ran: list[str] = []
+
+    def note(name: str, _: Place) -> dict[str, float | str]:
+        ran.append(name)
+        return {}
+
+    checks = [Check(name=name, run=partial(note, name)) for name in ("old", "failed", "new")]
+    record = Record(tmp_path, ABOUT)
+    record.put(Row(part="part", check="old", outcome="held"))
+    record.put(Row(part="part", check="failed", outcome="failed"))
+    run_checks("part", checks, record, "cpu")
+    assert ran == ["failed", "new"]
+    assert [row.outcome for row in record.rows] == ["held"] * 3
+
+
+def test_a_part_at_its_limit_is_ended_with_its_descendants(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sleeper = tmp_path / "sleeper.py"
+    sleeper.write_text(
+        "import subprocess, sys, time\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+        f"open({str(tmp_path / 'pid')!r}, 'w').write(str(child.pid))\n"
+        "signal = __import__('signal'); signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+        "time.sleep(600)\n"
+    )
+    monkeypatch.setattr(gpu_check, "__file__", str(sleeper))
+    monkeypatch.setattr(gpu_check, "GRACE_S", 0.2)
+    options = argparse.Namespace(out=tmp_path, rehearse=True)
+    began = time.monotonic()
+    gpu_check.end_after("speed", options, seconds=3.0)
+    assert time.monotonic() - began < 30
+    status = Path(f"/proc/{(tmp_path / 'pid').read_text()}/stat")
+    assert not status.exists() or status.read_text().split()[2] == "Z"
+
+
+def test_a_record_of_another_commit_is_begun_anew(tmp_path: Path) -> None:
+    facts = Facts(**H100)
+    record = gpu_check.open_record(tmp_path, facts, is_rehearsal=False, again=False)
+    record.put(Row(part="part", check="check", outcome="held"))
+    assert gpu_check.open_record(tmp_path, facts, is_rehearsal=False, again=False).rows
+    other = Facts(**{**H100, "torch": "2.12.0", "packages": {"torch": "2.12.0"}})
+    assert not gpu_check.open_record(tmp_path, other, is_rehearsal=False, again=False).rows
+
+
+def test_missing_packages_are_found_with_what_they_need() -> None:
+    has = read_packages("# a machine\ntorch==2.11.0\nnumpy\nTyping_Inspection\ntyping-extensions==4.0.0\n")
+    missing = find_missing([Requirement("pydantic>=2"), Requirement("torch>=2.6")], has, python="3.12")
+    assert {"pydantic", "pydantic-core", "annotated-types"} <= missing.keys()
+    assert "typing-extensions" in missing, "it is older there than pydantic allows"
+    assert not {"torch", "numpy", "typing-inspection"} & missing.keys()
+    assert has["torch"] == Version("2.11.0") and has["numpy"] is None
+
+
+def test_a_torch_that_is_too_old_on_the_machine_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        find_missing([Requirement("torch>=2.6")], read_packages("torch==2.1.0"), python="3.12")
+    assert "the machine has torch 2.1.0, the project needs >=2.6: upgrade it there" in capsys.readouterr().err
+
+
+@pytest.fixture
+def idle() -> Iterator[Any]:  # Any: a function of a module that loads torch
+    from gpu_parts.speed import idle_share
+
+    yield idle_share
+
+
+@pytest.mark.slow
+def test_the_idle_share_counts_gaps_between_kernels_alone(idle: Any) -> None:
+    assert idle([(0.0, 4.0), (2.0, 6.0), (8.0, 10.0)]) == pytest.approx(0.2)
+    assert idle([(5.0, 6.0)]) == 0.0
+    assert idle([]) == 1.0
+
+
+def test_a_check_writes_its_traceback_beside_its_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    row = run_check("part", checks_that_fail()[2], Place(device="cpu", folder=tmp_path, models=tmp_path))
+    assert row.outcome == "failed" and "Traceback" in capsys.readouterr().err
