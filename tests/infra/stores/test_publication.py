@@ -163,7 +163,7 @@ def test_a_checkpoint_by_its_own_url_is_verified_by_its_manifest(
     for name, body in {
         "config.json": b"{}",
         "extra.py": b"evil()",
-        "manifest.json": b'{"files": {"config.json": {"size": 2, "sha256": "0000"}}}',
+        "manifest.json": b'{"files": {"config.json": {"size": 2, "sha256": "%s"}}}' % (b"0" * 64),
     }.items():
         client.put_object(Bucket=bucket, Key=f"step_000010/{name}", Body=body)
     with pytest.raises(ObjectDamagedError, match=r"step_000010/config.json is not the file"):
