@@ -4,7 +4,8 @@ Not here: what a deployment says (deployments.py), a server and deployments for 
 
     my.toml ──> prefect.yaml ──prefect deploy --all──> the shared server ──work pool──> prefect worker ──> a run
 
-The workers import the flows from this package, wherever it is installed there: nothing is downloaded.
+The workers import the flows from this package, wherever it is installed there: nothing is downloaded. Modules that the
+settings name are imported from the folder of the configuration and the current one, if the workers have these folders.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from flows.deployments import (
     deployments_of,
 )
 from rollouts_core.errors import ConfigError
+from rollouts_core.user_code.code_folders import VARIABLE as CODE_PATH
 
 ENTRYPOINTS = {
     FLOW: "flows.pipeline.sft_rl",
@@ -101,12 +103,15 @@ _Dumper.add_representer(str, _Dumper.represent_text)
 
 
 def _describe(deployment: Deployment, store: Path, work_pool: dict[str, Any]) -> dict[str, Any]:  # Any: YAML
-    described = {
+    variables = dict(work_pool.get("job_variables", {}))
+    if deployment.code_folders:  # a worker knows nothing of the folder of the configuration
+        variables["env"] = {CODE_PATH: ":".join(deployment.code_folders), **variables.get("env", {})}
+    described: dict[str, Any] = {  # Any: YAML
         "name": deployment.name,
         "description": deployment.description,
         "entrypoint": ENTRYPOINTS[deployment.flow],
         "parameters": {**deployment.parameters, "run": {**deployment.parameters["run"], "store": str(store)}},
-        "work_pool": work_pool,
+        "work_pool": {**work_pool, "job_variables": variables} if variables else work_pool,
     }
     if deployment.flow == RETRAIN_FLOW:
         from flows.schedules import yaml_schedule_options  # imports prefect, which takes a second

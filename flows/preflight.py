@@ -157,7 +157,7 @@ def _check_store(store: Path, mistakes: Mistakes) -> None:
 
 
 def _check_node(settings: NodeSettings, config: Config, store: Path, mistakes: Mistakes) -> list[str]:
-    """What the machine is, or which could be rented."""
+    """Describe the machine, or the machines that could be rented."""
     findings: list[str] = []
     if isinstance(settings, RentedNode):  # a machine costs money: what else it can do is seen when it is there
         size = find_model_size(config.model)
@@ -242,7 +242,7 @@ def reach_node(settings: NodeSettings, store: Path, findings: list[str]) -> Node
 
 
 def check_training(config: Config, mistakes: Mistakes, *, trains_here: bool) -> list[str]:
-    """What was found out about models and data; errors are noted.
+    """Check models and data; errors are noted.
 
     Args:
         trains_here: the training runs on this machine.

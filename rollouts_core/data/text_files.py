@@ -182,7 +182,7 @@ def _on_one_line(text: str) -> bytes:
 
 
 def _elements_of(file: TextFile, text: str, place: int) -> Iterator[tuple[int, int]]:
-    """Where each element of the array at a place begins and ends."""
+    """The beginning and end of each element of the array at a place."""
     if text[place : place + 1] != "[":
         raise DataError(f"{file.name}: not valid JSON: expected an array at character {place}")
     number, place = 1, _skip_space(text, place + 1)
@@ -199,7 +199,7 @@ def _elements_of(file: TextFile, text: str, place: int) -> Iterator[tuple[int, i
 
 
 def _values_of(file: TextFile, text: str, place: int) -> Iterator[tuple[str, int]]:
-    """The keys of the object at a place, each with where its value begins."""
+    """The keys of the object at a place, each with the beginning of its value."""
     if text[place : place + 1] != "{":
         return
     place = _skip_space(text, place + 1)

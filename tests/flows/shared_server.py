@@ -97,14 +97,19 @@ class SharedServer:
             self._process.wait()
 
     @contextmanager
-    def worker(self, pool: str) -> Iterator[Path]:
-        """A worker of the pool; yields what it says. It ends with its flows, and leaves their jobs."""
+    def worker(self, pool: str, **variables: str) -> Iterator[Path]:
+        """A worker of the pool, with these in its environment; yields what it says.
+
+        It ends with its flows, and leaves their jobs.
+        """
         said = self.folder / "worker.log"
         with said.open("ab") as log:
             process = subprocess.Popen(
                 [*dies_with_us("TERM"), sys.executable, "-m", "prefect", "worker", "start", "--pool", pool],
                 cwd=self.folder,
-                env=self.environment | {"PREFECT_WORKER_QUERY_SECONDS": "1", "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30"},
+                env=self.environment
+                | {"PREFECT_WORKER_QUERY_SECONDS": "1", "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30"}
+                | variables,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

@@ -33,7 +33,7 @@ from tests.flows.shared_server import SharedServer, shared_server
 from tests.flows.test_faults import LONG, assert_goes_on, events_of, exits_of, paused, program_of
 from tests.flows.test_up import ASK_S
 from tests.processes import dies_with_us
-from tests.small_pipeline import write_small_pipeline
+from tests.small_pipeline import OWN_REWARD, write_own_reward, write_small_pipeline
 from tests.waiting import wait_until
 
 POOL = "gpus"
@@ -54,14 +54,17 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedServer]:
 def test_a_worker_runs_what_was_deployed_a_retry_attaches_and_cancel_ends_its_job(
     server: SharedServer, tmp_path: Path
 ) -> None:
-    config = write_small_pipeline(tmp_path / "small", mode="sft", **{**LONG, "training__sft__num_steps": 100_000})
+    """Its rewards are those of a module beside the configuration, which the deployment tells the workers of."""
+    settings = {**LONG, "training__sft__num_steps": 100_000, "rollout__reward_fn": OWN_REWARD}
+    config = write_small_pipeline(tmp_path / "small", mode="sft", **settings)
+    write_own_reward(tmp_path / "small")
     store = tmp_path / "store"
     command = Rollouts(store, tmp_path / "prefect.yaml")
     code, text = command.run("prefect-yaml", str(config), "--pool", POOL)
     assert code == 0, text
     server.prefect("deploy", "--all", cwd=tmp_path)
     (tmp_path / "prefect.yaml").unlink()  # workers have neither it nor its folder
-    with server.worker(POOL) as said:
+    with server.worker(POOL, ROLLOUTS_TRUSTED_CODE="graders_beside") as said:
         run_id = start(server, "small")
         sft = wait_for_sft(store)
         os.kill(flow_process(run_id), signal.SIGKILL)
@@ -334,6 +337,15 @@ def test_the_file_names_pool_queue_variables_and_the_workers_store() -> None:
     assert found["description"] == "One.\nTwo."
     assert "schedules" not in found
     assert yaml.safe_load(text)["pull"] == []
+
+
+def test_the_file_names_the_folders_of_modules_beside_other_variables() -> None:
+    folders = ("/home/me/small", "/home/me")
+    given = {"image": "rollouts:1", "env": {"A": "b"}}
+    text = render_prefect_yaml([deployment(code_folders=folders)], Path("/data/runs"), pool="k8s", job_variables=given)
+    [found] = yaml.safe_load(text)["deployments"]
+    env = {"ROLLOUTS_CODE_PATH": "/home/me/small:/home/me", "A": "b"}
+    assert found["work_pool"]["job_variables"] == {"image": "rollouts:1", "env": env}
 
 
 @pytest.mark.parametrize(

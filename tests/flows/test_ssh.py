@@ -22,7 +22,7 @@ from rollouts_core.metrics import read_metrics
 from tests.flows.conftest import ROOT, Rollouts, clean_environment, join_home, processes_of
 from tests.flows.test_cancel import run_that_holds
 from tests.infra.ssh_server import SSHServer, running_server
-from tests.small_pipeline import write_small_pipeline
+from tests.small_pipeline import OWN_REWARD, write_own_reward, write_small_pipeline
 from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -68,7 +68,10 @@ def stages_of(store: Path) -> dict[str, Path]:
 def test_the_pipeline_over_ssh_ends_as_on_this_machine(
     rollouts: Rollouts, served_home: Path, server: SSHServer, node_root: Path, tmp_path: Path
 ) -> None:
-    config = write_small_pipeline(tmp_path / "small", node=node_settings(server, node_root), **SHORTER)
+    """Its rewards are those of a module beside the configuration, which is on no path of Python's."""
+    settings = {**SHORTER, "rollout__reward_fn": OWN_REWARD}
+    config = write_small_pipeline(tmp_path / "small", node=node_settings(server, node_root), **settings)
+    write_own_reward(tmp_path / "small")
     code, output = rollouts.run("run", str(config))
     assert code == 0, output
     (run,) = (rollouts.store / "runs").iterdir()
@@ -84,7 +87,8 @@ def test_the_pipeline_over_ssh_ends_as_on_this_machine(
     assert processes_of(node_root) == []
 
     # Here everything is finished already: neither the node nor its server is needed for the results.
-    local = write_small_pipeline(tmp_path / "small", **SHORTER)
+    local = write_small_pipeline(tmp_path / "small", **settings)
+    write_own_reward(tmp_path / "small")
     code, output = rollouts.run("run", str(local))
     assert code == 0 and "reused" in output, output
 

@@ -37,7 +37,7 @@ from tests.flows.test_faults import (
     program_of,
     run_dir,
 )
-from tests.small_pipeline import write_small_pipeline
+from tests.small_pipeline import OWN_REWARD, write_own_reward, write_small_pipeline
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow
@@ -142,7 +142,8 @@ def test_up_outlives_its_terminal_is_joined_runs_what_is_asked_for_and_is_ended_
     served: Rollouts, tmp_path: Path
 ) -> None:
     folder = tmp_path / "small"
-    config = write_small_pipeline(folder, mode="sft")
+    config = write_small_pipeline(folder, mode="sft", rollout__reward_fn=OWN_REWARD)
+    write_own_reward(folder)
     shutil.rmtree(served.store / "quickstart")  # as it is before the first `up`
     said = up(served)
     assert "started" in said
@@ -178,10 +179,14 @@ def test_up_outlives_its_terminal_is_joined_runs_what_is_asked_for_and_is_ended_
     assert len(list(served.store.glob("stages/sft-*"))) == 1
     assert {path.name.rpartition("-")[0] for path in served.store.glob("runs/*")} == {"asked", "by-http"}
 
-    mistaken = trigger(served, "small", f"data.prompts={folder / 'missing.jsonl'}")
+    assert '"graders_beside:score"' in next(served.store.glob("stages/evaluate-*/job.json")).read_text()
+
+    mistaken = trigger(
+        served, "small", f"data.prompts={folder / 'missing.jsonl'}", "rollout.reward_fn=graders_beside:no"
+    )
     wait_for_state(served, mistaken, "FAILED")
     message = api(served, "GET", f"/flow_runs/{mistaken}")["state"]["message"]
-    assert f"data.prompts: {folder / 'missing.jsonl'} does not exist" in message
+    assert f"data.prompts: {folder / 'missing.jsonl'} does not exist\nrollout.reward_fn: " in message
     assert "provision" not in logs_of(served, mistaken)
 
     code, output = served.run("status")
