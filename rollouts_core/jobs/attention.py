@@ -25,7 +25,6 @@ from rollouts_core.system.files import write_json
 logger = logging.getLogger(__name__)
 
 TrainingJob = TypeVar("TrainingJob", SFTJob, RLJob)
-EVENT = "attention_chosen"
 
 
 def settle_attention(job: TrainingJob, directory: RunDirectory) -> TrainingJob:
@@ -33,12 +32,13 @@ def settle_attention(job: TrainingJob, directory: RunDirectory) -> TrainingJob:
     policy = job.training.policy
     if policy.attention != "auto" or policy.backend == "jax":
         return job
-    kept = next((line["kernel"] for line in read_json_lines(directory.events) if line["event"] == EVENT), "")
+    chosen = (line["kernel"] for line in read_json_lines(directory.events) if line["event"] == "attention_chosen")
+    kept = next(chosen, "")
     choice = Choice(kept, "") if kept else _choose(job)
     if not is_follower():
         if not kept:
             with EventLog(directory.events, attempt=attempt_number()) as events:
-                events.write(EVENT, kernel=choice.kernel, reason=choice.reason)
+                events.write("attention_chosen", kernel=choice.kernel, reason=choice.reason)
             logger.info('attention kernel "%s": %s', choice.kernel, choice.reason)
         _write_kernel(directory, choice.kernel)
     return job.model_copy(update={"training": with_kernel(job.training, choice.kernel)})

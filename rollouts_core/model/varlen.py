@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -48,7 +49,13 @@ def find_varlen_attn() -> Callable[..., Tensor] | None:
     except ImportError:
         return None
     found: Callable[..., Any] = varlen_attn  # a tensor, unless more was asked for
-    return found if {"window_size", "scale"} <= inspect.signature(found).parameters.keys() else None
+    return found if {"window_size", "scale"} <= _parameters(found) else None
+
+
+@cache
+def _parameters(function: Callable[..., Any]) -> frozenset[str]:
+    """The names of a function's parameters; every layer of every pass asks."""
+    return frozenset(inspect.signature(function).parameters)
 
 
 def attend_varlen(
@@ -87,7 +94,7 @@ def attend_varlen(
     assert attend is not None, "use_varlen_attention looked for it"
     num_sharers = query_MHD.shape[1] // key_MKD.shape[1]
     options: dict[str, Any] = {}  # Any: torch's keywords
-    if num_sharers > 1 and "enable_gqa" in inspect.signature(attend).parameters:
+    if num_sharers > 1 and "enable_gqa" in _parameters(attend):
         options["enable_gqa"] = True
     elif num_sharers > 1:
         key_MKD, value_MKD = (each.repeat_interleave(num_sharers, dim=1) for each in (key_MKD, value_MKD))
