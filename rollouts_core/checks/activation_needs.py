@@ -14,8 +14,8 @@ sums are held against what torch allocates (tests/rollouts_core/checks/test_acti
 In float32 each takes 4 bytes. With bfloat16, x and normalised x stay float32, and each linear layer saves a copy of its
 input: 26 H bytes, 4 x 4 and 5 x 2. The rest is bfloat16, but for the first of q and k: 10 Q + 10 K + 8 I.
 
-Where rows are packed, the kernel takes a mask of T x T. Keys and values are then repeated for the query heads that share
-them, and the repeated ones are kept in place of the others. `eager` keeps the T x T weights of each head.
+Where rows are packed, the kernel takes a mask of T x T. Keys and values are then repeated for the query heads that
+share them, and the repeated ones are kept in place of the others. `eager` keeps the T x T weights of each head.
 
 With activation checkpointing only the input of each layer is kept, and one layer's activations while it is computed
 again, with the gradients of gate and up. The memory of the head is free by then.
