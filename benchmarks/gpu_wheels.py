@@ -84,7 +84,7 @@ def install(wheels: Path, environment: Path) -> None:
     if not found:
         stop(f"{wheels} has no wheels: run `python benchmarks/gpu_wheels.py collect` where there is a package index")
     venv.create(environment, system_site_packages=True, with_pip=False, clear=True)
-    link_parent_packages(environment)
+    link_packages(environment)
     target = site_packages(environment)
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--no-compile"]
     subprocess.run(
@@ -93,14 +93,14 @@ def install(wheels: Path, environment: Path) -> None:
     print(f"{len(found)} wheels are installed in {environment}: {environment}/bin/python benchmarks/gpu_check.py")
 
 
-def link_parent_packages(environment: Path) -> None:
-    """Let the environment see the packages of the environment that this Python runs in, if it runs in one.
+def link_packages(environment: Path) -> None:
+    """Let the environment see this project, and the packages of the environment that this Python runs in, if any.
 
     `system_site_packages` alone shows those of the Python below both.
     """
-    own = [Path(each) for each in sys.path if each.endswith("site-packages")]
+    own = [REPOSITORY, *(Path(each) for each in sys.path if each.endswith("site-packages"))]
     lines = "".join(f"{each}\n" for each in own)
-    (site_packages(environment) / "parent.pth").write_text(lines, encoding="utf-8")
+    (site_packages(environment) / "seen.pth").write_text(lines, encoding="utf-8")
 
 
 def site_packages(environment: Path) -> Path:
