@@ -41,7 +41,7 @@ PROBE_S = 60.0
 GRACE_S = 5.0
 """For an interrupted part to end what it started, before it is killed."""
 REHEARSAL_FACTOR = 5
-"""How many times longer a rehearsal may take: it shows that everything runs, on a machine that may be busy."""
+"""Factor on the time limits of a rehearsal, which may run on a busy machine."""
 CPU_THREADS = 1
 USER_ERROR_CODE = 2
 
@@ -106,7 +106,7 @@ def probe() -> Facts:
 
 
 def open_record(folder: Path, facts: Facts, *, is_rehearsal: bool, again: bool) -> Record:
-    """The record to go on with; a new one if the old one is of another device, other versions or another commit."""
+    """Open the record of this device, these versions and this commit, or begin a new one."""
     machine = describe_machine(CPU_THREADS)
     about = {
         "is_rehearsal": is_rehearsal,
@@ -145,7 +145,7 @@ def end_after(part: str, options: argparse.Namespace, *, seconds: float) -> None
 
 
 def end_group(process: subprocess.Popen[bytes]) -> None:
-    """Interrupt a process, so that it ends what it started, then kill what is left of its group."""
+    """Interrupt a process, so that it can end its children, then kill the rest of its group."""
     if process.poll() is None:
         process.send_signal(signal.SIGINT)
         with contextlib.suppress(subprocess.TimeoutExpired):

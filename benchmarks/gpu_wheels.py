@@ -3,7 +3,7 @@
     python benchmarks/gpu_wheels.py collect [--has benchmarks/gpu_machine.txt] [--to .wheels]
     python benchmarks/gpu_wheels.py install [--from .wheels] [--env .gpu-venv]
 
-`collect` runs where there is a package index. It takes the versions that are installed here, which constraints.txt
+`collect` needs a package index. It takes the versions that are installed here, which constraints.txt
 pins, so nothing is resolved anew. The machine runs Python 3.12 on x86-64 Linux (`--python` names another version).
 `--has` lists its packages, as `pip list --format=freeze` prints them there; versions may be left out. torch and what
 drives the GPU must be among them.
@@ -29,7 +29,7 @@ from packaging.version import Version
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 MAX_BYTES = 50 << 20
-"""What all wheels may take: they travel with the repository, in 64 MiB."""
+"""Limit for all wheels together, so that the folder is quickly copied to the machine."""
 PEERS = {"trl"}
 """Lines of requirements.txt that the check is measured against."""
 EXTRAS = {"lora"}
@@ -79,10 +79,10 @@ def collect(has: Path, folder: Path, *, python: str) -> None:
 
 
 def install(wheels: Path, environment: Path) -> None:
-    """Make the environment and install all wheels into it; exits with 2 if there are none."""
+    """Make the environment and install all wheels into it; exits with 2 without wheels."""
     found = sorted(map(str, wheels.glob("*.whl")))
     if not found:
-        stop(f"{wheels} has no wheels: run `python benchmarks/gpu_wheels.py collect` where there is a package index")
+        stop(f"{wheels} has no wheels: run `python benchmarks/gpu_wheels.py collect` on a machine with a package index")
     venv.create(environment, system_site_packages=True, with_pip=False, clear=True)
     link_packages(environment)
     target = site_packages(environment)
@@ -104,12 +104,12 @@ def link_packages(environment: Path) -> None:
 
 
 def site_packages(environment: Path) -> Path:
-    """Where the packages of a virtual environment lie."""
+    """The folder of a virtual environment's packages."""
     return environment / "lib" / f"python{sys.version_info.major}.{sys.version_info.minor}" / "site-packages"
 
 
 def own_requirements() -> list[Requirement]:
-    """What this project and the check need directly."""
+    """Direct requirements of this project and of the check."""
     own = [Requirement(each) for each in metadata.requires("rollouts") or ()]
     wanted = [each for each in own if each.marker is None or any(each.marker.evaluate({"extra": x}) for x in EXTRAS)]
     lines = (REPOSITORY / "benchmarks/requirements.txt").read_text(encoding="utf-8").splitlines()
@@ -166,7 +166,7 @@ def _pinned_version(requirement: Requirement) -> str | None:
 
 
 def _requires(name: str) -> list[str]:
-    """What an installed package needs; a peer, which is not installed here, needs nothing that the project lacks."""
+    """Requirements of an installed package. A peer that is not installed here adds none."""
     try:
         return metadata.requires(name) or []
     except metadata.PackageNotFoundError:

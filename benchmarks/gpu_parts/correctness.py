@@ -2,8 +2,8 @@
 
 Not here: memory (memory.py), backends of several processes (backends.py).
 
-All compare gradients, not weights after AdamW: AdamW divides by a gradient's own size, so that the sign of one that is
-nearly 0 decides a whole step.
+The checks compare gradients, not weights after AdamW. AdamW divides by the size of a gradient, so the sign of a
+gradient near 0 decides a whole step.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ PACKAGES = ("torch", "transformers", "peft", "accelerate", "trl", "flash_attn", 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """What torch says of this machine."""
+    """The GPU of this machine, as torch reports it."""
 
     torch: str
     """Its version."""
@@ -29,9 +29,9 @@ class Facts:
     has_mps: bool = False
     """Whether this is a Mac with a GPU that torch can use."""
     error: str = ""
-    """What torch says when it first uses the GPU; empty if that works."""
+    """torch's error at its first use of the GPU; empty if it works."""
     name: str = ""
-    """Name of the GPU; empty if there is none."""
+    """Name of the GPU; empty without a GPU."""
     capability: tuple[int, int] = (0, 0)
     """Its compute capability."""
     kernels: tuple[str, ...] = ()

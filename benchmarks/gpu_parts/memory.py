@@ -1,4 +1,4 @@
-"""What saves memory must change no gradient, and take about what the preflight says.
+"""Check that memory savings change no gradient, and that the preflight's estimate is right.
 
 Not here: steps of a plain model (correctness.py).
 """
@@ -41,7 +41,8 @@ from rollouts_core.model.model_size import find_model_size
 
 LARGE_VOCABULARY = 152_000
 LEAST_SHARE, MOST_SHARE = 0.9, 1.25
-"""Of what a step takes on the GPU, the preflight says so much: less would let a run begin that runs out of memory."""
+"""Accepted ratio of the preflight's estimate to the memory of a step. A lower estimate would start runs that run out of
+memory."""
 ADAMW_STEPS = 5
 
 
@@ -132,7 +133,7 @@ def compare_optimizer(place: Place) -> Figures:
 
 
 def compare_estimate(place: Place) -> Figures:
-    """What the preflight says that a step of 0.5B takes, against the allocator's peak."""
+    """Compare the preflight's estimate for a step at 0.5B with the allocator's peak."""
     figures: Figures = {}
     for name, policy in (
         ("all weights", PolicyConfig(precision="bfloat16")),

@@ -26,7 +26,7 @@ FINAL: tuple[Outcome, ...] = ("held", "measured", "skipped")
 """Outcomes that a repeated run keeps; checks with another one run again."""
 
 Figures = dict[str, float | str]
-"""What a check found, by name."""
+"""The figures of a check by name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +62,7 @@ class Record:
 
     @classmethod
     def load(cls, folder: Path) -> Record | None:
-        """The record in a folder; None if there is none, or one of another format."""
+        """Load the record of a folder; None if the folder has no readable record."""
         try:
             saved = json.loads((folder / NAME).read_text(encoding="utf-8"))
         except (OSError, ValueError):

@@ -36,7 +36,7 @@ PUBLISHED_BYTES = 10**9
 SYNC_WARNING = "called a synchronizing"
 """In what torch warns of where the host waits for the GPU (torch.cuda.set_sync_debug_mode)."""
 THREADS = 4
-"""Of each contender's process on a GPU machine."""
+"""CPU threads of each contender on a GPU machine."""
 
 
 def create_speed_backend(place: Place) -> PyTorchTrainingBackend:
@@ -114,7 +114,7 @@ def measure_publication(place: Place) -> Figures:
 
 
 def measure_save(place: Place) -> Figures:
-    """What a checkpoint costs the loop: its call, and what the steps beside its writing take longer."""
+    """Measure the cost of a checkpoint to the loop: its call, and the slowdown of steps during the write."""
     backend, batches = create_speed_backend(place), step_batches(place)
     seconds = asyncio.run(_save_beside_steps(backend, batches, place.folder))
     return {"s to write": seconds["whole"], "s of the call": seconds["call"], "s lost by steps": seconds["lost"]}
@@ -173,7 +173,7 @@ def compare_grpo(place: Place) -> Figures:
 
 
 def run_benchmark(script: str, words: Sequence[str], place: Place) -> dict[str, Any]:  # Any: JSON
-    """What one of the benchmarks found, in two or three rounds."""
+    """Run one of the benchmarks for a few rounds and return its figures."""
     out = place.folder / "figures.json"
     rounds = ["--rounds", place.choose("3", "1"), "--turn-s", place.choose("3", "0.1")]
     threads = str(place.choose(THREADS, 1))
