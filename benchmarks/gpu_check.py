@@ -88,7 +88,7 @@ def read_parts(text: str) -> list[str]:
     named = text.split(",")
     unknown = [name for name in named if name not in BUDGETS_S]
     if unknown:
-        raise argparse.ArgumentTypeError(f"there is no part {', '.join(unknown)}: take of {', '.join(BUDGETS_S)}")
+        raise argparse.ArgumentTypeError(f"unknown part {', '.join(unknown)}: choose from {', '.join(BUDGETS_S)}")
     return [part for part in BUDGETS_S if part in named]
 
 

@@ -41,7 +41,7 @@ class Place:
 
     @property
     def is_rehearsal(self) -> bool:
-        """Whether there is no GPU, and everything is as small as it can be."""
+        """Whether this runs on the CPU, at the smallest sizes."""
         return self.device == "cpu"
 
     def choose(self, on_gpu: Value, in_rehearsal: Value) -> Value:

@@ -56,7 +56,7 @@ def find_problem(facts: Facts) -> str:
     if facts.rocm:
         return f"this torch ({facts.torch}) is built for ROCm {facts.rocm}: only NVIDIA GPUs are supported, use one"
     if not facts.cuda:
-        found = "Apple's MPS is not supported" if facts.has_mps else "there is no other GPU that could be used"
+        found = "Apple's MPS is not supported" if facts.has_mps else "another usable GPU was not found"
         return (
             f"this torch ({facts.torch}) has no CUDA, and {found}: install a build of torch for CUDA on a machine with "
             "an NVIDIA GPU, or try the check on the CPU with --rehearse"

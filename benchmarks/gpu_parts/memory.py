@@ -199,7 +199,7 @@ def run_out_of_memory(place: Place) -> Figures:
     )
     last_line = done.stderr.strip().rpartition("\n")[2]
     hold(done.returncode == 2, f"it ended with code {done.returncode}, expected 2: {last_line}")
-    hold("a GPU has too little memory" in last_line, f"its last line is no sentence about memory: {last_line}")
+    hold("a GPU has too little memory" in last_line, f"its last line does not say so: {last_line}")
     return {"its last line": last_line[:200]}
 
 
