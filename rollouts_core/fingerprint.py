@@ -25,7 +25,7 @@ from rollouts_core.errors import ConfigError
 from rollouts_core.user_code.functions import IS_MISSING
 from rollouts_core.user_code.own_files import OwnCode, find_code, own_code
 
-SEMANTICS_VERSION = 11
+SEMANTICS_VERSION = 12
 """Raised when the same settings and data train to another result than before."""
 
 FINGERPRINT_CHARS = 16
