@@ -206,7 +206,7 @@ class Pipeline:
     schedule: ScheduleConfig | None = None
     evaluate: EvaluateConfig | None = None
     """Which models are scored, where the pipeline says so."""
-    settings: Mapping[str, Any] = field(default_factory=dict)  # Any: unchecked file content
+    settings: Mapping[str, Any] = field(default_factory=dict, compare=False)  # Any: unchecked file content
     """The file's content. Mistakes are listed in its order."""
 
 

@@ -111,7 +111,6 @@ def test_a_run_is_listed_and_shown_with_what_its_model_wrote_as_text(store: Path
 @pytest.mark.parametrize(
     ("name", "content"),
     [
-        ("metrics.jsonl", "[" * 100_000),
         ("metrics.jsonl", '{"step": 1e999, "attempt": 1, "time": 1}'),
         ("metrics.jsonl", '{"step": 1, "attempt": 1, "time": 1, "reward": "<b>"}'),
         ("events.jsonl", '{"event": "started", "time": 1e300}'),
@@ -126,6 +125,13 @@ def test_a_stage_whose_files_no_job_of_ours_wrote_hides_no_other(
     (store / "stages/rl-2" / name).write_text(f"{content}\n")
     page = visitor.get("/runs/mine-01234567")
     assert page.status_code == 200 and "its files cannot be read" in page.text and "step 5 of 10" in page.text
+
+
+def test_a_line_of_metrics_that_is_nested_without_end_is_passed_over(store: Path, visitor: httpx.Client) -> None:
+    with (store / "stages/rl-1/metrics.jsonl").open("a") as metrics:
+        metrics.write("[" * 100_000 + "\n")
+    page = visitor.get("/runs/mine-01234567")
+    assert page.status_code == 200 and "its files cannot be read" not in page.text and "step 5 of 10" in page.text
 
 
 def test_half_of_a_character_in_a_completion_is_shown_as_none(store: Path, visitor: httpx.Client) -> None:
