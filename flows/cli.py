@@ -296,7 +296,7 @@ def validate(
     """
     if as_json and not show:
         raise InputError("--json goes with --show N: say how many rows of each file")
-    pipeline = load_checkable(config)
+    pipeline = load_checkable(config, reads_rows=True)
     place = store or Path(pipeline.run.store)
     if show:
         print_rows(pipeline.config, place, show, as_json=as_json)

@@ -73,8 +73,12 @@ PROBE_BYTES = 1 << 20
 """Prefect's database asks for room in pieces smaller than this."""
 
 
-def load_checkable(path: Path) -> Pipeline:
-    """The pipeline that a file describes. If settings do not fit, the files that the others name are looked at, too.
+def load_checkable(path: Path, *, reads_rows: bool = False) -> Pipeline:
+    """Read the pipeline of a file. If settings do not fit, the files named by other settings are checked too.
+
+    Args:
+        reads_rows: then also reads models and rows, which loads torch. Without it a misspelt key is told within a
+        second.
 
     Raises:
         InputError: a line for each mistake.
@@ -86,7 +90,8 @@ def load_checkable(path: Path) -> Pipeline:
             if given == "":  # its absence was noted if the mode needs it
                 mistakes.leave_out(f"data.{name}")
         check_files(draft.config.data, mistakes)
-        check_training(draft.config, mistakes, trains_here=False)
+        if reads_rows:
+            check_training(draft.config, mistakes, trains_here=False)
     mistakes.check()
     return draft.whole()
 
