@@ -38,6 +38,7 @@ from gpu_parts.record import Figures
 from gpu_parts.resumed_training import train
 from rollouts_core import PyTorchTrainingBackend, TrainBatch
 from rollouts_core.config import PolicyConfig
+from rollouts_core.model.varlen import VARLEN, why_not_varlen
 
 TOLERANCE = 1e-4
 """Share by which float32 sums in another order may differ, through four layers and back."""
@@ -122,6 +123,8 @@ def compare_kernel(kernel: str, place: Place) -> Figures:
     if kernel != "sdpa" and place.is_rehearsal:
         raise NotHereError("only on a GPU")
     model, step = write_small_model(place), sft_step(0)
+    if kernel == VARLEN and (reason := why_not_varlen(model, device_type=place.device)):
+        raise NotHereError(reason)
     loss, exact = _loss_and_gradient(model, place, step, attention="eager")
     if kernel == "sdpa":
         own_loss, own = _loss_and_gradient(model, place, step, attention=kernel)

@@ -38,6 +38,7 @@ from rollouts_core.config import LoRAConfig, ModelConfig, PolicyConfig, SFTTrain
 from rollouts_core.fingerprint import digest_model
 from rollouts_core.job import InputDataset, InputModel, SFTJob
 from rollouts_core.model.model_size import find_model_size
+from rollouts_core.model.policy import find_kernel
 
 LARGE_VOCABULARY = 152_000
 LEAST_SHARE, MOST_SHARE = 0.9, 1.25
@@ -135,12 +136,14 @@ def compare_optimizer(place: Place) -> Figures:
 def compare_estimate(place: Place) -> Figures:
     """Compare the preflight's estimate for a step at 0.5B with the allocator's peak."""
     figures: Figures = {}
-    for name, policy in (
+    for name, settings in (
         ("all weights", PolicyConfig(precision="bfloat16")),
+        ("a mask", PolicyConfig(precision="bfloat16", attention="sdpa")),
         ("recomputation", PolicyConfig(precision="bfloat16", activation_checkpointing=True)),
         ("adapters", PolicyConfig(precision="bfloat16", lora=LoRAConfig(rank=16))),
     ):
         model = write_sized_model(place, "0.5B")
+        policy = settings.model_copy(update={"attention": find_kernel(model, settings, place.device)})
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         backend = create_backend(model, place.device, **dict(policy))
@@ -159,10 +162,9 @@ def compare_estimate(place: Place) -> Figures:
 
 
 def estimate(model: ModelConfig, policy: PolicyConfig, *, num_rows: int, row_length: int) -> int:
-    """Bytes that the preflight says for a step of packed rows."""
+    """Bytes that the preflight says for a step of packed rows by the kernel that `policy` names."""
     size = find_model_size(model)
-    has_mask = policy.attention in ("sdpa", "eager")
-    rows = Rows(num_rows * row_length, row_length, has_mask, "the rows of this check")
+    rows = Rows(num_rows * row_length, row_length, policy.takes_masks, "the rows of this check")
     states = state_parts(size.num_parameters, policy, with_reference=False, num_processes=1)
     return sum_bytes([*states, *activation_parts(size, policy, rows, num_processes=1)])
 

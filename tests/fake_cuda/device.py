@@ -5,7 +5,7 @@ Not here: the library behind the device (fake_cuda.cpp), models and backends on 
     with fake_cuda() as trace:          FakeTensorMode below, a trace of all operations above
         backend.forward_backward(...)
     trace.waits                         what made the host wait for the GPU
-    trace.uploads                       copies to the GPU that the host waits for
+    trace.uploads                       copies to the GPU that the host waits for: blocking, or of memory not pinned
     trace.peak                          bytes of the storages that lived at the same time on the GPU, at most
 
 Small tensors that come from the host keep their values beside them, and what is computed of such tensors alone has
@@ -49,13 +49,14 @@ class Trace(TorchDispatchMode):
         self.waits: Counter[str] = Counter()
         """How often the host waited, by the operation that it waited for."""
         self.uploads = 0
-        """Copies to the device that were not asked for as non_blocking."""
+        """Copies to the device that were not asked for as non_blocking, or not of pinned memory."""
         self.num_pinned = 0
         """Tensors that were made in pinned memory of the host."""
         self.shapes: Counter[tuple[int, ...]] = Counter()
         """Shapes of what was allocated on the device."""
         self.num_bytes = self.peak = 0
         self._values: Any = WeakTensorKeyDictionary()  # Any: it has no types for its keys
+        self._pinned: Any = WeakTensorKeyDictionary()
         self._living: set[int] = set()
 
     def start_peak(self) -> None:
@@ -66,29 +67,56 @@ class Trace(TorchDispatchMode):
         self.uploads = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
+            return args[0].fake_device  # most calls are this one
         args, given = tree_map(self._without_values, (args, kwargs or {}))
+        if func is aten._pin_memory.default:
+            return self._pin(args[0])
         self._note_copy(func, args, given)
-        self.num_pinned += bool(given.get("pin_memory"))
         known = self._compute_known(func, args, given)
         if func in (*READS, *DYNAMIC) and any(isinstance(each, FakeTensor) for each in tree_leaves(args)):
-            self.waits[str(func)] += self._is_on_device(args)
+            self._note_wait(str(func), is_on_device=self._is_on_device(args))
             return self._read(func, args, known)
         if func in (aten.index.Tensor, aten.index_put_.default, aten._index_put_impl_.default, aten.index_put.default):
             args = self._with_numbers(func, args)
         made = func(*args, **given)
         if known is not None and isinstance(made, Tensor):
             self._values[made] = known
+        if given.get("pin_memory"):
+            self.num_pinned += 1
+            self._pinned[made] = True
         self._count(made)
+        return made
+
+    def read_list(self, tensor: Tensor) -> list[float]:
+        """What `tolist` gives of a tensor of one dimension: its numbers come in one transfer."""
+        self._note_wait("tolist", is_on_device=tensor.device.type == "cuda")
+        known = self._values.get(tensor)
+        return [1.0] * len(tensor) if known is None else known.tolist()
+
+    def _note_wait(self, what: str, *, is_on_device: bool) -> None:
+        if is_on_device:
+            self.waits[what] += 1
+
+    def _pin(self, tensor: Tensor) -> Tensor:
+        """A copy in pinned memory, which a torch for the CPU cannot make."""
+        self.num_pinned += 1
+        made = torch.empty(tensor.shape, dtype=tensor.dtype)
+        self._pinned[made] = True
+        if (known := self._values.get(tensor)) is not None:
+            self._values[made] = known
         return made
 
     def _read(self, func: Any, args: Any, known: Any) -> Any:
         if func in READS:
             return 1 if known is None else known
         assert known is not None, f"the shape of what {func} gives depends on what the model computes"
-        return self._on_device(known)
+        return self._with_values(known, "cuda" if self._is_on_device(args) else "cpu")
 
-    def _on_device(self, values: Tensor) -> Tensor:
-        made = torch.empty(values.shape, dtype=values.dtype, device="cuda")
+    def _with_values(self, values: Any, device: str) -> Any:  # Any: a tensor or a tuple of them
+        if not isinstance(values, Tensor):
+            return tuple(self._with_values(each, device) for each in values)
+        made = torch.empty(values.shape, dtype=values.dtype, device=device)
         self._values[made] = values
         self._count(made)
         return made
@@ -108,7 +136,7 @@ class Trace(TorchDispatchMode):
             assert values is not None, f"{func} by a mask that depends on what the model computes"
             with torch.utils._python_dispatch._disable_current_modes():
                 found = values.nonzero(as_tuple=True)
-            numbers += [self._on_device(each) for each in found]
+            numbers += [self._with_values(each, "cuda") for each in found]
         return (source, numbers, *others)
 
     def _compute_known(self, func: Any, args: Any, given: Any) -> Any:
@@ -144,8 +172,8 @@ class Trace(TorchDispatchMode):
         source = args[1] if func is aten.copy_.default else args[0]
         target = args[0].device if func is aten.copy_.default else torch.device(given.get("device") or source.device)
         is_blocking = not (given.get("non_blocking") or (func is aten.copy_.default and len(args) > 2 and args[2]))
-        if source.device.type == "cpu" and target.type == "cuda" and source.dim() > 0 and is_blocking:
-            self.uploads += 1
+        if source.device.type == "cpu" and target.type == "cuda":
+            self.uploads += is_blocking or source not in self._pinned
         if source.device.type == "cuda" and target.type == "cpu" and is_blocking:
             self.waits["copy to the host"] += 1
 
@@ -225,7 +253,9 @@ def fake_cuda(*, num_gpus: int = 1, capability: tuple[int, int] = (9, 0)) -> Ite
         # To trace a general graph, transformers would make a mask for rows of one sample, too.
         stack.enter_context(mock.patch.object(masking_utils, "is_tracing", lambda *_: False))
         mode = stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-        yield stack.enter_context(Trace(mode))
+        trace = stack.enter_context(Trace(mode))
+        stack.enter_context(mock.patch.object(FakeTensor, "tolist", lambda tensor: trace.read_list(tensor)))
+        yield trace
 
 
 def squares(trace: Trace, length: int) -> Sequence[tuple[int, ...]]:

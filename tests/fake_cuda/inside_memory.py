@@ -10,48 +10,75 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from rollouts_core import Sample, TrainBatch, build_batch, create_pytorch_backend
+from rollouts_core import PyTorchTrainingBackend, Sample, TrainBatch, build_batch, create_pytorch_backend
 from rollouts_core.algorithms.loss import create_cross_entropy_loss
 from rollouts_core.checks.activation_needs import Rows
 from rollouts_core.config import OptimConfig, PolicyConfig
+from rollouts_core.model.attention_choice import expected_kernel
 from rollouts_core.update import update_policy
-from tests.fake_cuda.device import fake_cuda
-from tests.fake_cuda.models import estimate, models_of
+from tests.fake_cuda.device import fake_cuda, squares
+from tests.fake_cuda.models import SHAPES, estimate, models_of
 
 TOLERANCE = 0.1
-LENGTH, NUM_ROWS = 2048, 4
-BFLOAT16: dict[str, Any] = {"precision": "bfloat16"}  # Any: settings of the policy
+LENGTH, NUM_ROWS = 1920, 4
+"""A length that no matrix of the models has: what is as long in both directions is a mask."""
+MASK_TOLERANCE = 0.2
 
 
-def make_batch(*, packed: bool, num_rows: int = NUM_ROWS, length: int = LENGTH) -> TrainBatch:
+def make_batch(*, packed: bool) -> TrainBatch:
     num_samples = 2 if packed else 1
-    each = length // num_samples
+    each = LENGTH // num_samples
     samples = [Sample(tokens=[5] * (each + 1), loss_mask=[0.0] + [1.0] * each)] * num_samples
     with _disable_current_modes():
-        return build_batch([samples] * num_rows, pad_id=0)
+        return build_batch([samples] * NUM_ROWS, pad_id=0)
+
+
+def compare(shape: str, policy: PolicyConfig, folder: Path, *, packed: bool) -> tuple[int, int]:
+    """Bytes of a step: what the preflight says, and what is traced."""
+    kernel = expected_kernel(policy, SHAPES[shape], None)
+    resolved = policy.model_copy(update={"attention": kernel})
+    rows = Rows(NUM_ROWS * LENGTH, LENGTH, packed and resolved.takes_masks, "the rows of this test")
+    with fake_cuda() as trace, models_of(shape, folder) as model:
+        backend = create_pytorch_backend(model, OptimConfig(), create_cross_entropy_loss(), num_steps=9, policy=policy)
+        fill_gradients(backend)
+        asyncio.run(backend.optim_step().result())  # AdamW's moments come with the first step
+        trace.start_peak()
+        fill_gradients(backend)  # as behind the first micro-batch of a step
+        asyncio.run(update_policy(backend, [make_batch(packed=packed)]))
+    assert bool(squares(trace, LENGTH)) == rows.has_mask
+    return estimate(shape, resolved, rows), trace.peak
+
+
+def fill_gradients(backend: PyTorchTrainingBackend) -> None:
+    for weight in backend.policy.parameters():
+        weight.grad = torch.zeros_like(weight) if weight.requires_grad else None
 
 
 @pytest.mark.parametrize(
     ("shape", "settings", "packed"),
     [
-        ("0.6B", BFLOAT16, True),
-        ("0.6B", {**BFLOAT16, "activation_checkpointing": True}, True),
-        ("1.7B", BFLOAT16, False),
-        ("8B", BFLOAT16, False),
+        ("0.6B", {"activation_checkpointing": True, "attention": "sdpa"}, True),
+        ("1.7B", {}, True),
+        ("8B", {}, False),
     ],
 )
 def test_a_step_takes_what_the_preflight_says(
     shape: str, settings: dict[str, Any], packed: bool, tmp_path: Path
 ) -> None:
-    policy = PolicyConfig(**settings)
-    rows = Rows(NUM_ROWS * LENGTH, LENGTH, packed, "the rows of this test")
-    with fake_cuda() as trace, models_of(shape, tmp_path) as model:
-        backend = create_pytorch_backend(model, OptimConfig(), create_cross_entropy_loss(), num_steps=9, policy=policy)
-        small = make_batch(packed=packed, num_rows=1, length=16)
-        asyncio.run(update_policy(backend, [small]))  # AdamW's moments come with the first step
-        trace.start_peak()
-        asyncio.run(update_policy(backend, [small, make_batch(packed=packed)]))  # gradients come with the first pass
-    said, found = estimate(shape, policy, rows), trace.peak
+    said, found = compare(shape, PolicyConfig(precision="bfloat16", **settings), tmp_path, packed=packed)
     assert said / found == pytest.approx(1.0, abs=TOLERANCE), f"{said / 2**30:.2f} GiB, {found / 2**30:.2f} GiB traced"
+
+
+def test_the_preflight_knows_what_a_mask_takes(tmp_path: Path) -> None:
+    """Packed rows by a kernel with a mask, against one without."""
+    of_kernels = []
+    for kernel in ("sdpa", "varlen"):
+        policy = PolicyConfig(precision="bfloat16", attention=kernel)
+        said, found = compare("0.6B", policy, tmp_path, packed=True)
+        assert said / found == pytest.approx(1.0, abs=TOLERANCE), f"{kernel}: {said / found:.3f}"
+        of_kernels.append((said, found))
+    (said, found), (said_without, found_without) = of_kernels
+    assert said - said_without == pytest.approx(found - found_without, rel=MASK_TOLERANCE)

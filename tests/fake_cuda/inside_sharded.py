@@ -26,11 +26,14 @@ from rollouts_core.backends import sharding
 from rollouts_core.backends.fsdp import FSDPTrainingBackend, create_fsdp_backend
 from rollouts_core.backends.ranks import Ranks
 from rollouts_core.config import OptimConfig, PolicyConfig
+from rollouts_core.model.varlen import SDPA_BY_ROWS, VARLEN
 from rollouts_core.update import update_policy
-from tests.fake_cuda.device import Trace, fake_cuda
+from tests.fake_cuda.device import fake_cuda, squares
 from tests.fake_cuda.models import models_of
 
 NUM_RANKS = 8
+NUM_MICRO_BATCHES = 2
+LENGTH = 48
 
 
 class FirstRank:
@@ -52,6 +55,12 @@ class FirstRank:
     def gather(self, value: object) -> list[object]:
         """As if all said the same."""
         return [value] * NUM_RANKS
+
+    def gather_unless_failed(self, value: object, error: Exception | None) -> list[object]:
+        """The same, unless this rank has an error."""
+        if error is not None:
+            raise error
+        return self.gather(value)
 
     def working(self) -> mock.MagicMock:
         """A block that all run together."""
@@ -84,14 +93,19 @@ def create_backend(folder: Path, **policy: Any) -> FSDPTrainingBackend:  # Any: 
 
 @pytest.mark.parametrize("policy", [{}, {"precision": "bfloat16"}, {"activation_checkpointing": True}])
 def test_a_step_of_one_of_eight_ranks(tmp_path: Path, policy: dict[str, Any]) -> None:
-    samples = [Sample(tokens=[5] * 33, loss_mask=[0.0] + [1.0] * 32)] * 2
+    samples = [Sample(tokens=[5] * (LENGTH // 2 + 1), loss_mask=[0.0] + [1.0] * (LENGTH // 2))] * 2
     with _disable_current_modes():
         batch = build_batch([samples] * NUM_RANKS, pad_id=0)
     with fake_cuda(num_gpus=NUM_RANKS) as trace:
         backend = create_backend(tmp_path, **policy)
         hold_shares(backend)
-        assert "grad_norm" in asyncio.run(update_policy(backend, [batch]))
-        assert isinstance(trace, Trace)
+        is_bfloat16 = policy.get("precision") == "bfloat16"
+        assert backend.model.config._attn_implementation == (VARLEN if is_bfloat16 else SDPA_BY_ROWS)
+        trace.start_peak()
+        assert "grad_norm" in asyncio.run(update_policy(backend, [batch] * NUM_MICRO_BATCHES))
+    assert trace.waits.total() == 1, f"one read of a step's numbers: {dict(trace.waits)}"
+    assert trace.uploads == 0
+    assert bool(squares(trace, LENGTH)) != is_bfloat16
 
 
 def hold_shares(backend: FSDPTrainingBackend) -> None:

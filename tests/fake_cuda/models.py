@@ -22,7 +22,9 @@ from rollouts_core.checks.needed_part import sum_bytes
 from rollouts_core.checks.resource_needs import state_parts
 from rollouts_core.config import ModelConfig, PolicyConfig
 from rollouts_core.model import policy as policy_module
+from rollouts_core.model import varlen
 from rollouts_core.model.model_size import ModelSize
+from rollouts_core.model.varlen import why_unfit
 from rollouts_core.quickstart import build_character_tokenizer
 
 SHAPES: dict[str, dict[str, Any]] = {  # Any: settings
@@ -83,13 +85,21 @@ def build_model(shape: str, *, device: str, dtype: torch.dtype, attention: str) 
 
 @contextmanager
 def models_of(shape: str, folder: Path) -> Iterator[ModelConfig]:
-    """A block in which every model that is loaded is of this shape; its tokenizer lies in `folder`."""
+    """A block in which every model that is loaded is of this shape; its tokenizer and config.json lie in `folder`."""
     build_character_tokenizer().save_pretrained(folder)
+    Qwen3Config(**SHAPES[shape], architectures=["Qwen3ForCausalLM"]).save_pretrained(folder)
 
     def load(_: ModelConfig, *, device: str = "cpu", dtype: torch.dtype, attention: str) -> PreTrainedModel:
         return build_model(shape, device=device, dtype=dtype, attention=attention)
 
-    with mock.patch.object(policy_module, "load_hf_model", load):
+    def try_without_modes(model: ModelConfig) -> str:
+        with _disable_current_modes():
+            return why_unfit(model)
+
+    with (
+        mock.patch.object(policy_module, "load_hf_model", load),
+        mock.patch.object(varlen, "why_unfit", try_without_modes),  # it tries the model on a device of its own
+    ):
         yield ModelConfig(path=str(folder))
 
 
