@@ -42,6 +42,7 @@ def test_a_run_with_its_engine_on_another_machine_ends_as_on_one_and_its_key_is_
     config = write_small_pipeline(tmp_path / "small", **settings)
     key_file = rollouts.store / "unit-key"
     key_file.write_text("sk-canary-8d0b26f3a1")  # as the run would make one
+    key_file.chmod(0o600)
     with Watch(key_file.read_text()) as sightings:
         code, output = rollouts.run("run", str(config))
     assert code == 0, output

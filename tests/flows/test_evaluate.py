@@ -60,7 +60,7 @@ def test_models_are_scored_as_their_run_scored_them_once_and_from_everywhere(
     code, output = served.run("evaluate", str(config), "candidate", "--against", "base")
     assert code == 0, output
     assert "model is candidate (mine-1): " in output and "baseline is base: " in output
-    assert "| candidate (mine-1)  |" in output and "| base  |" in output
+    assert "| candidate (mine-1) |" in output and "| base |" in output
     assert "of candidate (mine-1) is" in output and "that of base" in output
     [record] = records(served)
     assert record["models"]["model"]["named"] == "candidate (mine-1)"
