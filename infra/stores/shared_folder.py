@@ -112,7 +112,7 @@ class SharedFolder:
                     status = os.stat(name, dir_fd=folder, follow_symlinks=False)
                     if stat.S_ISDIR(status.st_mode):
                         continue
-                    path = os.path.normpath(f"{key}/{at}/{name}")
+                    path = f"{key}/{os.path.normpath(f'{at}/{name}')}"
                     if stat.S_ISLNK(status.st_mode):
                         yield path, self._linked_file(path)
                     else:
