@@ -36,8 +36,10 @@ END_OF_SENTENCE = re.compile(r"(?<=[.;!?])\s+|\n\s*\n")
 
 def texts_of_python(source: str) -> Iterator[tuple[int, str]]:
     """Docstrings, comments and messages with their lines."""
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+    nodes = list(ast.walk(ast.parse(source)))
+    pieces = {id(part) for node in nodes if isinstance(node, ast.JoinedStr) for part in node.values}
+    for node in nodes:
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in pieces:
             yield node.lineno, node.value if len(node.value.split()) >= 6 else ""
         elif isinstance(node, ast.JoinedStr):
             text = "".join(str(part.value) if isinstance(part, ast.Constant) else "X" for part in node.values)
@@ -82,6 +84,7 @@ def is_of(shape: str, sentence: str) -> bool:
 
 def files_of(path: Path) -> list[Path]:
     """A file itself, or the Python and Markdown files of a folder."""
+    assert path.exists(), f"{path} does not exist"
     return [path] if path.is_file() else sorted([*path.rglob("*.py"), *path.rglob("*.md")])
 
 
