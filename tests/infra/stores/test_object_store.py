@@ -285,3 +285,9 @@ def test_a_protocol_without_a_driver_is_said_with_what_to_install(monkeypatch: p
     monkeypatch.delitem(loaded, "gs", raising=False)  # another test may have used it
     with pytest.raises(StoreRefusedError, match=r"pip install 'rollouts\[gcs\]'"):
         ObjectStore("gs://bucket/x")
+
+
+@pytest.mark.parametrize("url", ["s4://bucket/x", "http://host/x", "memory://x", "hf://datasets/x", "local://x"])
+def test_schemes_that_the_docs_do_not_name_are_refused(url: str) -> None:
+    with pytest.raises(StoreRefusedError, match="expected one of s3://, s3a://, gs://, gcs://, file://"):
+        ObjectStore(url)
