@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import math
 import subprocess
 import sys
 import time
@@ -229,6 +230,17 @@ def test_the_idle_share_counts_gaps_between_kernels_alone(idle: Any) -> None:
     assert idle([(0.0, 4.0), (2.0, 6.0), (8.0, 10.0)]) == pytest.approx(0.2)
     assert idle([(5.0, 6.0)]) == 0.0
     assert idle([]) == 1.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wrong", ["first", "second"])
+def test_a_tensor_of_nan_is_the_largest_difference(wrong: str) -> None:
+    import torch
+    from gpu_parts.models import largest_difference
+
+    expected = {"first": torch.ones(2), "second": torch.ones(2)}
+    share, name = largest_difference({**expected, wrong: torch.full((2,), torch.nan)}, expected)
+    assert math.isnan(share) and name == wrong
 
 
 def test_a_check_writes_its_traceback_beside_its_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
