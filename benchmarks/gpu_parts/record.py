@@ -117,7 +117,7 @@ def _say(row: Row) -> str:
 def _number(value: float | str) -> str:
     if isinstance(value, str):
         return value
-    return f"{value:,.0f}" if abs(value) >= 1000 or value == int(value) else f"{value:.3g}"
+    return f"{value:,.0f}" if abs(value) >= 1000 or float(value).is_integer() else f"{value:.3g}"
 
 
 def _left_aligned(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -158,6 +158,14 @@ def test_each_check_gets_a_row_whatever_happens_to_it(tmp_path: Path) -> None:
     assert {row.check for row in record.failures()} == {"fails", "crashes"}
 
 
+def test_figures_that_are_no_number_are_written(tmp_path: Path) -> None:
+    figures: dict[str, float | str] = {"loss": math.nan, "limit": math.inf, "tensors": 12, "s": 0.25}
+    record = Record(tmp_path, ABOUT)
+    record.put(Row(part="part", check="check", outcome="held", figures=figures))
+    assert "loss nan, limit inf, tensors 12, s 0.25" in (tmp_path / "gpu_check.md").read_text()
+    assert math.isnan(Record.load(tmp_path).rows[0].figures["loss"])  # type: ignore[arg-type,union-attr]
+
+
 def test_a_repeated_run_keeps_what_held_and_runs_the_rest(tmp_path: Path) -> None:
     ran: list[str] = []
 
