@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import json
+import math
 import statistics
 import subprocess
 import sys
@@ -159,7 +160,8 @@ def compare_sft(size: str, place: Place) -> Figures:
             ratios = [own / other for own, other in zip(told["tokens_per_s"]["ours"], speeds, strict=True)]
             figures[f"ours / {name}"] = statistics.median(ratios)
     if "mfu" in told:
-        figures |= {"MFU %": 100 * told["mfu"]["ours"], "peak GiB": told["peak_gib"]["ours"]}
+        figures |= {"MFU %": 100 * told["mfu"]["ours"]} if math.isfinite(told["mfu"]["ours"]) else {}
+        figures |= {"peak GiB": told["peak_gib"]["ours"]}
     return figures
 
 

@@ -241,6 +241,26 @@ def test_the_idle_share_counts_gaps_between_kernels_alone(idle: Any) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "teraflops"),
+    [
+        ("NVIDIA A40", 150),
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA GH200 480GB", 989),
+        ("NVIDIA GeForce RTX 4090", 165),
+        ("NVIDIA RTX A4000", math.nan),
+        ("NVIDIA A10G", math.nan),
+    ],
+)
+def test_the_peak_of_a_gpu_is_found_by_whole_words(name: str, teraflops: float) -> None:
+    from sft_speed import peak_flops
+
+    assert peak_flops(name) == pytest.approx(1e12 * teraflops, nan_ok=True)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("wrong", ["first", "second"])
 def test_a_tensor_of_nan_is_the_largest_difference(wrong: str) -> None:
     import torch
