@@ -14,7 +14,7 @@ Each part is a process of its own, which is ended at its limit. The folder gets 
 check, and gpu_check.md. A repeated run keeps the rows that held, were measured or skipped, and runs the others.
 
 Exit codes: 0 every check of correctness held, 1 one did not or was not reached, 2 the check cannot run here: the last
-line says why.
+line says why. A measurement that breaks off is listed at the end and changes no exit code.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ def conclude(folder: Path, parts: list[str], *, seconds: float) -> int:
     never_began = [part for part in parts if not any(row.part == part for row in record.rows)]
     for part in never_began:
         print(f"failed: {part} did not begin, {folder / part}.log says why")
-    for row in record.failures():
+    for row in record.failures() + record.unmeasured():
         print(f"{row.outcome}: {row.part}: {row.check}: {row.detail}")
     return 1 if record.failures() or never_began else 0
 

@@ -38,8 +38,8 @@ class Row:
     check: str
     """What it checks."""
     outcome: Outcome
-    """held or failed for a check of correctness; measured for a measurement; skipped if this machine cannot run it; not
-    reached or not measured if the part's time was over."""
+    """held or failed for a check of correctness; measured for a measurement, not measured after an error; skipped if
+    this machine cannot run it; not reached or not measured if the part's time was over."""
     detail: str = ""
     """Why it failed or was skipped."""
     figures: Figures = field(default_factory=dict)
@@ -95,6 +95,10 @@ class Record:
     def failures(self) -> list[Row]:
         """The checks of correctness that did not hold, or were not reached."""
         return [row for row in self.rows if row.outcome in ("failed", "not reached")]
+
+    def unmeasured(self) -> list[Row]:
+        """The measurements without figures, which a repeated run tries again."""
+        return [row for row in self.rows if row.outcome == "not measured"]
 
     def render(self) -> str:
         """The table in Markdown, with where its figures come from."""

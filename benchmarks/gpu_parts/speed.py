@@ -24,7 +24,7 @@ from side_by_side import worker_environment
 from torch.profiler import ProfilerActivity, profile
 
 from gpu_parts.backends import Receiver
-from gpu_parts.checking import Check, NotHereError, Place
+from gpu_parts.checking import Check, Place
 from gpu_parts.models import create_backend, packed_rows, take_step, write_sized_model
 from gpu_parts.record import Figures
 from rollouts_core import PyTorchTrainingBackend, TrainBatch
@@ -175,7 +175,11 @@ def compare_grpo(place: Place) -> Figures:
 
 
 def run_benchmark(script: str, words: Sequence[str], place: Place) -> dict[str, Any]:  # Any: JSON
-    """Run one of the benchmarks for a few rounds and return its figures."""
+    """Run one of the benchmarks for a few rounds and return its figures.
+
+    Raises:
+        RuntimeError: it ended with another code than 0.
+    """
     out = place.folder / "figures.json"
     rounds = ["--rounds", place.choose("3", "1"), "--turn-s", place.choose("3", "0.1")]
     threads = str(place.choose(THREADS, 1))
@@ -188,7 +192,7 @@ def run_benchmark(script: str, words: Sequence[str], place: Place) -> dict[str, 
         check=False,
     )
     if done.returncode != 0:
-        raise NotHereError(f"{script} ended with code {done.returncode}: {done.stderr.strip()[-300:]}")
+        raise RuntimeError(f"{script} ended with code {done.returncode}: {done.stderr.strip()[-300:]}")
     told: dict[str, Any] = json.loads(out.read_text())
     return told
 

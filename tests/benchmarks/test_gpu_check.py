@@ -139,6 +139,7 @@ def checks_that_fail() -> list[Check]:
         Check(name="holds", run=lambda _: {"figure": 1.0}),
         Check(name="fails", run=fail),
         Check(name="crashes", run=crash),
+        Check(name="measures nothing", run=crash, is_measurement=True),
         Check(name="needs a GPU", run=fail, needs_gpu=True),
         Check(name="needs a package", run=fail, needs=("no_such_package",)),
     ]
@@ -152,10 +153,31 @@ def test_each_check_gets_a_row_whatever_happens_to_it(tmp_path: Path) -> None:
         "holds": ("held", ""),
         "fails": ("failed", "1 is not more than 2"),
         "crashes": ("failed", "OSError: no disk"),
+        "measures nothing": ("not measured", "OSError: no disk"),
         "needs a GPU": ("skipped", "only on a GPU"),
         "needs a package": ("skipped", "no_such_package is not installed"),
     }
     assert {row.check for row in record.failures()} == {"fails", "crashes"}
+
+
+def test_a_measurement_that_breaks_off_is_listed_and_measured_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checks = [each for each in checks_that_fail() if each.is_measurement]
+    record = Record(tmp_path, ABOUT)
+    run_checks("part", checks, record, "cpu")
+    capsys.readouterr()
+    assert gpu_check.conclude(tmp_path, ["part"], seconds=1.0) == 0
+    assert "\nnot measured: part: measures nothing: OSError: no disk\n" in capsys.readouterr().out
+    assert not record.is_settled("part", "measures nothing")
+
+
+@pytest.mark.slow
+def test_a_benchmark_that_crashes_is_no_reason_to_skip_it(tmp_path: Path) -> None:
+    from gpu_parts.speed import run_benchmark
+
+    with pytest.raises(RuntimeError, match=r"no_script\.py ended with code 2: .*No such file"):
+        run_benchmark("no_script.py", [], Place(device="cpu", folder=tmp_path, models=tmp_path))
 
 
 def test_figures_that_are_no_number_are_written(tmp_path: Path) -> None:
