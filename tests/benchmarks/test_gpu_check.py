@@ -27,7 +27,7 @@ BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
 import gpu_check  # noqa: E402
-from gpu_parts.checking import Check, Place, hold, run_check, run_checks  # noqa: E402
+from gpu_parts.checking import BrokenError, Check, NotHereError, Place, hold, run_check, run_checks  # noqa: E402
 from gpu_parts.device import Facts, find_problem  # noqa: E402
 from gpu_parts.record import Record, Row  # noqa: E402
 from gpu_wheels import find_missing, read_packages  # noqa: E402
@@ -280,6 +280,23 @@ def test_the_peak_of_a_gpu_is_found_by_whole_words(name: str, teraflops: float) 
     from sft_speed import peak_flops
 
     assert peak_flops(name) == pytest.approx(1e12 * teraflops, nan_ok=True)
+
+
+@pytest.mark.slow
+def test_a_kernel_that_refuses_the_model_fails_its_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A torch without the kernel skips the check instead."""
+    from gpu_parts import correctness
+
+    from rollouts_core.config import ModelConfig
+    from rollouts_core.model import varlen
+
+    model = ModelConfig(path="small")
+    with pytest.raises(BrokenError, match="varlen refuses the model: it needs an NVIDIA GPU"):
+        correctness.expect_varlen(model, device_type="cpu")
+    for module in (correctness, varlen):
+        monkeypatch.setattr(module, "find_varlen_attn", lambda: None)
+    with pytest.raises(NotHereError, match="has no varlen_attn"):
+        correctness.expect_varlen(model, device_type="cpu")
 
 
 @pytest.mark.slow
