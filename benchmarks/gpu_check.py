@@ -2,6 +2,7 @@
 
     python benchmarks/gpu_check.py [--out .gpu-check] [--only correctness,speed] [--again]
     python benchmarks/gpu_check.py --rehearse         the same on the CPU with tiny models, about a minute
+    python benchmarks/gpu_check.py --only engines     SGLang and vLLM, which take a minute or two to start
 
     part          at most    checks
     correctness   120 s      SFT and GRPO steps against the CPU, packed rows, attention kernels, kill and resume
@@ -9,6 +10,7 @@
     backends       60 s      one process and FSDP, weights through CUDA IPC, the embedded engine beside the trainer
     pipeline       90 s      the quickstart: SFT, RL and evaluation, with the trainer on the GPU
     speed         150 s      SFT and the training part of a GRPO step against a bare loop and TRL; waits of the GPU
+    engines       300 s      not in the default: SGLang and vLLM, if they are installed, take the trainer's weights
 
 Each part is a process of its own, which is ended at its limit. The folder gets gpu_check.json, with a row after each
 check, and gpu_check.md. A repeated run keeps the rows that held, were measured or skipped, and runs the others.
@@ -35,8 +37,12 @@ from gpu_parts.record import NAME, TABLE_NAME, Record, describe
 from side_by_side import REPOSITORY, describe_machine, worker_environment
 
 BUDGETS_S = {"correctness": 120.0, "memory": 60.0, "backends": 60.0, "pipeline": 90.0, "speed": 150.0}
-"""Wall-clock limit of each part, imports included, in the order in which they run."""
+"""Wall-clock limit of each default part, imports included, in the order in which they run."""
 TOTAL_S = 480.0
+"""Limit of the default parts together, the probe included."""
+EXTRA_BUDGETS_S = {"engines": 300.0}
+"""Limits of the parts that run only if they are named, after the others and beside TOTAL_S."""
+LIMITS_S = BUDGETS_S | EXTRA_BUDGETS_S
 PROBE_S = 60.0
 GRACE_S = 5.0
 """For an interrupted part to end what it started, before it is killed."""
@@ -61,8 +67,9 @@ def main() -> int:
     record = open_record(options.out, facts, is_rehearsal=options.rehearse, again=options.again)
     print(describe(record.about), flush=True)
     factor = REHEARSAL_FACTOR if options.rehearse else 1
+    total_s = factor * (TOTAL_S + sum(EXTRA_BUDGETS_S.get(part, 0.0) for part in options.only))
     for part in options.only:
-        seconds = min(factor * BUDGETS_S[part], factor * TOTAL_S - (time.monotonic() - began))
+        seconds = min(factor * LIMITS_S[part], total_s - (time.monotonic() - began))
         end_after(part, options, seconds=seconds)
     return conclude(options.out, options.only, seconds=time.monotonic() - began)
 
@@ -73,23 +80,23 @@ def read_options() -> argparse.Namespace:
         "--out", type=Path, default=Path(".gpu-check"), help="folder of the record (default: %(default)s)"
     )
     parser.add_argument(
-        "--only", type=read_parts, default=list(BUDGETS_S), help="parts, comma-separated (default: all)"
+        "--only", type=read_parts, default=list(BUDGETS_S), help="parts, comma-separated (default: all but engines)"
     )
     parser.add_argument("--again", action="store_true", help="run every check again, also those that held")
     parser.add_argument(
         "--rehearse", action="store_true", help="on the CPU, with tiny models, and nothing that needs CUDA"
     )
-    parser.add_argument("--part", choices=BUDGETS_S, help=argparse.SUPPRESS)
+    parser.add_argument("--part", choices=LIMITS_S, help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
 def read_parts(text: str) -> list[str]:
     """The parts that a user names, in the order in which they run."""
     named = text.split(",")
-    unknown = [name for name in named if name not in BUDGETS_S]
+    unknown = [name for name in named if name not in LIMITS_S]
     if unknown:
-        raise argparse.ArgumentTypeError(f"unknown part {', '.join(unknown)}: choose from {', '.join(BUDGETS_S)}")
-    return [part for part in BUDGETS_S if part in named]
+        raise argparse.ArgumentTypeError(f"unknown part {', '.join(unknown)}: choose from {', '.join(LIMITS_S)}")
+    return [part for part in LIMITS_S if part in named]
 
 
 def probe() -> Facts:

@@ -61,7 +61,7 @@ LONG_CHECKS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "parts", [CHEAP_PARTS, pytest.param(list(gpu_check.BUDGETS_S), marks=pytest.mark.matrix)], ids=["cheap", "all"]
+    "parts", [CHEAP_PARTS, pytest.param(list(gpu_check.LIMITS_S), marks=pytest.mark.matrix)], ids=["cheap", "all"]
 )
 def test_the_rehearsal_runs_every_check(tmp_path: Path, parts: list[str]) -> None:
     command = [sys.executable, str(BENCHMARKS / "gpu_check.py"), "--rehearse", "--only", ",".join(parts)]
@@ -92,6 +92,20 @@ def test_the_other_parts_run_but_for_their_long_checks(part: str, tmp_path: Path
 
 def test_the_parts_take_eight_minutes_at_most() -> None:
     assert sum(gpu_check.BUDGETS_S.values()) <= gpu_check.TOTAL_S == 8 * 60
+
+
+def test_engines_are_started_only_if_they_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["gpu_check.py"])
+    assert gpu_check.read_options().only == list(gpu_check.BUDGETS_S)
+    monkeypatch.setattr(sys, "argv", ["gpu_check.py", "--only", "engines,speed"])
+    assert gpu_check.read_options().only == ["speed", "engines"]
+
+
+@pytest.mark.slow
+def test_an_engine_starts_within_the_limit_of_its_part() -> None:
+    from gpu_parts.engines import ENGINE_START_S
+
+    assert all(ENGINE_START_S[kind] < gpu_check.EXTRA_BUDGETS_S["engines"] for kind in ("sglang", "vllm"))
 
 
 @pytest.mark.parametrize(
