@@ -32,6 +32,8 @@ PROMPT = [5, 6, 7, 8]
 ENGINE_START_S = {"embedded": 60.0, "sglang": 150.0, "vllm": 150.0}
 ENGINE_TOLERANCE = {"embedded": 1e-3, "sglang": 0.1, "vllm": 0.1}
 """Nats by which an engine's log-probs may differ from the trainer's in float32; SGLang and vLLM compute in bfloat16."""
+LOG_TAIL = 4000
+"""Characters of an engine's log that are shown after an error."""
 
 
 def publish_to_engine(kind: EngineKind, place: Place) -> Figures:
@@ -46,7 +48,10 @@ def publish_to_engine(kind: EngineKind, place: Place) -> Figures:
 
 @contextmanager
 def served(kind: EngineKind, model: ModelConfig, place: Place) -> Iterator[str]:
-    """The URL of an engine in a process of its own, which is started as the pipeline starts it."""
+    """The URL of an engine in a process of its own, which is started as the pipeline starts it.
+
+    If the block raises, the end of the engine's log goes to standard error: the log itself is deleted with the folder.
+    """
     with closing(bind_port("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     served_model = InputModel(name="base", model=model, digest=digest_model(model))
@@ -54,7 +59,8 @@ def served(kind: EngineKind, model: ModelConfig, place: Place) -> Iterator[str]:
     folder = place.folder / f"serve-{kind}"
     folder.mkdir()
     (folder / "job.json").write_text(job.model_dump_json())
-    with (folder / "log.txt").open("w") as log:
+    log_path = folder / "log.txt"
+    with log_path.open("w") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", "rollouts_core", "serve", str(folder / "job.json")],
             cwd=REPOSITORY,
@@ -64,6 +70,9 @@ def served(kind: EngineKind, model: ModelConfig, place: Place) -> Iterator[str]:
         )
     try:
         yield f"http://127.0.0.1:{port}"
+    except BaseException:  # the interrupt at the part's limit, too
+        sys.stderr.write(f"the end of the log of {kind}:\n{log_path.read_text(errors='replace')[-LOG_TAIL:]}\n")
+        raise
     finally:
         process.terminate()
         process.wait(30)

@@ -108,6 +108,22 @@ def test_an_engine_starts_within_the_limit_of_its_part() -> None:
     assert all(ENGINE_START_S[kind] < gpu_check.EXTRA_BUDGETS_S["engines"] for kind in ("sglang", "vllm"))
 
 
+@pytest.mark.slow
+def test_an_engine_that_fails_shows_the_end_of_its_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from gpu_parts.engines import served
+    from gpu_parts.models import write_small_model
+
+    place = Place(device="cpu", folder=tmp_path, models=tmp_path)
+    model = write_small_model(place)
+    (Path(model.path) / "config.json").write_text("{}")
+    log = tmp_path / "serve-embedded/log.txt"
+    with pytest.raises(OSError, match="no answer"), served("embedded", model, place):
+        wait_until(lambda: "config.json" in log.read_text(), what="its error")
+        raise OSError("no answer")
+    shown = capsys.readouterr().err
+    assert "the end of the log of embedded:\n" in shown and "config.json" in shown
+
+
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
