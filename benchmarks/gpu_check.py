@@ -12,8 +12,9 @@
     speed         150 s      SFT and the training part of a GRPO step against a bare loop and TRL; waits of the GPU
     engines       300 s      not in the default: SGLang and vLLM, if they are installed, take the trainer's weights
 
-Each part is a process of its own, which is ended at its limit. The folder gets gpu_check.json, with a row after each
-check, and gpu_check.md. A repeated run keeps the rows that held, were measured or skipped, and runs the others.
+Each part is a process of its own, which is ended at its limit with its descendants. The folder gets gpu_check.json,
+with a row after each check, and gpu_check.md. A repeated run keeps the rows that held, were measured or skipped, and
+runs the others.
 
 Exit codes: 0 every check of correctness held, 1 one did not or was not reached, 2 the check cannot run here: the last
 line says why. A measurement that breaks off is listed at the end and changes no exit code.
@@ -35,6 +36,9 @@ from pathlib import Path
 from gpu_parts.device import Facts, find_problem, from_json
 from gpu_parts.record import NAME, TABLE_NAME, Record, describe
 from side_by_side import REPOSITORY, describe_machine, worker_environment
+
+from infra.supervisor.files import POLL_S
+from infra.supervisor.processes import UNKILLABLE_AFTER_S, become_subreaper, find_processes, send_signal
 
 BUDGETS_S = {"correctness": 120.0, "memory": 60.0, "backends": 60.0, "pipeline": 90.0, "speed": 150.0}
 """Wall-clock limit of each default part, imports included, in the order in which they run."""
@@ -132,7 +136,8 @@ def open_record(folder: Path, facts: Facts, *, is_rehearsal: bool, again: bool) 
 
 
 def end_after(part: str, options: argparse.Namespace, *, seconds: float) -> None:
-    """Run a part as a process with its descendants, and end them all at its limit."""
+    """Run a part as a process, and end what is left of it and its descendants at its end or its limit."""
+    become_subreaper()
     print(f"{part}, at most {max(0.0, seconds):.0f} s", flush=True)
     command = [sys.executable, str(Path(__file__).resolve()), "--part", part, "--out", str(options.out.resolve())]
     log = (options.out / f"{part}.log").open("w", encoding="utf-8")
@@ -147,18 +152,27 @@ def end_after(part: str, options: argparse.Namespace, *, seconds: float) -> None
     except subprocess.TimeoutExpired:
         print(f"  {part} reached its limit of {seconds:.0f} s", flush=True)
     finally:
-        end_group(process)
+        end_with_descendants(process, options.out)
         log.close()
 
 
-def end_group(process: subprocess.Popen[bytes]) -> None:
-    """Interrupt a process, so that it can end its children, then kill the rest of its group."""
+def end_with_descendants(process: subprocess.Popen[bytes], folder: Path) -> None:
+    """Interrupt a part, so that it can end its children, then kill everything that it has left.
+
+    The jobs of the quickstart have sessions of their own, so a process group does not have them. They are found as
+    descendants of this process, which orphans become by `become_subreaper`.
+    """
     if process.poll() is None:
         process.send_signal(signal.SIGINT)
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(GRACE_S)
-    with contextlib.suppress(ProcessLookupError):  # nothing of it is left
-        os.killpg(process.pid, signal.SIGKILL)
+    deadline = time.monotonic() + UNKILLABLE_AFTER_S
+    while left := find_processes(str(folder), supervisor=os.getpid(), group=process.pid):
+        if time.monotonic() >= deadline:
+            print(f"  processes {left} cannot be killed", flush=True)
+            return
+        send_signal(left, signal.SIGKILL)
+        time.sleep(POLL_S)
     process.wait()
 
 
