@@ -311,13 +311,27 @@ def is_alive(pid: str) -> bool:
     return status.exists() and status.read_text().split()[2] != "Z"
 
 
-def test_a_record_of_another_commit_is_begun_anew(tmp_path: Path) -> None:
-    facts = Facts(**H100)
-    record = gpu_check.open_record(tmp_path, facts, is_rehearsal=False, again=False)
-    record.put(Row(part="part", check="check", outcome="held"))
-    assert gpu_check.open_record(tmp_path, facts, is_rehearsal=False, again=False).rows
-    other = Facts(**{**H100, "torch": "2.12.0", "packages": {"torch": "2.12.0"}})
-    assert not gpu_check.open_record(tmp_path, other, is_rehearsal=False, again=False).rows
+@pytest.mark.parametrize(
+    ("facts", "commit", "is_rehearsal"),
+    [
+        ({"packages": {"torch": "2.12.0"}}, "0", False),
+        ({"python": "3.13"}, "0", False),
+        ({"name": "NVIDIA A100"}, "0", False),
+        ({}, "1", False),
+        ({}, "0", True),
+    ],
+    ids=["torch", "python", "device", "commit", "rehearsal"],
+)
+def test_a_record_of_something_else_is_begun_anew(
+    facts: dict[str, Any], commit: str, is_rehearsal: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def open_record(commit: str, *, is_rehearsal: bool = False, **changes: Any) -> Record:
+        monkeypatch.setattr(gpu_check, "describe_machine", lambda _: {"cpu": "a CPU", "commit": commit})
+        return gpu_check.open_record(tmp_path, Facts(**{**H100, **changes}), is_rehearsal=is_rehearsal, again=False)
+
+    open_record("0").put(Row(part="part", check="check", outcome="held"))
+    assert open_record("0").rows
+    assert not open_record(commit, is_rehearsal=is_rehearsal, **facts).rows
 
 
 def test_missing_packages_are_found_with_what_they_need() -> None:
