@@ -31,9 +31,9 @@ from gpu_parts.models import (
 )
 from gpu_parts.record import Figures
 from rollouts_core.backends.optim import create_adamw_optimizer
-from rollouts_core.checks.activation_needs import Rows, activation_parts
+from rollouts_core.checks.activation_needs import Rows
 from rollouts_core.checks.needed_part import sum_bytes
-from rollouts_core.checks.resource_needs import state_parts
+from rollouts_core.checks.resource_needs import training_parts
 from rollouts_core.config import LoRAConfig, ModelConfig, PolicyConfig, SFTTrainingConfig
 from rollouts_core.fingerprint import digest_model
 from rollouts_core.job import InputDataset, InputModel, SFTJob
@@ -165,8 +165,7 @@ def estimate(model: ModelConfig, policy: PolicyConfig, *, num_rows: int, row_len
     """Bytes that the preflight says for a step of packed rows by the kernel that `policy` names."""
     size = find_model_size(model)
     rows = Rows(num_rows * row_length, row_length, policy.takes_masks, "the rows of this check")
-    states = state_parts(size.num_parameters, policy, with_reference=False, num_processes=1)
-    return sum_bytes([*states, *activation_parts(size, policy, rows, num_processes=1)])
+    return sum_bytes(training_parts(size, policy, rows))
 
 
 WITHOUT_MEMORY = """
