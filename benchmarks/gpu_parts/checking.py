@@ -124,5 +124,10 @@ def why_skipped(check: Check, place: Place) -> str:
     """Why a check cannot run here; empty if it can."""
     if check.needs_gpu and place.is_rehearsal:
         return "only on a GPU"
-    missing = [name for name in check.needs if importlib.util.find_spec(name) is None]
+    missing = [name for name in check.needs if not is_installed(name)]
     return f"{', '.join(missing)} is not installed" if missing else ""
+
+
+def is_installed(module: str) -> bool:
+    """Whether a module can be imported here."""
+    return importlib.util.find_spec(module) is not None

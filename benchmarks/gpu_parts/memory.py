@@ -9,11 +9,10 @@ import hashlib
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import torch
 from loss_memory import chunked_loss, naive_loss, peak_bytes, start_of_peak
-from side_by_side import worker_environment
+from side_by_side import REPOSITORY, worker_environment
 from torch import Tensor, nn
 
 from gpu_parts.checking import Check, Place, hold, hold_close
@@ -193,7 +192,7 @@ def run_out_of_memory(place: Place) -> Figures:
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT_MEMORY, str(limit), str(folder / "job.json")],
         env=worker_environment(os.cpu_count() or 1),
-        cwd=Path(__file__).parents[2],
+        cwd=REPOSITORY,
         capture_output=True,
         text=True,
         check=False,

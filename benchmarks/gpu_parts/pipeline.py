@@ -13,13 +13,12 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-from side_by_side import worker_environment
+from side_by_side import REPOSITORY, worker_environment
 
 from gpu_parts.checking import Check, Place, hold
 from gpu_parts.record import Figures
 from rollouts_core.quickstart import QuickstartSize, write_quickstart_files
 
-REPOSITORY = Path(__file__).parents[2]
 PRESET = REPOSITORY / "flows/presets/quickstart.toml"
 ROLLOUTS = "from flows.command import main; main()"
 """The command `rollouts`, which is not installed where only wheels of what it needs are."""

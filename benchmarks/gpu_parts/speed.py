@@ -6,7 +6,6 @@ Not here: what is computed (correctness.py). Nothing here can fail by being slow
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import json
 import math
 import statistics
@@ -24,7 +23,7 @@ from side_by_side import worker_environment
 from torch.profiler import ProfilerActivity, profile
 
 from gpu_parts.backends import Receiver
-from gpu_parts.checking import Check, Place
+from gpu_parts.checking import Check, Place, is_installed
 from gpu_parts.models import create_backend, packed_rows, take_step, write_sized_model
 from gpu_parts.record import Figures
 from rollouts_core import PyTorchTrainingBackend, TrainBatch
@@ -195,11 +194,6 @@ def run_benchmark(script: str, words: Sequence[str], place: Place) -> dict[str, 
         raise RuntimeError(f"{script} ended with code {done.returncode}: {done.stderr.strip()[-300:]}")
     told: dict[str, Any] = json.loads(out.read_text())
     return told
-
-
-def is_installed(module: str) -> bool:
-    """Whether a module can be imported here."""
-    return importlib.util.find_spec(module) is not None
 
 
 CHECKS = [
