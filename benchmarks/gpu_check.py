@@ -2,6 +2,7 @@
 
     python benchmarks/gpu_check.py [--out .gpu-check] [--only correctness,speed] [--again]
     python benchmarks/gpu_check.py --rehearse         the same on the CPU with tiny models, about a minute
+    python benchmarks/gpu_check.py --only engines     SGLang and vLLM, which take a minute or two to start
 
     part          at most    checks
     correctness   120 s      SFT and GRPO steps against the CPU, packed rows, attention kernels, kill and resume
@@ -9,12 +10,14 @@
     backends       60 s      one process and FSDP, weights through CUDA IPC, the embedded engine beside the trainer
     pipeline       90 s      the quickstart: SFT, RL and evaluation, with the trainer on the GPU
     speed         150 s      SFT and the training part of a GRPO step against a bare loop and TRL; waits of the GPU
+    engines       300 s      not in the default: SGLang and vLLM, if they are installed, take the trainer's weights
 
-Each part is a process of its own, which is ended at its limit. The folder gets gpu_check.json, with a row after each
-check, and gpu_check.md. A repeated run keeps the rows that held, were measured or skipped, and runs the others.
+Each part is a process of its own, which is ended at its limit with its descendants. The folder gets gpu_check.json,
+with a row after each check, and gpu_check.md. A repeated run keeps the rows that held, were measured or skipped, and
+runs the others.
 
 Exit codes: 0 every check of correctness held, 1 one did not or was not reached, 2 the check cannot run here: the last
-line says why.
+line says why. A measurement that breaks off is listed at the end and changes no exit code.
 """
 
 from __future__ import annotations
@@ -34,9 +37,16 @@ from gpu_parts.device import Facts, find_problem, from_json
 from gpu_parts.record import NAME, TABLE_NAME, Record, describe
 from side_by_side import REPOSITORY, describe_machine, worker_environment
 
+from infra.supervisor.files import POLL_S
+from infra.supervisor.processes import UNKILLABLE_AFTER_S, become_subreaper, find_processes, send_signal
+
 BUDGETS_S = {"correctness": 120.0, "memory": 60.0, "backends": 60.0, "pipeline": 90.0, "speed": 150.0}
-"""Wall-clock limit of each part, imports included, in the order in which they run."""
+"""Wall-clock limit of each default part, imports included, in the order in which they run."""
 TOTAL_S = 480.0
+"""Limit of the default parts together, the probe included."""
+EXTRA_BUDGETS_S = {"engines": 300.0}
+"""Limits of the parts that run only if they are named, after the others and beside TOTAL_S."""
+LIMITS_S = BUDGETS_S | EXTRA_BUDGETS_S
 PROBE_S = 60.0
 GRACE_S = 5.0
 """For an interrupted part to end what it started, before it is killed."""
@@ -61,8 +71,9 @@ def main() -> int:
     record = open_record(options.out, facts, is_rehearsal=options.rehearse, again=options.again)
     print(describe(record.about), flush=True)
     factor = REHEARSAL_FACTOR if options.rehearse else 1
+    total_s = factor * (TOTAL_S + sum(EXTRA_BUDGETS_S.get(part, 0.0) for part in options.only))
     for part in options.only:
-        seconds = min(factor * BUDGETS_S[part], factor * TOTAL_S - (time.monotonic() - began))
+        seconds = min(factor * LIMITS_S[part], total_s - (time.monotonic() - began))
         end_after(part, options, seconds=seconds)
     return conclude(options.out, options.only, seconds=time.monotonic() - began)
 
@@ -73,23 +84,23 @@ def read_options() -> argparse.Namespace:
         "--out", type=Path, default=Path(".gpu-check"), help="folder of the record (default: %(default)s)"
     )
     parser.add_argument(
-        "--only", type=read_parts, default=list(BUDGETS_S), help="parts, comma-separated (default: all)"
+        "--only", type=read_parts, default=list(BUDGETS_S), help="parts, comma-separated (default: all but engines)"
     )
     parser.add_argument("--again", action="store_true", help="run every check again, also those that held")
     parser.add_argument(
         "--rehearse", action="store_true", help="on the CPU, with tiny models, and nothing that needs CUDA"
     )
-    parser.add_argument("--part", choices=BUDGETS_S, help=argparse.SUPPRESS)
+    parser.add_argument("--part", choices=LIMITS_S, help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
 def read_parts(text: str) -> list[str]:
     """The parts that a user names, in the order in which they run."""
     named = text.split(",")
-    unknown = [name for name in named if name not in BUDGETS_S]
+    unknown = [name for name in named if name not in LIMITS_S]
     if unknown:
-        raise argparse.ArgumentTypeError(f"unknown part {', '.join(unknown)}: choose from {', '.join(BUDGETS_S)}")
-    return [part for part in BUDGETS_S if part in named]
+        raise argparse.ArgumentTypeError(f"unknown part {', '.join(unknown)}: choose from {', '.join(LIMITS_S)}")
+    return [part for part in LIMITS_S if part in named]
 
 
 def probe() -> Facts:
@@ -125,7 +136,8 @@ def open_record(folder: Path, facts: Facts, *, is_rehearsal: bool, again: bool) 
 
 
 def end_after(part: str, options: argparse.Namespace, *, seconds: float) -> None:
-    """Run a part as a process with its descendants, and end them all at its limit."""
+    """Run a part as a process, and end what is left of it and its descendants at its end or its limit."""
+    become_subreaper()
     print(f"{part}, at most {max(0.0, seconds):.0f} s", flush=True)
     command = [sys.executable, str(Path(__file__).resolve()), "--part", part, "--out", str(options.out.resolve())]
     log = (options.out / f"{part}.log").open("w", encoding="utf-8")
@@ -140,18 +152,27 @@ def end_after(part: str, options: argparse.Namespace, *, seconds: float) -> None
     except subprocess.TimeoutExpired:
         print(f"  {part} reached its limit of {seconds:.0f} s", flush=True)
     finally:
-        end_group(process)
+        end_with_descendants(process, options.out)
         log.close()
 
 
-def end_group(process: subprocess.Popen[bytes]) -> None:
-    """Interrupt a process, so that it can end its children, then kill the rest of its group."""
+def end_with_descendants(process: subprocess.Popen[bytes], folder: Path) -> None:
+    """Interrupt a part, so that it can end its children, then kill everything that it has left.
+
+    The jobs of the quickstart have sessions of their own, so a process group does not have them. They are found as
+    descendants of this process, which orphans become by `become_subreaper`.
+    """
     if process.poll() is None:
         process.send_signal(signal.SIGINT)
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(GRACE_S)
-    with contextlib.suppress(ProcessLookupError):  # nothing of it is left
-        os.killpg(process.pid, signal.SIGKILL)
+    deadline = time.monotonic() + UNKILLABLE_AFTER_S
+    while left := find_processes(str(folder), supervisor=os.getpid(), group=process.pid):
+        if time.monotonic() >= deadline:
+            print(f"  processes {left} cannot be killed", flush=True)
+            return
+        send_signal(left, signal.SIGKILL)
+        time.sleep(POLL_S)
     process.wait()
 
 
@@ -163,7 +184,7 @@ def conclude(folder: Path, parts: list[str], *, seconds: float) -> int:
     never_began = [part for part in parts if not any(row.part == part for row in record.rows)]
     for part in never_began:
         print(f"failed: {part} did not begin, {folder / part}.log says why")
-    for row in record.failures():
+    for row in record.failures() + record.unmeasured():
         print(f"{row.outcome}: {row.part}: {row.check}: {row.detail}")
     return 1 if record.failures() or never_began else 0
 

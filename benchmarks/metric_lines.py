@@ -14,22 +14,15 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 from side_by_side import describe_machine, range_of, render_machine, render_table
 
 from rollouts_core.metrics import read_json_lines
-from rollouts_core.quickstart import QuickstartSize, write_quickstart_files
+from rollouts_core.quickstart import SMALL_SIZE, write_quickstart_files
 
-SIZE = QuickstartSize(
-    num_digits=2,
-    num_demonstrations=300,
-    num_prompts=100,
-    num_selection_prompts=20,
-    num_heldout_prompts=20,
-    hidden_size=16,
-    num_layers=1,
-)
+SIZE = replace(SMALL_SIZE, hidden_size=16, num_layers=1)
 CONFIG = """
 mode = "sft"
 

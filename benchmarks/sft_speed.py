@@ -25,6 +25,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import itertools
+import re
 import statistics
 import tempfile
 from collections import deque
@@ -68,6 +69,7 @@ NAMES = ("ours", "bare packed", "bare padded", "trl", "trl grouped", "trl bfd", 
 PEAK_BF16_FLOPS = {
     "B200": 2250e12,
     "H200": 989e12,
+    "GH200": 989e12,
     "H100 PCIe": 756e12,
     "H100": 989e12,
     "A100": 312e12,
@@ -80,7 +82,7 @@ PEAK_BF16_FLOPS = {
     "4090": 165e12,
     "3090": 71e12,
 }
-"""Dense bfloat16 FLOP per second by a part of the GPU's name, from the vendor's data sheets; the first that fits."""
+"""Dense bfloat16 FLOP per second by words of the GPU's name, from the vendor's data sheets; the first that fits."""
 
 
 def main() -> None:
@@ -168,9 +170,14 @@ def render(results: Mapping[str, Any], turns: Mapping[str, Sequence[Turn]]) -> s
 
 def utilisation(size_name: str, turns: Sequence[Turn]) -> float:
     """Share of the GPU's dense bfloat16 peak that the model's own arithmetic uses; NaN on a GPU not listed."""
-    name = torch.cuda.get_device_name()
-    peak = next((flops for part, flops in PEAK_BF16_FLOPS.items() if part in name), float("nan"))
+    peak = peak_flops(torch.cuda.get_device_name())
     return statistics.median(turn.speed for turn in turns) * flops_per_token(size_name) / peak
+
+
+def peak_flops(gpu_name: str) -> float:
+    """The dense bfloat16 peak of a GPU by its name; NaN if PEAK_BF16_FLOPS has none of its words."""
+    fitting = (flops for words, flops in PEAK_BF16_FLOPS.items() if re.search(rf"\b{words}\b", gpu_name))
+    return next(fitting, float("nan"))
 
 
 def peak_gib(turns: Sequence[Turn]) -> float:

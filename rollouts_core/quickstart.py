@@ -59,6 +59,18 @@ class QuickstartSize:
     num_layers: int = 3
 
 
+SMALL_SIZE = QuickstartSize(
+    num_digits=2,
+    num_demonstrations=300,
+    num_prompts=100,
+    num_selection_prompts=20,
+    num_heldout_prompts=20,
+    hidden_size=32,
+    num_layers=2,
+)
+"""Enough to run every stage within seconds, and too little to learn from: for tests and rehearsals."""
+
+
 def write_quickstart_files(directory: Path, *, size: QuickstartSize, seed: int = 0) -> None:
     """Write sft.jsonl, prompts.jsonl, selection.jsonl, heldout.jsonl and base_model/ into `directory`.
 

@@ -12,17 +12,7 @@ from typing import Any
 
 import tomli_w
 
-from rollouts_core.quickstart import QuickstartSize, write_quickstart_files
-
-SIZE = QuickstartSize(
-    num_digits=2,
-    num_demonstrations=300,
-    num_prompts=100,
-    num_selection_prompts=20,
-    num_heldout_prompts=20,
-    hidden_size=32,
-    num_layers=2,
-)
+from rollouts_core.quickstart import SMALL_SIZE, write_quickstart_files
 
 
 def small_settings(**overrides: Any) -> dict[str, Any]:  # Any: settings of every type
@@ -68,7 +58,7 @@ def small_settings(**overrides: Any) -> dict[str, Any]:  # Any: settings of ever
 
 def write_small_pipeline(folder: Path, **overrides: Any) -> Path:  # Any: settings of every type
     """Write the small pipeline's files into `folder`; returns its configuration file."""
-    write_quickstart_files(folder, size=SIZE)
+    write_quickstart_files(folder, size=SMALL_SIZE)
     config = folder / "small.toml"
     config.write_text(tomli_w.dumps(small_settings(**overrides)))
     return config

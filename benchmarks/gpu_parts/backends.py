@@ -1,6 +1,6 @@
-"""The backends with their checkpoints, and weights on their way from the trainer's GPU to engines.
+"""The backends with their checkpoints, and weights on their way from the trainer's GPU to another process.
 
-Not here: how fast that is (speed.py).
+Not here: how fast that is (speed.py), engines that take a minute to start (engines.py).
 """
 
 from __future__ import annotations
@@ -11,37 +11,25 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
 
-import torch
-from inputs import EOS_ID, PAD_ID
 from side_by_side import worker_environment
 from torch import Tensor
 
 from gpu_parts.checking import Check, Place, hold, hold_close
 from gpu_parts.correctness import TOLERANCE, hold_small_difference
+from gpu_parts.engines import publish_to_engine
 from gpu_parts.models import OPTIM, create_backend, sft_step, take_step, weights_of, write_small_model
 from gpu_parts.receiver import digest
 from gpu_parts.record import Figures
-from rollouts_core import PyTorchTrainingBackend, Sample, build_batch
 from rollouts_core.algorithms.loss import create_cross_entropy_loss
 from rollouts_core.backends.fsdp import create_fsdp_backend
 from rollouts_core.backends.ranks import join_ranks
-from rollouts_core.config import EngineConfig, EngineKind, ModelConfig, SamplingConfig
 from rollouts_core.embedded.server import bind_port
-from rollouts_core.engines import Endpoint, PublishTarget, connect, publish_weights
 from rollouts_core.engines.handles import render_handles, share
-from rollouts_core.fingerprint import digest_model
-from rollouts_core.job import InputModel, ServeJob
-
-PROMPT = [5, 6, 7, 8]
-ENGINE_START_S = {"embedded": 60.0, "sglang": 150.0, "vllm": 150.0}
-ENGINE_TOLERANCE = {"embedded": 1e-3, "sglang": 0.1, "vllm": 0.1}
-"""Nats by which an engine's log-probs may differ from the trainer's in float32; SGLang and vLLM compute in bfloat16."""
 
 
 def restore_backend(place: Place) -> Figures:
@@ -134,74 +122,9 @@ def publish_by_handles(place: Place) -> Figures:
     return {"tensors": float(len(own)), "memory": place.choose("CUDA IPC", "shared memory of the host")}
 
 
-def publish_to_engine(kind: EngineKind, place: Place) -> Figures:
-    """An engine is given trained weights, and its log-probs of what it samples are the trainer's."""
-    model = write_small_model(place)
-    backend = create_backend(model, place.device)
-    for seed in range(2):
-        take_step(backend, sft_step(seed))
-    with served(kind, model, place) as url:
-        return asyncio.run(compare_logprobs(kind, url, backend, model, place))
-
-
-@contextmanager
-def served(kind: EngineKind, model: ModelConfig, place: Place) -> Iterator[str]:
-    """The URL of an engine in a process of its own, which is started as the pipeline starts it."""
-    with closing(bind_port("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-    served_model = InputModel(name="base", model=model, digest=digest_model(model))
-    job = ServeJob(model=served_model, port=port, context_length=128, engine=EngineConfig(kind=kind))
-    folder = place.folder / f"serve-{kind}"
-    folder.mkdir()
-    (folder / "job.json").write_text(job.model_dump_json())
-    with (folder / "log.txt").open("w") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "rollouts_core", "serve", str(folder / "job.json")],
-            cwd=Path(__file__).parents[2],
-            env=worker_environment(1),
-            stdout=log,
-            stderr=log,
-        )
-    try:
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        process.terminate()
-        process.wait(30)
-
-
-async def compare_logprobs(
-    kind: EngineKind, url: str, backend: PyTorchTrainingBackend, model: ModelConfig, place: Place
-) -> Figures:
-    """Publish, sample, and score the samples with the trainer."""
-    sampling = SamplingConfig(max_new_tokens=16)
-    endpoint = Endpoint(provider=kind, url=url, model=model.path, sampling=sampling)
-    target = PublishTarget(
-        weights_dir=place.folder / "weights", model_config=Path(model.path) / "config.json", prefix="check"
-    )
-    async with connect(endpoint, timeout_s=ENGINE_START_S[kind]) as engine:
-        began = time.perf_counter()
-        version = await publish_weights(backend, [engine], target)
-        published_s = time.perf_counter() - began
-        (completion,) = await engine.generate(endpoint.requests([PROMPT], stop_token_ids=(EOS_ID,)))
-    hold(
-        all(span[0] == version for span in completion.version_spans),
-        f"the completion is of {completion.version_spans}, published was {version}",
-    )
-    num_new = len(completion.tokens)
-    sample = Sample(tokens=[*PROMPT, *completion.tokens], loss_mask=[0.0] * len(PROMPT) + [1.0] * num_new)
-    scores = await backend.score(build_batch([[sample]], pad_id=PAD_ID)).result()
-    own = scores.logprobs_BT[0, len(PROMPT) - 1 :][:num_new]
-    difference = float((own - torch.tensor(completion.logprobs)).abs().max())
-    limit = ENGINE_TOLERANCE[kind]
-    hold(difference <= limit, f"log-probs differ by {difference:.3g} nats, at most {limit:g}")
-    return {"largest difference, nats": difference, "tolerance": limit, "publication, s": published_s}
-
-
 CHECKS = [
     Check(name="PyTorchTrainingBackend resumes from its checkpoint", run=restore_backend),
     Check(name="FSDPTrainingBackend with one rank equals one process", run=compare_fsdp),
     Check(name="another process maps published weights by handles", run=publish_by_handles),
     Check(name="the embedded engine beside the trainer", run=partial(publish_to_engine, "embedded")),
-    Check(name="SGLang takes weights", run=partial(publish_to_engine, "sglang"), needs=("sglang",), needs_gpu=True),
-    Check(name="vLLM takes weights", run=partial(publish_to_engine, "vllm"), needs=("vllm",), needs_gpu=True),
 ]

@@ -19,6 +19,8 @@ from gpu_parts.record import Figures, Outcome, Record, Row
 
 Value = TypeVar("Value")
 
+ENDED = "the part ended before"
+
 
 class BrokenError(Exception):
     """Something that should hold does not; the text says the numbers."""
@@ -62,7 +64,7 @@ class Check:
     needs: Sequence[str] = ()
     """Modules without which it is skipped."""
     is_measurement: bool = False
-    """Whether it only measures, so that there is nothing to hold."""
+    """Whether it only measures: it cannot fail, and after an error it counts as not measured."""
 
 
 def hold(holds: bool, sentence: str) -> None:
@@ -81,8 +83,7 @@ def run_checks(part: str, checks: Sequence[Check], record: Record, device: str) 
     """Run the checks of a part that are not settled yet, and write a row for each as soon as it ends."""
     waiting = [check for check in checks if not record.is_settled(part, check.name)]
     for check in waiting:  # what a process that is ended leaves behind
-        outcome: Outcome = "not measured" if check.is_measurement else "not reached"
-        record.put(Row(part=part, check=check.name, outcome=outcome, detail="the part ended before"))
+        record.put(Row(part=part, check=check.name, outcome=without_result(check, "not reached"), detail=ENDED))
     with tempfile.TemporaryDirectory(prefix=f"gpu-check-{part}-") as folder:
         for number, check in enumerate(waiting):
             own = Path(folder) / str(number)
@@ -90,6 +91,11 @@ def run_checks(part: str, checks: Sequence[Check], record: Record, device: str) 
             row = run_check(part, check, Place(device=device, folder=own, models=Path(folder)))
             record.put(row)
             print(f"  {row.outcome:<9} {row.seconds:6.1f} s  {part}: {check.name}  {row.detail}", flush=True)
+
+
+def without_result(check: Check, otherwise: Outcome) -> Outcome:
+    """The outcome of a check that has no result: `otherwise`, but a measurement cannot fail."""
+    return "not measured" if check.is_measurement else otherwise
 
 
 def run_check(part: str, check: Check, place: Place) -> Row:
@@ -106,10 +112,10 @@ def run_check(part: str, check: Check, place: Place) -> Row:
     except NotHereError as error:
         outcome, detail = "skipped", str(error)
     except BrokenError as error:
-        outcome, detail = "failed", str(error)
+        outcome, detail = without_result(check, "failed"), str(error)
     except Exception as error:  # noqa: BLE001  # a check that breaks off must not take the others along
         traceback.print_exc(file=sys.stderr)
-        outcome, detail = "failed", f"{type(error).__name__}: {error}"[:1000]
+        outcome, detail = without_result(check, "failed"), f"{type(error).__name__}: {error}"[:1000]
     seconds = time.perf_counter() - began
     return Row(part=part, check=check.name, outcome=outcome, detail=detail, figures=figures, seconds=round(seconds, 2))
 
@@ -118,5 +124,10 @@ def why_skipped(check: Check, place: Place) -> str:
     """Why a check cannot run here; empty if it can."""
     if check.needs_gpu and place.is_rehearsal:
         return "only on a GPU"
-    missing = [name for name in check.needs if importlib.util.find_spec(name) is None]
+    missing = [name for name in check.needs if not is_installed(name)]
     return f"{', '.join(missing)} is not installed" if missing else ""
+
+
+def is_installed(module: str) -> bool:
+    """Whether a module can be imported here."""
+    return importlib.util.find_spec(module) is not None

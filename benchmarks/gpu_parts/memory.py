@@ -9,11 +9,10 @@ import hashlib
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import torch
 from loss_memory import chunked_loss, naive_loss, peak_bytes, start_of_peak
-from side_by_side import worker_environment
+from side_by_side import REPOSITORY, worker_environment
 from torch import Tensor, nn
 
 from gpu_parts.checking import Check, Place, hold, hold_close
@@ -31,9 +30,9 @@ from gpu_parts.models import (
 )
 from gpu_parts.record import Figures
 from rollouts_core.backends.optim import create_adamw_optimizer
-from rollouts_core.checks.activation_needs import Rows, activation_parts
+from rollouts_core.checks.activation_needs import Rows
 from rollouts_core.checks.needed_part import sum_bytes
-from rollouts_core.checks.resource_needs import state_parts
+from rollouts_core.checks.resource_needs import training_parts
 from rollouts_core.config import LoRAConfig, ModelConfig, PolicyConfig, SFTTrainingConfig
 from rollouts_core.fingerprint import digest_model
 from rollouts_core.job import InputDataset, InputModel, SFTJob
@@ -165,8 +164,7 @@ def estimate(model: ModelConfig, policy: PolicyConfig, *, num_rows: int, row_len
     """Bytes that the preflight says for a step of packed rows by the kernel that `policy` names."""
     size = find_model_size(model)
     rows = Rows(num_rows * row_length, row_length, policy.takes_masks, "the rows of this check")
-    states = state_parts(size.num_parameters, policy, with_reference=False, num_processes=1)
-    return sum_bytes([*states, *activation_parts(size, policy, rows, num_processes=1)])
+    return sum_bytes(training_parts(size, policy, rows))
 
 
 WITHOUT_MEMORY = """
@@ -194,7 +192,7 @@ def run_out_of_memory(place: Place) -> Figures:
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT_MEMORY, str(limit), str(folder / "job.json")],
         env=worker_environment(os.cpu_count() or 1),
-        cwd=Path(__file__).parents[2],
+        cwd=REPOSITORY,
         capture_output=True,
         text=True,
         check=False,

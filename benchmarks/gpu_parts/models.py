@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 import random
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -144,12 +145,12 @@ def gradients_of(backend: PyTorchTrainingBackend) -> dict[str, Tensor]:
 
 
 def largest_difference(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> tuple[float, str]:
-    """The largest |difference| of a tensor as a share of its norm, and which tensor it is."""
+    """The largest |difference| of a tensor as a share of its norm, and which tensor it is; NaN if any share is."""
     hold(found.keys() == expected.keys(), f"the tensors differ: {sorted(found.keys() ^ expected.keys())[:4]}")
     shares = {
         name: float((found[name] - value).norm() / value.norm().clamp_min(1e-12)) for name, value in expected.items()
     }
-    worst = max(shares, key=lambda name: shares[name])
+    worst = max(shares, key=lambda name: (math.isnan(shares[name]), shares[name]))  # max alone passes over NaN
     return shares[worst], worst
 
 

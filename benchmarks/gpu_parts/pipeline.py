@@ -13,25 +13,15 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-from side_by_side import worker_environment
+from side_by_side import REPOSITORY, worker_environment
 
 from gpu_parts.checking import Check, Place, hold
 from gpu_parts.record import Figures
-from rollouts_core.quickstart import QuickstartSize, write_quickstart_files
+from rollouts_core.quickstart import SMALL_SIZE, QuickstartSize, write_quickstart_files
 
-REPOSITORY = Path(__file__).parents[2]
 PRESET = REPOSITORY / "flows/presets/quickstart.toml"
 ROLLOUTS = "from flows.command import main; main()"
 """The command `rollouts`, which is not installed where only wheels of what it needs are."""
-SMALL_SIZE = QuickstartSize(
-    num_digits=2,
-    num_demonstrations=300,
-    num_prompts=100,
-    num_selection_prompts=20,
-    num_heldout_prompts=20,
-    hidden_size=32,
-    num_layers=2,
-)
 
 
 def run_quickstart(place: Place) -> Figures:

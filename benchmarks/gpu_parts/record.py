@@ -38,8 +38,8 @@ class Row:
     check: str
     """What it checks."""
     outcome: Outcome
-    """held or failed for a check of correctness; measured for a measurement; skipped if this machine cannot run it; not
-    reached or not measured if the part's time was over."""
+    """held or failed for a check of correctness; measured for a measurement, not measured after an error; skipped if
+    this machine cannot run it; not reached or not measured if the part's time was over."""
     detail: str = ""
     """Why it failed or was skipped."""
     figures: Figures = field(default_factory=dict)
@@ -96,6 +96,10 @@ class Record:
         """The checks of correctness that did not hold, or were not reached."""
         return [row for row in self.rows if row.outcome in ("failed", "not reached")]
 
+    def unmeasured(self) -> list[Row]:
+        """The measurements without figures, which a repeated run tries again."""
+        return [row for row in self.rows if row.outcome == "not measured"]
+
     def render(self) -> str:
         """The table in Markdown, with where its figures come from."""
         rows = [[row.part, row.check, row.outcome, f"{row.seconds:.1f}", _say(row)] for row in self.rows]
@@ -117,7 +121,7 @@ def _say(row: Row) -> str:
 def _number(value: float | str) -> str:
     if isinstance(value, str):
         return value
-    return f"{value:,.0f}" if abs(value) >= 1000 or value == int(value) else f"{value:.3g}"
+    return f"{value:,.0f}" if abs(value) >= 1000 or float(value).is_integer() else f"{value:.3g}"
 
 
 def _left_aligned(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

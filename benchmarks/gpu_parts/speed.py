@@ -6,8 +6,8 @@ Not here: what is computed (correctness.py). Nothing here can fail by being slow
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import json
+import math
 import statistics
 import subprocess
 import sys
@@ -23,7 +23,7 @@ from side_by_side import worker_environment
 from torch.profiler import ProfilerActivity, profile
 
 from gpu_parts.backends import Receiver
-from gpu_parts.checking import Check, NotHereError, Place
+from gpu_parts.checking import Check, Place, is_installed
 from gpu_parts.models import create_backend, packed_rows, take_step, write_sized_model
 from gpu_parts.record import Figures
 from rollouts_core import PyTorchTrainingBackend, TrainBatch
@@ -159,7 +159,8 @@ def compare_sft(size: str, place: Place) -> Figures:
             ratios = [own / other for own, other in zip(told["tokens_per_s"]["ours"], speeds, strict=True)]
             figures[f"ours / {name}"] = statistics.median(ratios)
     if "mfu" in told:
-        figures |= {"MFU %": 100 * told["mfu"]["ours"], "peak GiB": told["peak_gib"]["ours"]}
+        figures |= {"MFU %": 100 * told["mfu"]["ours"]} if math.isfinite(told["mfu"]["ours"]) else {}
+        figures |= {"peak GiB": told["peak_gib"]["ours"]}
     return figures
 
 
@@ -173,7 +174,11 @@ def compare_grpo(place: Place) -> Figures:
 
 
 def run_benchmark(script: str, words: Sequence[str], place: Place) -> dict[str, Any]:  # Any: JSON
-    """Run one of the benchmarks for a few rounds and return its figures."""
+    """Run one of the benchmarks for a few rounds and return its figures.
+
+    Raises:
+        RuntimeError: it ended with another code than 0.
+    """
     out = place.folder / "figures.json"
     rounds = ["--rounds", place.choose("3", "1"), "--turn-s", place.choose("3", "0.1")]
     threads = str(place.choose(THREADS, 1))
@@ -186,14 +191,9 @@ def run_benchmark(script: str, words: Sequence[str], place: Place) -> dict[str, 
         check=False,
     )
     if done.returncode != 0:
-        raise NotHereError(f"{script} ended with code {done.returncode}: {done.stderr.strip()[-300:]}")
+        raise RuntimeError(f"{script} ended with code {done.returncode}: {done.stderr.strip()[-300:]}")
     told: dict[str, Any] = json.loads(out.read_text())
     return told
-
-
-def is_installed(module: str) -> bool:
-    """Whether a module can be imported here."""
-    return importlib.util.find_spec(module) is not None
 
 
 CHECKS = [

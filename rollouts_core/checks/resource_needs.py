@@ -54,6 +54,24 @@ def state_parts(num_parameters: int, policy: PolicyConfig, *, with_reference: bo
     return [*parts, Part("the reference model", share)] if with_reference else parts
 
 
+def training_parts(
+    size: ModelSize,
+    policy: PolicyConfig,
+    rows: Rows,
+    *,
+    with_reference: bool = False,
+    num_processes: int = 1,
+    beside: Sequence[Part] = (),
+) -> list[Part]:
+    """What training on micro-batches like `rows` takes on each device.
+
+    Args:
+        beside: certain needs of the same device that are not the trainer's.
+    """
+    states = state_parts(size.num_parameters, policy, with_reference=with_reference, num_processes=num_processes)
+    return [*states, *beside, *activation_parts(size, policy, rows, num_processes=num_processes)]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageNeeds:
     """What a training stage takes on each of its devices."""
@@ -115,13 +133,14 @@ def training_needs(config: Config, size: ModelSize, *, num_machines: int = 1) ->
     return [
         StageNeeds(
             kind=kind,
-            parts=[
-                *state_parts(
-                    size.num_parameters, stage.policy, with_reference=with_reference, num_processes=num_processes
-                ),
-                *(classifier_parts(config) if kind == "rl" else ()),
-                *activation_parts(size, stage.policy, rows, num_processes=num_processes),
-            ],
+            parts=training_parts(
+                size,
+                stage.policy,
+                rows,
+                with_reference=with_reference,
+                num_processes=num_processes,
+                beside=classifier_parts(config) if kind == "rl" else (),
+            ),
             remedies=find_remedies(kind, stage),
         )
         for kind, (stage, rows, with_reference) in stages.items()

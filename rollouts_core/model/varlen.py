@@ -224,7 +224,7 @@ def _why_trial_fails(hf_model: PreTrainedModel) -> str:
             max_length_q=2,
             max_length_k=2,
         )
-    except (ConfigError, RuntimeError, ValueError, TypeError, NotImplementedError, KeyError, AttributeError):
+    except Exception:  # noqa: BLE001 - whatever a model's code raises without values, sdpa may still train the model
         return f"{hf_model.config.model_type} models do more in their attention"
     finally:
         AttentionInterface.register(VARLEN, attend_varlen)

@@ -20,12 +20,11 @@ from rollouts_core.data.rows import digest_path
 from rollouts_core.fingerprint import digest_model
 from rollouts_core.job import EvalJob, InputFile, InputModel
 from rollouts_core.metrics import read_json_lines
-from rollouts_core.quickstart import build_character_tokenizer, write_quickstart_files
+from rollouts_core.quickstart import SMALL_SIZE, build_character_tokenizer, write_quickstart_files
 from tests.engines.conftest import SavedModel, make, save
 from tests.engines.servers import engine_python
 from tests.engines.test_pipeline import settings_of
 from tests.flows.conftest import Rollouts, prefect_home, rollouts, served_home
-from tests.small_pipeline import SIZE
 
 __all__ = ["prefect_home", "rollouts", "served_home"]  # fixtures of another folder
 
@@ -47,7 +46,7 @@ def make_mistral() -> PreTrainedModel:
 @pytest.mark.parametrize(("kind", "family"), [("sglang", "qwen3"), ("vllm", "mistral")])
 def test_an_evaluation_asks_the_engine_for_what_the_model_says(kind: EngineKind, family: str, tmp_path: Path) -> None:
     saved = save(make(0) if family == "qwen3" else make_mistral(), tmp_path / "model")
-    write_quickstart_files(tmp_path / "rows", size=SIZE)
+    write_quickstart_files(tmp_path / "rows", size=SMALL_SIZE)
     rows, model = tmp_path / "rows/heldout.jsonl", ModelConfig(path=str(saved.directory))
     job = EvalJob(
         checkpoints=(InputModel(name="base", model=model, digest=digest_model(model)),),
@@ -89,4 +88,4 @@ def test_rollouts_evaluate_scores_by_sglang(rollouts: Rollouts, tmp_path: Path) 
     (stage,) = rollouts.store.glob("stages/evaluate-*")
     assert "sglang" in (stage / "engine-0.txt").read_text()
     [samples] = (stage / "samples").glob("*.jsonl")
-    assert len(read_json_lines(samples)) == SIZE.num_heldout_prompts
+    assert len(read_json_lines(samples)) == SMALL_SIZE.num_heldout_prompts

@@ -14,11 +14,11 @@ import tomli_w
 
 from rollouts_core.config import EngineKind, WeightTransfer
 from rollouts_core.metrics import read_metrics
-from rollouts_core.quickstart import write_quickstart_files
+from rollouts_core.quickstart import SMALL_SIZE, write_quickstart_files
 from tests.engines.servers import engine_python
 from tests.flows.clusters import two_machines
 from tests.flows.conftest import Rollouts, prefect_home, rollouts, served_home
-from tests.small_pipeline import SIZE, small_settings
+from tests.small_pipeline import small_settings
 
 __all__ = ["prefect_home", "rollouts", "served_home"]  # fixtures of another folder
 
@@ -74,7 +74,7 @@ def test_sglang_on_another_machine_has_the_weights_that_cross_the_network(rollou
 
 def settings_of(folder: Path, engine: dict[str, str]) -> dict[str, Any]:  # Any: settings of every type
     """RL from a model that every engine can serve on a CPU, whose weights change much from step to step."""
-    write_quickstart_files(folder, size=dataclasses.replace(SIZE, hidden_size=HIDDEN_SIZE))
+    write_quickstart_files(folder, size=dataclasses.replace(SMALL_SIZE, hidden_size=HIDDEN_SIZE))
     return small_settings(
         mode="rl",
         rollout__engine=engine,

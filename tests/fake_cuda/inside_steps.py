@@ -212,6 +212,15 @@ def test_the_device_and_the_precision_choose_the_kernel(
 # --- mutants: each of the faults that the tests above are for, made on purpose
 
 
+def hold_found(trace: Trace, folder: Path, sentence: str) -> None:
+    """Take a step of SFT, which must fail `hold_waits` with this sentence."""
+    backend = create_backend(folder)
+    trace.start_peak()
+    take_step(backend, sft_batches(packed=True))
+    with pytest.raises(AssertionError, match=sentence):
+        hold_waits(trace)
+
+
 def test_a_read_in_the_loop_is_found(trace: Trace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def read_loss(*arguments: Any) -> Any:
         loss, metrics = call_loss(*arguments)
@@ -219,11 +228,7 @@ def test_a_read_in_the_loop_is_found(trace: Trace, tmp_path: Path, monkeypatch: 
         return loss, metrics
 
     monkeypatch.setattr(pytorch, "call_loss", read_loss)
-    backend = create_backend(tmp_path)
-    trace.start_peak()
-    take_step(backend, sft_batches(packed=True))
-    with pytest.raises(AssertionError, match="at most"):
-        hold_waits(trace)
+    hold_found(trace, tmp_path, "at most")
 
 
 def test_a_tensor_on_the_cpu_is_found(trace: Trace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -243,11 +248,7 @@ def test_an_index_of_a_mask_is_found(trace: Trace, tmp_path: Path, monkeypatch: 
         return scattered_BT.index_put((batch.loss_mask_BT > 0,), values_N)
 
     monkeypatch.setattr(policy_module, "_scatter", scatter_by_mask)
-    backend = create_backend(tmp_path)
-    trace.start_peak()
-    take_step(backend, sft_batches(packed=True))
-    with pytest.raises(AssertionError, match="by a mask"):
-        hold_waits(trace)
+    hold_found(trace, tmp_path, "by a mask")
 
 
 @pytest.mark.parametrize("is_pinned", [True, False])
@@ -258,11 +259,7 @@ def test_a_copy_that_waits_is_found(
         return tensor.pin_memory().to(device) if is_pinned else tensor.to(device, non_blocking=True)
 
     monkeypatch.setattr(batch_module, "to_device", copy)
-    backend = create_backend(tmp_path)
-    trace.start_peak()
-    take_step(backend, sft_batches(packed=True))
-    with pytest.raises(AssertionError, match="pinned memory"):
-        hold_waits(trace)
+    hold_found(trace, tmp_path, "pinned memory")
 
 
 @pytest.mark.parametrize("packed", [True, False])

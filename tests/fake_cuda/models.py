@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
-from rollouts_core.checks.activation_needs import Rows, activation_parts
+from rollouts_core.checks.activation_needs import Rows
 from rollouts_core.checks.needed_part import sum_bytes
-from rollouts_core.checks.resource_needs import state_parts
+from rollouts_core.checks.resource_needs import training_parts
 from rollouts_core.config import ModelConfig, PolicyConfig
 from rollouts_core.model import policy as policy_module
 from rollouts_core.model import varlen
@@ -124,8 +124,6 @@ def size_of(shape: str) -> ModelSize:
     return ModelSize(tensors=tensors, settings=SHAPES[shape])
 
 
-def estimate(shape: str, policy: PolicyConfig, rows: Rows, *, num_processes: int = 1) -> int:
-    """Bytes that the preflight says for a training on each device."""
-    size = size_of(shape)
-    states = state_parts(size.num_parameters, policy, with_reference=False, num_processes=num_processes)
-    return sum_bytes([*states, *activation_parts(size, policy, rows, num_processes=num_processes)])
+def estimate(shape: str, policy: PolicyConfig, rows: Rows) -> int:
+    """Bytes that the preflight says for a training on one device."""
+    return sum_bytes(training_parts(size_of(shape), policy, rows))

@@ -33,6 +33,7 @@ from transformers import (
     Qwen3MoeConfig,
     Qwen3NextConfig,
 )
+from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
 from rollouts_core.batch import TrainBatch, build_batch
 from rollouts_core.config import ModelConfig, PolicyConfig
@@ -209,6 +210,18 @@ def test_models_that_do_more_in_their_attention_are_told_apart(
     config(**TINY_MODEL | {"pad_token_id": 0}).save_pretrained(tmp_path)
     found = why_unfit(ModelConfig(path=str(tmp_path)))
     assert found == reason if not reason else found.startswith(reason)
+
+
+@pytest.mark.parametrize("error", [IndexError("no layer"), AssertionError("no mask"), ConfigError("sinks")])
+def test_a_model_that_fails_without_values_is_left_to_other_kernels(
+    error: Exception, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise error
+
+    Qwen3Config(**TINY_MODEL).save_pretrained(tmp_path)
+    monkeypatch.setattr(Qwen3Attention, "forward", fail)
+    assert why_unfit(ModelConfig(path=str(tmp_path))) == "qwen3 models do more in their attention"
 
 
 def test_wide_heads_do_not_fit(tmp_path: Path) -> None:
