@@ -314,6 +314,7 @@ def validate_evaluation(config: Config, models: Sequence[ModelConfig], mistakes:
     """Check what can be checked of scoring models on `data.heldout`; returns what was found, a sentence each.
 
     Args:
+        models: without any, because their names were wrong, the rows are read without a tokenizer.
         mistakes: takes the errors; without it they are raised.
 
     Raises:
@@ -334,7 +335,7 @@ def validate_evaluation(config: Config, models: Sequence[ModelConfig], mistakes:
             check_model_vocabulary(model, tokenizer)
             findings.append(f"model {model.path}: tokenizer with {len(tokenizer)} tokens")
             findings += _check_scored(scored, tokenizer, noted)
-    if noted.has("model"):
+    if not models or noted.has("model"):
         _check_rows_alone(config.model_copy(update={"mode": "rl"}), noted)
     if not noted.has("data.heldout"):
         with noted.at("data.heldout"):

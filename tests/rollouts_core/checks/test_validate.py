@@ -117,7 +117,7 @@ def test_tools_of_prompts_that_the_policy_is_not_told_of_are_said(tmp_path: Path
         ("accuracy", {"prompt": "1+1=?"}, "has no `answer`"),
     ],
 )
-def test_an_evaluation_of_a_broken_model_reads_its_held_out_rows_alone(
+def test_an_evaluation_without_a_usable_model_reads_its_held_out_rows_alone(
     tmp_path: Path, metric: str, row: dict[str, Any], problem: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It names no other file, and the current folder is none."""
@@ -132,6 +132,9 @@ def test_an_evaluation_of_a_broken_model_reads_its_held_out_rows_alone(
     [of_model, of_rows] = str(refused.value).splitlines()
     assert of_model.startswith("model: ") and "gone" in of_model
     assert of_rows.startswith(f"data.heldout: {heldout}, row 1") and problem in of_rows
+    with pytest.raises(InputError) as refused:  # as if no model had the name
+        validate_evaluation(config, [])
+    assert str(refused.value) == of_rows
 
 
 @pytest.mark.parametrize(
