@@ -37,6 +37,8 @@ class Mistakes:
         self._kinds = kinds or (InputError,)
         self._settings: Mapping[str, Any] = {}
         self._noted: list[_Noted] = []
+        self._places: set[str] = set()
+        """Where errors were found, also those that are told already."""
         self._left_out: set[str] = set()
 
     def order_by(self, settings: Mapping[str, Any]) -> None:  # Any: unchecked input
@@ -59,22 +61,25 @@ class Mistakes:
             self.note(place, error)
 
     def note(self, place: str, error: Exception, *, names_place: bool = False) -> None:
-        """Note an error, unless the same was noted before or it is about a setting that was left out.
+        """Note an error, unless it is about a setting that was left out; the same error again marks its place alone.
 
         Args:
             names_place: the error says already where it belongs.
         """
         text = str(error)
-        if any(text in each.text for each in self._noted) or self._is_left_out(place, text):
+        if self._is_left_out(place, text):
+            return
+        self._places.add(place)
+        if any(text in each.text for each in self._noted):
             return
         is_whole = names_place or not place or not isinstance(error, InputError)
         lines = [line if is_whole or _names(line, place) else f"{place}: {line}" for line in text.splitlines()]
         self._noted.append(_Noted(place, "\n".join(lines), error))
 
     def has(self, place: str) -> bool:
-        """Whether an error was noted at the setting or below it, or one of these was left out."""
+        """Whether an error was found at the setting or below it, or one of these was left out."""
         is_left_out = any(f"{place}.".startswith(f"{each}.") for each in self._left_out)
-        marked = [*self._left_out, *(each.place for each in self._noted)]
+        marked = [*self._left_out, *self._places]
         return is_left_out or any(f"{each}.".startswith(f"{place}.") for each in marked)
 
     def __bool__(self) -> bool:

@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
-from infra.errors import StoreUnavailableError
+from infra.errors import InfraError, StoreUnavailableError
 from infra.ledger import LEDGER_FILE, Ledger
 from infra.stores.download import WantedFile, digest_of, download, find_wanted
 from infra.stores.object_store import ObjectStore, is_url
@@ -55,11 +55,7 @@ def bring_inputs(config: Config, store: Path, say: Callable[[str], None], mistak
     Raises:
         InfraError: one sentence about a URL that cannot be fetched.
     """
-    places: dict[str, str] = {}
-    for setting, url in named_urls(config).items():
-        if url not in places:
-            with nullcontext() if mistakes is None else mistakes.at(setting):
-                places[url] = str(bring_input(url, store, say))
+    places = _bring_each(named_urls(config), store, say, mistakes)
 
     def placed(given: str) -> str:
         return places.get(given, given)
@@ -88,6 +84,26 @@ def bring_inputs(config: Config, store: Path, say: Callable[[str], None], mistak
             "rollout": config.rollout.model_copy(update={"rewards": graders}),
         }
     )
+
+
+def _bring_each(
+    named: Mapping[str, str], store: Path, say: Callable[[str], None], mistakes: Mistakes | None
+) -> dict[str, str]:
+    """Where the content of each URL lies, by URLs; each is asked for once, whether it can be fetched or not."""
+    places: dict[str, str] = {}
+    failures: dict[str, InfraError] = {}
+    for setting, url in named.items():
+        if url in places:
+            continue
+        with nullcontext() if mistakes is None else mistakes.at(setting):
+            if url in failures:
+                raise failures[url]
+            try:
+                places[url] = str(bring_input(url, store, say))
+            except InfraError as error:
+                failures[url] = error
+                raise
+    return places
 
 
 def bring_input(url: str, store: Path, say: Callable[[str], None]) -> Path:

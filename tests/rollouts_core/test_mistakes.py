@@ -1,0 +1,24 @@
+"""Pins which errors of several checks are told, and which settings have a mistake.
+
+Without it a mistake would be told twice or not at all, or a check would read what is known to be broken.
+"""
+
+from __future__ import annotations
+
+from rollouts_core.errors import ConfigError, DataError
+from rollouts_core.mistakes import Mistakes
+
+
+def test_the_same_error_at_two_settings_is_told_once_and_marks_both() -> None:
+    mistakes = Mistakes()
+    for place in ("data.selection", "data.heldout"):
+        mistakes.note(place, DataError("rows.jsonl, row 1: expected a table"), names_place=True)
+    assert mistakes.describe() == "rows.jsonl, row 1: expected a table"
+    assert mistakes.has("data.selection") and mistakes.has("data.heldout") and not mistakes.has("data.sft")
+
+
+def test_an_error_about_a_setting_that_was_left_out_marks_no_place() -> None:
+    mistakes = Mistakes()
+    mistakes.leave_out("training.sft.batch_size")
+    mistakes.note("training.rl", ConfigError("training.sft.batch_size 3 is odd"))
+    assert not mistakes and not mistakes.has("training.rl")
