@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -89,21 +90,30 @@ def bring_inputs(config: Config, store: Path, say: Callable[[str], None], mistak
 def _bring_each(
     named: Mapping[str, str], store: Path, say: Callable[[str], None], mistakes: Mistakes | None
 ) -> dict[str, str]:
-    """Where the content of each URL lies, by URLs; each is asked for once, whether it can be fetched or not."""
+    """Where the content of each URL lies, by URLs; each is asked for once, whether it can be fetched or not.
+
+    A bucket that does not answer is not asked for another URL: the drivers try for minutes each time.
+    """
     places: dict[str, str] = {}
-    failures: dict[str, InfraError] = {}
+    failures: dict[str, InfraError] = {}  # by URLs, and by buckets that do not answer
     for setting, url in named.items():
         if url in places:
             continue
         with nullcontext() if mistakes is None else mistakes.at(setting):
-            if url in failures:
-                raise failures[url]
+            if failure := failures.get(url) or failures.get(_bucket_of(url)):
+                raise failure
             try:
                 places[url] = str(bring_input(url, store, say))
             except InfraError as error:
-                failures[url] = error
+                failures[_bucket_of(url) if isinstance(error, StoreUnavailableError) else url] = error
                 raise
     return places
+
+
+def _bucket_of(url: str) -> str:
+    """The URL of the bucket that has a URL's content; of a folder of this machine its own URL."""
+    bucket = re.match(r"[^:]+://[^/]+", url)
+    return bucket[0] if bucket else url
 
 
 def bring_input(url: str, store: Path, say: Callable[[str], None]) -> Path:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from infra.errors import ObjectMissingError, PermanentInfraError
+from infra.errors import ObjectMissingError, PermanentInfraError, StoreUnavailableError, TransientInfraError
 from infra.stores.object_store import ObjectStore
 from infra.stores.publication import publish_run
 from rollouts_core.checkpoint import new_checkpoint
@@ -134,6 +134,22 @@ def test_a_url_without_anything_is_asked_for_once_and_each_of_its_settings_has_t
     assert asked == ["s3://a/rows", "s3://a/other"]
     assert mistakes.describe().splitlines() == [f"there is nothing at {url}" for url in asked]
     assert all(mistakes.has(f"data.{name}") for name in ("sft", "sft_eval", "prompts"))
+
+
+def test_a_store_that_does_not_answer_is_asked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def wait_in_vain(url: str, store: Path, say: object) -> Path:
+        asked.append(url)
+        raise StoreUnavailableError(f"{url} does not answer")
+
+    monkeypatch.setattr(inputs, "bring_input", wait_in_vain)
+    urls = {"sft": "s3://a/rows", "sft_eval": "s3://a/other", "prompts": "s3://b/rows", "rollouts": "gs://a/rows"}
+    folders = {"selection": "file:///one/rows", "heldout": "file:///two/rows"}
+    mistakes = Mistakes(TransientInfraError)
+    bring_inputs(config_with(tmp_path, **urls, **folders), tmp_path / "store", print, mistakes)
+    assert asked == [url for url in (*urls.values(), *folders.values()) if url != "s3://a/other"]
+    assert all(mistakes.has(f"data.{name}") for name in (*urls, *folders))
 
 
 def test_nothing_at_a_url_is_one_sentence(bucket: str, tmp_path: Path) -> None:
