@@ -111,7 +111,8 @@ class Mistakes:
         return "\n".join(shown)
 
     def _is_left_out(self, place: str, text: str) -> bool:
-        beside = {f"{place}.{word}" for word in re.findall(r"\w+", text)} if place else set()
+        words = [word for found in _sibling_names(place).findall(text) for word in found if word]
+        beside = {f"{place}.{word}" for word in words} if place else set()
         named = {place, *SETTING.findall(text), *beside}
         return any(f"{name}.".startswith(f"{each}.") for name in named for each in self._left_out)
 
@@ -120,6 +121,15 @@ class Mistakes:
         named = [name for name in SETTING.findall(noted.text) if name.partition(".")[0] in self._settings]
         within = [name for name in named if not noted.place or f"{name}.".startswith(f"{noted.place}.")]
         return place_in(self._settings, (within[0] if within else noted.place).split("."))
+
+
+def _sibling_names(place: str) -> re.Pattern[str]:
+    """Names that a sentence about a section has for its settings: in backticks, with an underscore, or as its subject.
+
+    Other words may be of the language alone, as the prompts of "12 prompts". Parts of paths are no names.
+    """
+    subject = rf"(?:^|{re.escape(place)}: )(\w+)"
+    return re.compile(rf"`(\w+)`|(?<![\w./-])([a-z0-9]+(?:_[a-z0-9]+)+)(?![\w/-]|\.\w)|{subject}", re.MULTILINE)
 
 
 def _names(line: str, place: str) -> bool:
