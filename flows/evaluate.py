@@ -41,7 +41,7 @@ class EvaluationResult(BaseModel):
     record: str
     """Path of evaluation.json."""
     summary: str
-    """The scores and their comparison; Markdown."""
+    """The scores and their comparison, as a terminal shows them."""
 
 
 @flow(
