@@ -65,7 +65,9 @@ SLACK_HOST = "hooks.slack.com"
 ADDRESS_NAME = re.compile(r"[a-z0-9-]+")
 """What Prefect takes for a block."""
 
-PLAIN = "replace('<', '‹')|replace('>', '›')|replace('](', '] (')"
+MENTIONS = "|replace('@', '@\u200b')"
+"""Separates the sign from a name such as everyone."""
+PLAIN = f"replace('<', '‹')|replace('>', '›')|replace('](', '] ('){MENTIONS}"
 """Filters of Jinja: names of runs and what machines said must be no links or mentions of a whole channel."""
 SUBJECT = f"{{{{ flow_run.name|{PLAIN} }}}}: {{{{ flow_run.state.name }}}}"
 BODY = (
@@ -86,6 +88,7 @@ EARLIER_BODIES = (
     " puts its candidate into production, or rejects it.{% else %}"
     "The run {{ flow_run.name }} of {{ flow.name }} is {{ flow_run.state.name }}.{% endif %}"
     "{% if flow_run.state.message %} {{ flow_run.state.message }}{% endif %} {{ flow_run|ui_url }}",
+    BODY.replace(MENTIONS, ""),
 )
 """Texts of earlier versions; any other text is the user's own."""
 FIRST_MESSAGE = "From now on you are told here when a run is {states}."

@@ -97,11 +97,13 @@ def test_what_a_provider_calls_its_machine_is_no_link_in_the_table() -> None:
     assert [row["machine"] for row in table_of(report)] == [r"\[x\](https://evil.example)"]
 
 
-@pytest.mark.parametrize("text", ["<!channel>", "<https://evil.example|Retry>", "[Retry](https://evil.example)"])
+@pytest.mark.parametrize(
+    "text", ["<!channel>", "<https://evil.example|Retry>", "[Retry](https://evil.example)", "@everyone"]
+)
 def test_a_message_has_no_link_or_mention_but_the_page_of_the_run(text: str) -> None:
     state = SimpleNamespace(name="Failed", message=text)
     run, environment = SimpleNamespace(name=text, state=state), jinja2.sandbox.ImmutableSandboxedEnvironment()
     environment.filters["ui_url"] = lambda _: "PAGE"
     for template in (SUBJECT, BODY):
         said = environment.from_string(template).render(flow_run=run, flow=SimpleNamespace(name="flow"))
-        assert not re.search(r"[<>]|\]\(", said), said
+        assert not re.search(r"[<>]|\]\(|@\w", said), said
