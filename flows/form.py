@@ -16,7 +16,7 @@ from __future__ import annotations
 import re
 import runpy
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
@@ -265,10 +265,16 @@ def read_draft(path: Path, mistakes: Mistakes) -> Draft:
     else:
         retrain = settings.retrain and settings.retrain.beside(path.parent)
         evaluate = settings.evaluate and settings.evaluate.beside(path.parent)
-        config, node = _beside(settings.config, path.parent), _node_beside(settings.node, path.parent)
-        draft = Draft(config=config, node=node, run=settings.run, retrain=retrain, evaluate=evaluate)
-        draft = replace(draft, schedule=settings.schedule)
-        check_retraining(config, retrain, settings.schedule, source=str(path))
+        draft = Draft(
+            config=_beside(settings.config, path.parent),
+            node=_node_beside(settings.node, path.parent),
+            run=settings.run,
+            retrain=retrain,
+            schedule=settings.schedule,
+            evaluate=evaluate,
+            settings=settings.settings,
+        )
+        _check_retraining(draft, path, mistakes)
     if draft.config is not None:
         _check_importable(draft.config, path, mistakes)
     return draft
@@ -318,10 +324,16 @@ def _read_tables(settings: dict[str, Any], path: Path, mistakes: Mistakes) -> Dr
         evaluate=scored and scored.beside(path.parent),
         settings=settings,
     )
-    if draft.config is not None and not mistakes:
+    if not mistakes:
+        _check_retraining(draft, path, mistakes)
+    return draft
+
+
+def _check_retraining(draft: Draft, path: Path, mistakes: Mistakes) -> None:
+    """Note at `schedule` what the tables of a retraining and the mode say against each other."""
+    if draft.config is not None:
         with mistakes.at("schedule"):
             check_retraining(draft.config, draft.retrain, draft.schedule, source=str(path))
-    return draft
 
 
 def _read_config(settings: dict[str, Any], path: Path, mistakes: Mistakes) -> Config | None:  # Any: unchecked
