@@ -16,7 +16,7 @@ from __future__ import annotations
 import re
 import runpy
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
@@ -225,15 +225,7 @@ class Draft:
     def whole(self) -> Pipeline:
         """The pipeline, of a file without mistakes."""
         assert self.config is not None and self.node is not None and self.run is not None, "mistakes were raised"
-        return Pipeline(
-            config=self.config,
-            node=self.node,
-            run=self.run,
-            retrain=self.retrain,
-            schedule=self.schedule,
-            evaluate=self.evaluate,
-            settings=self.settings,
-        )
+        return Pipeline(**{each.name: getattr(self, each.name) for each in fields(self)})
 
 
 def load_pipeline(path: Path) -> Pipeline:
