@@ -14,12 +14,13 @@ from prefect.context import TaskRunContext
 
 from infra.ledger import Ledger
 from infra.node import Node
+from rollouts_core.report.results import describe_found
 from rollouts_core.run_directory import RunDirectory
 from tasks.artifacts import is_finished
 from tasks.progress import StageProgress
 from tasks.records import RunScope, Stage, StageRecord
 from tasks.retries import is_worth_a_retry
-from tasks.stage import describe_scores, why_so
+from tasks.stage import why_so
 from tasks.tracking import tracked
 
 
@@ -62,7 +63,7 @@ def run_cached(
         if warning := result.get("warning"):
             progress.say(warning)
         if stage.kind == "eval":
-            progress.say(describe_scores(stage))
+            progress.say(describe_found(Path(stage.run_dir), stage.name))
         progress.say(f"reused from {stage.run_dir}")
     reused = {"how": "reused", "why": why_so("reused", stage, scope, result), "began_at": 0.0, "seconds": 0.0}
     return record.model_copy(update={**reused, "run_dir": stage.run_dir, "result": result})
