@@ -450,7 +450,7 @@ def run_checked(
     *,
     port: int,
 ) -> ResultT:
-    """What a flow returns whose settings were checked first, run in this process against the store's server."""
+    """Check the settings, run the flow in this process against the store's server, and return its result."""
     store = Path(pipeline.run.store).resolve()
     with with_credentials(pipeline.run.credentials, store, port=port):
         show_checks(lambda: check(pipeline, store), fact="checked        ", caution="warning        ")

@@ -212,7 +212,7 @@ class Pipeline:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Draft:
-    """What was read of a file; None stands for a table that does not fit."""
+    """The tables of a file; None stands for a table that does not fit."""
 
     config: Config | None
     node: NodeSettings | None
@@ -241,7 +241,7 @@ def load_pipeline(path: Path) -> Pipeline:
 
 
 def read_draft(path: Path, mistakes: Mistakes) -> Draft:
-    """What a TOML, JSON or Python file describes; settings that do not fit are noted.
+    """Read a TOML, JSON or Python file, and note its settings that do not fit.
 
     Raises:
         ConfigError: the file cannot be read.

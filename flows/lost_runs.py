@@ -185,9 +185,9 @@ class LostRuns:
     async def _ended_and_holding(self, client: PrefectClient) -> list[FlowRun]:
         """Runs that were called ended while no process of theirs lived, and that hold jobs or machines.
 
-        Prefect makes a run Cancelled at once, and tells no process, if the run waits to be started again. Anybody may
-        call such a run Failed or Completed. Those keep a rented machine: it may be kept for a failed run, and is ended
-        when it expires.
+        If a run waits to be started again, Prefect makes it Cancelled at once and tells no process; users may also call
+        it Failed or Completed. A run that is Failed or Completed keeps its rented machine until the machine expires,
+        because a failed run may have asked for that.
         """
         with Ledger(self._ledger_path) as ledger:
             renters = {rental.run_id for rental in open_rentals(ledger)}

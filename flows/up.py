@@ -100,7 +100,7 @@ def up(
 ) -> None:
     """Start Prefect with a deployment per preset, and per CONFIG, in the background; `rollouts down` ends it.
 
-    What runs already is joined; a CONFIG is then offered in addition.
+    If Prefect runs already, the deployment of a CONFIG is added to it.
     """
     own = [deployment for path in configs or [] for deployment in deployments_of(path)]
     check_names(own)

@@ -57,7 +57,7 @@ def run_cached(
         StageProgress(stage.name) as progress,
         tracked(stage, scope, progress.say),
     ):
-        # What counts is the directory that was just verified: the store may have been moved, or a flow killed after its
+        # The directory that was just verified counts: the store may have been moved, or a flow killed after its
         # job replaced a damaged result and before Prefect took note of the new one.
         result = RunDirectory(Path(stage.run_dir)).read_result() or record.result
         if warning := result.get("warning"):

@@ -90,9 +90,10 @@ def bring_inputs(config: Config, store: Path, say: Callable[[str], None], mistak
 def _bring_each(
     named: Mapping[str, str], store: Path, say: Callable[[str], None], mistakes: Mistakes | None
 ) -> dict[str, str]:
-    """Where the content of each URL lies, by URLs; each is asked for once, whether it can be fetched or not.
+    """Fetch the content of each URL; returns the paths by their URLs.
 
-    A bucket that does not answer is not asked for another URL: the drivers try for minutes each time.
+    Each URL is asked for once, whether it can be fetched or not.
+    A bucket that does not answer is not asked for another URL, because the drivers try for minutes each time.
     """
     places: dict[str, str] = {}
     failures: dict[str, InfraError] = {}  # by URLs, and by buckets that do not answer
@@ -117,7 +118,7 @@ def _bucket_of(url: str) -> str:
 
 
 def bring_input(url: str, store: Path, say: Callable[[str], None]) -> Path:
-    """Where the content of a URL lies in the store, fetched if need be."""
+    """Fetch the content of a URL into the store, unless it is there; returns its path."""
     source = ObjectStore(url)
     wanted = find_wanted(source)
     path = _place_of(source, wanted, store)
