@@ -87,7 +87,7 @@ def cancel_run(address: ServerAddress, ledger: Ledger, store: Path, run: FlowRun
     began = time.monotonic()
     while (waited_s := time.monotonic() - began) < wait_s:
         state = ask(address, "GET", f"/flow_runs/{run['id']}")
-        # Of a run that had to be killed the serving process gives back what it held when it is Cancelled already.
+        # A run that had to be killed is Cancelled before the serving process gives back what the run held.
         if state["state_type"] == "CANCELLED" and not _holds(ledger, run["id"]) and not ledger.is_alive(run["id"]):
             return "cancelled"
         if state["state_type"] in ("COMPLETED", "FAILED"):

@@ -51,7 +51,7 @@ from flows.server import ServerAddress, ServerError, local_server, named_url, pr
 from flows.silent_runs import LEAST_MINUTES, SILENT_MINUTES, mark_silent_runs
 from flows.store import STORE_VARIABLE, from_home
 from flows.stores_cli import pull
-from flows.terminal import DEFAULT_STORE, Port, Store, console, show_checks
+from flows.terminal import DEFAULT_STORE, LOOKING_FOR_SERVER, Port, Store, console, show_checks
 from flows.trigger import trigger_run
 from flows.up import down, status, up
 from flows.upkeep import look_after
@@ -450,11 +450,11 @@ def run_checked(
     *,
     port: int,
 ) -> ResultT:
-    """What a flow returns whose settings were checked first, run in this process against the store's server."""
+    """Check the settings, run the flow in this process against the store's server, and return its result."""
     store = Path(pipeline.run.store).resolve()
     with with_credentials(pipeline.run.credentials, store, port=port):
         show_checks(lambda: check(pipeline, store), fact="checked        ", caution="warning        ")
-        console.print("prefect        looking for a server (one with a new database takes eight seconds)")
+        console.print(LOOKING_FOR_SERVER)
         with local_server(store, port=port) as address:
             os.environ.update(prefect_environment(store, address))
             try:

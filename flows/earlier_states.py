@@ -29,14 +29,14 @@ MAX_STATES = 20
 def recall_states(run_id: str) -> None:
     """Let a team's server know the events of the last states of a run; it drops those that it has seen.
 
-    Nothing happens if the server cannot be asked: its messages come later then.
+    Nothing happens if the server cannot be asked or is of another version of Prefect: its messages come later then.
     """
     if not named_url():
         return
     try:
         with get_client(sync_client=True) as client:
             states = client.read_flow_run_states(UUID(run_id))
-    except (httpx.HTTPError, PrefectException):
+    except (httpx.HTTPError, PrefectException, ValueError):  # pydantic raises these for states of another version
         return
     for state in sorted(states, key=lambda each: each.timestamp)[-MAX_STATES:]:
         emit_event(EVENT, {"prefect.resource.id": f"rollouts.flow-run.{run_id}"}, id=state.id)

@@ -41,7 +41,7 @@ class EvaluationResult(BaseModel):
     record: str
     """Path of evaluation.json."""
     summary: str
-    """The scores and their comparison; Markdown."""
+    """The scores and their comparison, as a terminal shows them."""
 
 
 @flow(
@@ -55,7 +55,7 @@ class EvaluationResult(BaseModel):
 def evaluate_model(evaluate: FormEvaluate, config: FormConfig, node: FormNode, run: FormRun) -> State[Any]:
     """Score a model on held-out rows, and compare it with another one.
 
-    Of the configuration count `evaluation`, the graders of `rollout`, and `data.heldout`; nothing is trained.
+    Reads `evaluation`, the graders of `rollout`, and `data.heldout` from the configuration. Nothing is trained.
     """
     take_credentials(run.credentials)
     scope = open_scope(run)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import re
 import runpy
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
@@ -212,7 +212,7 @@ class Pipeline:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Draft:
-    """What was read of a file; None stands for a table that does not fit."""
+    """The tables of a file; None stands for a table that does not fit."""
 
     config: Config | None
     node: NodeSettings | None
@@ -225,15 +225,7 @@ class Draft:
     def whole(self) -> Pipeline:
         """The pipeline, of a file without mistakes."""
         assert self.config is not None and self.node is not None and self.run is not None, "mistakes were raised"
-        return Pipeline(
-            config=self.config,
-            node=self.node,
-            run=self.run,
-            retrain=self.retrain,
-            schedule=self.schedule,
-            evaluate=self.evaluate,
-            settings=self.settings,
-        )
+        return Pipeline(**{each.name: getattr(self, each.name) for each in fields(self)})
 
 
 def load_pipeline(path: Path) -> Pipeline:
@@ -249,7 +241,7 @@ def load_pipeline(path: Path) -> Pipeline:
 
 
 def read_draft(path: Path, mistakes: Mistakes) -> Draft:
-    """What a TOML, JSON or Python file describes; settings that do not fit are noted.
+    """Read a TOML, JSON or Python file, and note its settings that do not fit.
 
     Raises:
         ConfigError: the file cannot be read.
@@ -265,10 +257,16 @@ def read_draft(path: Path, mistakes: Mistakes) -> Draft:
     else:
         retrain = settings.retrain and settings.retrain.beside(path.parent)
         evaluate = settings.evaluate and settings.evaluate.beside(path.parent)
-        config, node = _beside(settings.config, path.parent), _node_beside(settings.node, path.parent)
-        draft = Draft(config=config, node=node, run=settings.run, retrain=retrain, evaluate=evaluate)
-        draft = replace(draft, schedule=settings.schedule)
-        check_retraining(config, retrain, settings.schedule, source=str(path))
+        draft = Draft(
+            config=_beside(settings.config, path.parent),
+            node=_node_beside(settings.node, path.parent),
+            run=settings.run,
+            retrain=retrain,
+            schedule=settings.schedule,
+            evaluate=evaluate,
+            settings=settings.settings,
+        )
+        _check_retraining(draft, path, mistakes)
     if draft.config is not None:
         _check_importable(draft.config, path, mistakes)
     return draft
@@ -318,10 +316,16 @@ def _read_tables(settings: dict[str, Any], path: Path, mistakes: Mistakes) -> Dr
         evaluate=scored and scored.beside(path.parent),
         settings=settings,
     )
-    if draft.config is not None and not mistakes:
+    if not mistakes:
+        _check_retraining(draft, path, mistakes)
+    return draft
+
+
+def _check_retraining(draft: Draft, path: Path, mistakes: Mistakes) -> None:
+    """Note at `schedule` what the tables of a retraining and the mode say against each other."""
+    if draft.config is not None:
         with mistakes.at("schedule"):
             check_retraining(draft.config, draft.retrain, draft.schedule, source=str(path))
-    return draft
 
 
 def _read_config(settings: dict[str, Any], path: Path, mistakes: Mistakes) -> Config | None:  # Any: unchecked

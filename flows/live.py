@@ -17,7 +17,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields
 from datetime import datetime
@@ -176,18 +176,18 @@ def report_path(store: Path, uses: Sequence[StageUse]) -> Path:
 def list_runs(store: Path) -> list[dict[str, str]]:
     """The lines of the list of runs."""
     listed = runs_by_use(store)[:MAX_RUNS]
-    with Ledger(store / LEDGER_FILE) as ledger:
-        return [describe_run(store, uses, is_alive=any(ledger.is_alive(use.run_id) for use in uses)) for uses in listed]
+    living = _living_runs(store)
+    return [describe_run(store, uses, is_alive=_lives(uses, living)) for uses in listed]
 
 
 def describe_run(store: Path, uses: Sequence[StageUse], *, is_alive: bool) -> dict[str, str]:
     """A run's line in the list."""
     began = time.strftime("%Y-%m-%d %H:%M", time.localtime(uses[0].used_at))
-    state = describe_state(store, uses, is_alive=is_alive)
+    state = describe_run_state(store, uses, is_alive=is_alive)
     return {"key": uses[0].run, "name": uses[0].run, "stage": _stage_name(uses[-1]), "state": state, "began": began}
 
 
-def describe_state(store: Path, uses: Sequence[StageUse], *, is_alive: bool) -> str:
+def describe_run_state(store: Path, uses: Sequence[StageUse], *, is_alive: bool) -> str:
     """Whether a run is under way, or what it left; its stages may be those of other runs, too."""
     if is_alive:
         return "running"
@@ -203,8 +203,7 @@ def describe_state(store: Path, uses: Sequence[StageUse], *, is_alive: bool) -> 
 
 def load_run(store: Path, uses: Sequence[StageUse]) -> LiveRun:
     """A run as far as it has come."""
-    with Ledger(store / LEDGER_FILE) as ledger:
-        is_followed = any(ledger.is_alive(use.run_id) for use in uses)
+    is_followed = _lives(uses, _living_runs(store))
     path = report_path(store, uses)
     labels = labels_of(path.with_name(EVALUATION_FILE))
     stages = []
@@ -226,7 +225,7 @@ def load_run(store: Path, uses: Sequence[StageUse]) -> LiveRun:
     return LiveRun(
         name=uses[0].run,
         stages=tuple(stages),
-        state=describe_state(store, uses, is_alive=is_followed),
+        state=describe_run_state(store, uses, is_alive=is_followed),
         usd=_usd_of(store, uses),
         has_report=path.is_file(),
         verdict=verdict_of(path.with_name(RUN_FILE)),
@@ -265,8 +264,19 @@ def labels_of(record: Path) -> dict[str, str]:
     try:
         models = json.loads(record.read_text(encoding="utf-8"))["models"]
         return {name: str(model["named"]) for name, model in models.items()}
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return {}
+
+
+def _living_runs(store: Path) -> Collection[str]:
+    """The ids of living runs, asked for once: the look at each run locks the folder of all of them."""
+    with Ledger(store / LEDGER_FILE) as ledger:
+        return ledger.living_runs().keys()
+
+
+def _lives(uses: Sequence[StageUse], living: Collection[str]) -> bool:
+    """Whether a process lives of a run, whose stages may have been done by several attempts with ids of their own."""
+    return any(use.run_id in living for use in uses)
 
 
 def _stage_name(use: StageUse) -> str:

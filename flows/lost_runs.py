@@ -45,7 +45,7 @@ from prefect.states import Cancelled, Crashed, Scheduled
 from flows.cancellation import release_for
 from flows.earlier_states import recall_states
 from flows.form import RunOptions
-from flows.run_ends import RunEnd, forget_end, read_ends
+from flows.run_ends import RunEnd, forget_end, read_end, read_ends
 from flows.server import named_url
 from flows.silent_runs import was_silent
 from infra.errors import TransientInfraError
@@ -185,9 +185,9 @@ class LostRuns:
     async def _ended_and_holding(self, client: PrefectClient) -> list[FlowRun]:
         """Runs that were called ended while no process of theirs lived, and that hold jobs or machines.
 
-        Prefect makes a run Cancelled at once, and tells no process, if the run waits to be started again. Anybody may
-        call such a run Failed or Completed. Those keep a rented machine: it may be kept for a failed run, and is ended
-        when it expires.
+        If a run waits to be started again, Prefect makes it Cancelled at once and tells no process; users may also call
+        it Failed or Completed. A run that is Failed or Completed keeps its rented machine until the machine expires,
+        because a failed run may have asked for that.
         """
         with Ledger(self._ledger_path) as ledger:
             renters = {rental.run_id for rental in open_rentals(ledger)}
@@ -224,7 +224,7 @@ class LostRuns:
         is_started_here = run.deployment_id in self._deployments or (
             run.deployment_id is None and not named_url() and self._is_ours(run)
         )
-        return is_started_here and not has_lived and str(run.id) not in read_ends(self._store, older_than_s=0.0)
+        return is_started_here and not has_lived and read_end(self._store, str(run.id)) is None
 
     def _is_gone(self, run: FlowRun) -> bool:
         """Whether a crashed run is one of this store, and its process is gone by now."""

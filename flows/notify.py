@@ -65,7 +65,9 @@ SLACK_HOST = "hooks.slack.com"
 ADDRESS_NAME = re.compile(r"[a-z0-9-]+")
 """What Prefect takes for a block."""
 
-PLAIN = "replace('<', '‹')|replace('>', '›')|replace('](', '] (')"
+MENTIONS = "|replace('@', '@\u200b')"
+"""Separates the sign from a name such as everyone."""
+PLAIN = f"replace('<', '‹')|replace('>', '›')|replace('](', '] ('){MENTIONS}"
 """Filters of Jinja: names of runs and what machines said must be no links or mentions of a whole channel."""
 SUBJECT = f"{{{{ flow_run.name|{PLAIN} }}}}: {{{{ flow_run.state.name }}}}"
 BODY = (
@@ -75,11 +77,20 @@ BODY = (
     f"{{% if flow_run.state.message %}} {{{{ flow_run.state.message|{PLAIN} }}}}{{% endif %}} "
     "Its page: {{ flow_run|ui_url }}"
 )
-EARLIER_BODY = (
+FIRST_BODY = (
     "The run {{ flow_run.name }} of {{ flow.name }} is {{ flow_run.state.name }}."
     "{% if flow_run.state.message %} {{ flow_run.state.message }}{% endif %} {{ flow_run|ui_url }}"
 )
 """The text of messages from before runs could end as NoImprovement; they ended as failed."""
+EARLIER_BODIES = (
+    FIRST_BODY,
+    "{% if flow_run.state.name == 'Suspended' %}A decision is waiting: Resume on the page of {{ flow_run.name }}"
+    " puts its candidate into production, or rejects it.{% else %}"
+    "The run {{ flow_run.name }} of {{ flow.name }} is {{ flow_run.state.name }}.{% endif %}"
+    "{% if flow_run.state.message %} {{ flow_run.state.message }}{% endif %} {{ flow_run|ui_url }}",
+    BODY.replace(MENTIONS, ""),
+)
+"""Texts of earlier versions; any other text is the user's own."""
 FIRST_MESSAGE = "From now on you are told here when a run is {states}."
 
 
@@ -258,11 +269,11 @@ def renew_notifications(address: ServerAddress) -> list[str]:
     renewed = []
     for each in find_automations(address, TAG):
         action = each["actions"][0]
-        if action.get("body") != EARLIER_BODY:
+        if action.get("body") not in EARLIER_BODIES:
             continue
         states = [state for state in RunState if state.event in each["trigger"]["expect"]]
         name = each["name"].removeprefix(NAME_PREFIX)
-        if RunState.FAILED in states:
+        if action["body"] == FIRST_BODY and RunState.FAILED in states:
             states.append(RunState.NO_IMPROVEMENT)
             renewed.append(name)
         fresh = render_automation(

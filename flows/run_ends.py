@@ -61,17 +61,19 @@ def forget_end(store: Path, run_id: str) -> None:
     (store / FOLDER / run_id).unlink(missing_ok=True)
 
 
+def read_end(store: Path, run_id: str) -> RunEnd | None:
+    """The end that is kept of a run; None without one, or if its file cannot be read as one."""
+    try:
+        return RunEnd(**json.loads((store / FOLDER / run_id).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError, RecursionError):
+        return None
+
+
 def read_ends(store: Path, *, older_than_s: float) -> dict[str, RunEnd]:
-    """The ends that are kept for so long, by the ids of their runs; a file that is none is left out."""
-    found = {}
-    for path in (store / FOLDER).glob("*-*-*-*-*"):
-        try:
-            end = RunEnd(**json.loads(path.read_text(encoding="utf-8")))
-        except (OSError, ValueError, TypeError):
-            continue
-        if time.time() - end.ended_at >= older_than_s:
-            found[path.name] = end
-    return found
+    """The ends that have been kept for so long, by the ids of their runs."""
+    kept = {path.name: read_end(store, path.name) for path in (store / FOLDER).glob("*-*-*-*-*")}
+    now = time.time()
+    return {run_id: end for run_id, end in kept.items() if end is not None and now - end.ended_at >= older_than_s}
 
 
 @contextmanager

@@ -34,6 +34,8 @@ Port = Annotated[
     ),
 ]
 
+LOOKING_FOR_SERVER = "prefect        looking for the server, and starting one if none runs (about eight seconds)"
+
 console = Console(file=standard_error(), highlight=False, soft_wrap=True)
 
 

@@ -36,14 +36,12 @@ from tasks.model_names import BASE
 from tasks.places import RUNS, STAGES
 
 VARIABLE = "ROLLOUTS_TRUSTED_CODE"
-ENVIRONMENTS = (
-    *("arithmetic", "calculator", "code", "countdown", "json_schema", "math", "multiple_choice"),
-    "text_transformation",
-)
 OWN_MODULES = (
-    "rollouts_core.rewards",
-    "rollouts_core.filters",
-    *(f"rollouts_core.environments.{each}" for each in ENVIRONMENTS),
+    *("rollouts_core.rewards", "rollouts_core.filters"),
+    *("rollouts_core.environments.arithmetic", "rollouts_core.environments.calculator"),
+    *("rollouts_core.environments.code", "rollouts_core.environments.countdown"),
+    *("rollouts_core.environments.json_schema", "rollouts_core.environments.math"),
+    *("rollouts_core.environments.multiple_choice", "rollouts_core.environments.text_transformation"),
 )
 """Modules of this project that grade and filter. Others start programs, delete folders, or write files."""
 SCORED = ("evaluate.model", "evaluate.against")

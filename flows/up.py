@@ -52,7 +52,7 @@ from flows.server import (
 )
 from flows.server_log import log_tail
 from flows.status import describe_machines, describe_reports, describe_runs, going_jobs
-from flows.terminal import DEFAULT_STORE, Port, Store, console
+from flows.terminal import DEFAULT_STORE, LOOKING_FOR_SERVER, Port, Store, console
 from flows.tools import TOOLS
 from infra.locks import is_locked, lock_file, open_lock, try_lock
 from infra.process_identity import ProcessIdentity
@@ -100,14 +100,14 @@ def up(
 ) -> None:
     """Start Prefect with a deployment per preset, and per CONFIG, in the background; `rollouts down` ends it.
 
-    What runs already is joined; a CONFIG is then offered in addition.
+    If Prefect runs already, the deployment of a CONFIG is added to it.
     """
     own = [deployment for path in configs or [] for deployment in deployments_of(path)]
     check_names(own)
     check_writable(store)
     check_server(store)
     is_new = False
-    console.print("prefect        looking for the server, and starting one if none runs (about eight seconds)")
+    console.print(LOOKING_FOR_SERVER)
 
     def begin(address: ServerAddress) -> None:
         nonlocal is_new

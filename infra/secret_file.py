@@ -17,6 +17,7 @@ from typing import BinaryIO
 from infra.errors import PermanentInfraError
 
 OF_OTHERS = stat.S_IRWXG | stat.S_IRWXO
+"""Bits of a mode that let other users than the owner in."""
 WRITTEN_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 OWN_FILE, OWN_FOLDER = 0o600, 0o700
 

@@ -37,6 +37,8 @@ class Mistakes:
         self._kinds = kinds or (InputError,)
         self._settings: Mapping[str, Any] = {}
         self._noted: list[_Noted] = []
+        self._places: set[str] = set()
+        """Where errors were found, also those that are told already."""
         self._left_out: set[str] = set()
 
     def order_by(self, settings: Mapping[str, Any]) -> None:  # Any: unchecked input
@@ -59,22 +61,25 @@ class Mistakes:
             self.note(place, error)
 
     def note(self, place: str, error: Exception, *, names_place: bool = False) -> None:
-        """Note an error, unless the same was noted before or it is about a setting that was left out.
+        """Note an error, unless it is about a setting that was left out; the same error again marks its place alone.
 
         Args:
             names_place: the error says already where it belongs.
         """
         text = str(error)
-        if any(text in each.text for each in self._noted) or self._is_left_out(place, text):
+        if self._is_left_out(place, text):
+            return
+        self._places.add(place)
+        if any(text in each.text for each in self._noted):
             return
         is_whole = names_place or not place or not isinstance(error, InputError)
         lines = [line if is_whole or _names(line, place) else f"{place}: {line}" for line in text.splitlines()]
         self._noted.append(_Noted(place, "\n".join(lines), error))
 
     def has(self, place: str) -> bool:
-        """Whether an error was noted at the setting or below it, or one of these was left out."""
+        """Whether an error was found at the setting or below it, or one of these was left out."""
         is_left_out = any(f"{place}.".startswith(f"{each}.") for each in self._left_out)
-        marked = [*self._left_out, *(each.place for each in self._noted)]
+        marked = [*self._left_out, *self._places]
         return is_left_out or any(f"{each}.".startswith(f"{place}.") for each in marked)
 
     def __bool__(self) -> bool:
@@ -106,7 +111,8 @@ class Mistakes:
         return "\n".join(shown)
 
     def _is_left_out(self, place: str, text: str) -> bool:
-        beside = {f"{place}.{word}" for word in re.findall(r"\w+", text)} if place else set()
+        words = [word for found in _sibling_names(place).findall(text) for word in found if word]
+        beside = {f"{place}.{word}" for word in words} if place else set()
         named = {place, *SETTING.findall(text), *beside}
         return any(f"{name}.".startswith(f"{each}.") for name in named for each in self._left_out)
 
@@ -115,6 +121,15 @@ class Mistakes:
         named = [name for name in SETTING.findall(noted.text) if name.partition(".")[0] in self._settings]
         within = [name for name in named if not noted.place or f"{name}.".startswith(f"{noted.place}.")]
         return place_in(self._settings, (within[0] if within else noted.place).split("."))
+
+
+def _sibling_names(place: str) -> re.Pattern[str]:
+    """Names that a sentence about a section has for its settings: in backticks, with an underscore, or as its subject.
+
+    Other words may be of the language alone, as the prompts of "12 prompts". Parts of paths are no names.
+    """
+    subject = rf"(?:^|{re.escape(place)}: )(\w+)"
+    return re.compile(rf"`(\w+)`|(?<![\w./-])([a-z0-9]+(?:_[a-z0-9]+)+)(?![\w/-]|\.\w)|{subject}", re.MULTILINE)
 
 
 def _names(line: str, place: str) -> bool:

@@ -14,12 +14,13 @@ from prefect.context import TaskRunContext
 
 from infra.ledger import Ledger
 from infra.node import Node
+from rollouts_core.report.results import describe_found
 from rollouts_core.run_directory import RunDirectory
 from tasks.artifacts import is_finished
 from tasks.progress import StageProgress
 from tasks.records import RunScope, Stage, StageRecord
 from tasks.retries import is_worth_a_retry
-from tasks.stage import describe_scores, why_so
+from tasks.stage import why_so
 from tasks.tracking import tracked
 
 
@@ -56,13 +57,13 @@ def run_cached(
         StageProgress(stage.name) as progress,
         tracked(stage, scope, progress.say),
     ):
-        # What counts is the directory that was just verified: the store may have been moved, or a flow killed after its
+        # The directory that was just verified counts: the store may have been moved, or a flow killed after its
         # job replaced a damaged result and before Prefect took note of the new one.
         result = RunDirectory(Path(stage.run_dir)).read_result() or record.result
         if warning := result.get("warning"):
             progress.say(warning)
         if stage.kind == "eval":
-            progress.say(describe_scores(stage))
+            progress.say(describe_found(Path(stage.run_dir), stage.name))
         progress.say(f"reused from {stage.run_dir}")
     reused = {"how": "reused", "why": why_so("reused", stage, scope, result), "began_at": 0.0, "seconds": 0.0}
     return record.model_copy(update={**reused, "run_dir": stage.run_dir, "result": result})

@@ -13,6 +13,7 @@ from prefect import task
 from prefect.artifacts import create_markdown_artifact, create_table_artifact
 from prefect.cache_policies import NO_CACHE
 
+from infra.foreign_text import shown_line
 from rollouts_core.comparison import compare_paired
 from rollouts_core.config import Config
 from rollouts_core.fingerprint import digest_model
@@ -57,7 +58,10 @@ def as_inputs(found: Mapping[str, NamedModel]) -> dict[str, InputModel]:
 def write_evaluation(
     record: StageRecord, found: Mapping[str, NamedModel], data: str, scope: RunScope
 ) -> tuple[str, str, str]:
-    """Write evaluation.json into the run's folder and show the table; returns the file, the table and the finding."""
+    """Write evaluation.json into the run's folder and show the table in Prefect.
+
+    Returns the file, the table as a terminal shows it, and the finding.
+    """
     results = describe_results(Path(record.run_dir), {name: each.title for name, each in found.items()})
     scored = {entry["name"]: entry for entry in record.result["checkpoints"]}
     path = scope.output_dir / EVALUATION_FILE
@@ -116,4 +120,4 @@ def write_evaluation(
     finding = results.finding if results.differences else said
     with StageProgress("report") as progress:
         progress.say(f"{path}: {finding}")
-    return str(path), render_results_markdown(results), finding
+    return str(path), render_results_markdown(results, show=shown_line), finding

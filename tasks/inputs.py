@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
-from infra.errors import StoreUnavailableError
+from infra.errors import InfraError, StoreUnavailableError
 from infra.ledger import LEDGER_FILE, Ledger
 from infra.stores.download import WantedFile, digest_of, download, find_wanted
 from infra.stores.object_store import ObjectStore, is_url
@@ -55,11 +56,7 @@ def bring_inputs(config: Config, store: Path, say: Callable[[str], None], mistak
     Raises:
         InfraError: one sentence about a URL that cannot be fetched.
     """
-    places: dict[str, str] = {}
-    for setting, url in named_urls(config).items():
-        if url not in places:
-            with nullcontext() if mistakes is None else mistakes.at(setting):
-                places[url] = str(bring_input(url, store, say))
+    places = _bring_each(named_urls(config), store, say, mistakes)
 
     def placed(given: str) -> str:
         return places.get(given, given)
@@ -90,8 +87,38 @@ def bring_inputs(config: Config, store: Path, say: Callable[[str], None], mistak
     )
 
 
+def _bring_each(
+    named: Mapping[str, str], store: Path, say: Callable[[str], None], mistakes: Mistakes | None
+) -> dict[str, str]:
+    """Fetch the content of each URL; returns the paths by their URLs.
+
+    Each URL is asked for once, whether it can be fetched or not.
+    A bucket that does not answer is not asked for another URL, because the drivers try for minutes each time.
+    """
+    places: dict[str, str] = {}
+    failures: dict[str, InfraError] = {}  # by URLs, and by buckets that do not answer
+    for setting, url in named.items():
+        if url in places:
+            continue
+        with nullcontext() if mistakes is None else mistakes.at(setting):
+            if failure := failures.get(url) or failures.get(_bucket_of(url)):
+                raise failure
+            try:
+                places[url] = str(bring_input(url, store, say))
+            except InfraError as error:
+                failures[_bucket_of(url) if isinstance(error, StoreUnavailableError) else url] = error
+                raise
+    return places
+
+
+def _bucket_of(url: str) -> str:
+    """The URL of the bucket that has a URL's content; of a folder of this machine its own URL."""
+    bucket = re.match(r"[^:]+://[^/]+", url)
+    return bucket[0] if bucket else url
+
+
 def bring_input(url: str, store: Path, say: Callable[[str], None]) -> Path:
-    """Where the content of a URL lies in the store, fetched if need be."""
+    """Fetch the content of a URL into the store, unless it is there; returns its path."""
     source = ObjectStore(url)
     wanted = find_wanted(source)
     path = _place_of(source, wanted, store)

@@ -332,8 +332,8 @@ def files_below(path: Path, name: str) -> Mapping[str, Path]:
     top = path.absolute()
     if top.is_file():
         return {name: real_path(top)}
-    below = sorted(each for each in top.rglob("*") if each.is_file())
-    return {str(Path(name) / each.relative_to(top)): real_path(each, within=real_path(top)) for each in below}
+    below, within = sorted(each for each in top.rglob("*") if each.is_file()), real_path(top)
+    return {str(Path(name) / each.relative_to(top)): real_path(each, within=within) for each in below}
 
 
 def exists_on_node(session: Session, path: str) -> bool:

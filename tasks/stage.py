@@ -83,7 +83,7 @@ def run_stage(stage: Stage, scope: RunScope, node: Node) -> StageRecord:
         if warning := result.get("warning"):
             progress.say(warning)
         if stage.kind == "eval":
-            progress.say(describe_scores(stage))
+            progress.say(describe_found(Path(stage.run_dir), stage.name))
         progress.say(f"reused from {stage.run_dir}" if how == "reused" else f"finished in {seconds:.1f} s")
     return StageRecord(
         stage=stage.name,
@@ -113,11 +113,6 @@ def why_so(how: How, stage: Stage, scope: RunScope, result: Mapping[str, Any]) -
     if use is None:
         return state
     return f"{state}, first for {'an earlier try of this run' if use.run_id == scope.run_id else f'run {use.run}'}"
-
-
-def describe_scores(stage: Stage) -> str:
-    """What a finished stage that scores models found, in words."""
-    return describe_found(Path(stage.run_dir), is_selection=stage.name.startswith("select-"))
 
 
 def run_on_node(stage: Stage, scope: RunScope, node: Node, progress: StageProgress) -> How:

@@ -27,6 +27,7 @@ from typing import Any
 from infra.chunks import CHUNK_BYTES, DIRECT_BYTES, Chunk, SourceFile, checked_digest
 from infra.errors import DiskFullError, InfraError, NodeUnreachableError, PermanentInfraError, TransientInfraError
 from infra.node_agent import ISOLATED
+from infra.secret_file import OF_OTHERS
 from infra.session import Session, read_answer
 from infra.supervisor.files import parse_object
 from infra.sync import receiver
@@ -40,7 +41,6 @@ MANY_BYTES = 32 << 20
 MAX_VAIN_ATTEMPTS = 4
 """A copy whose connection breaks is gone on with until so many attempts in a row have brought nothing."""
 FIRST_PAUSE_S = 0.25
-OF_OTHERS = stat.S_IRWXG | stat.S_IRWXO
 
 logger = logging.getLogger(__name__)
 

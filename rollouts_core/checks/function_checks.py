@@ -90,7 +90,7 @@ def check_functions(config: Config, prompts: Sequence[Prompt], tokenizer: PreTra
         Who grades, and what they gave, a sentence for each prompt.
 
     Raises:
-        ConfigError: a name that stands for nothing.
+        ConfigError: a service or environment that grades fails, or a name is unknown; `find_functions` notes names.
         RewardError: a function raised, or returned something unusable.
     """
     filter_fn = resolve_filter_fn(config.rollout)

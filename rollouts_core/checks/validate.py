@@ -143,7 +143,7 @@ def _check_rows_alone(config: Config, mistakes: Mistakes) -> None:
     demonstrations = dict(place_datasets(config, mistakes)) if config.mode != "rl" else {}
     names: list[RowFile] = ["sft_eval"] if config.mode != "rl" and config.data.sft_eval else []
     names += ["selection", "heldout"] if config.evaluation.metric == "loss" else []
-    readable = [name for name in names if not mistakes.has(f"data.{name}")]
+    readable = [name for name in names if getattr(config.data, name) and not mistakes.has(f"data.{name}")]
     demonstrations |= {f"data.{name}": dataset_of(name, config) for name in readable}
     for place, dataset in demonstrations.items():
         with mistakes.at(place):
@@ -199,13 +199,16 @@ def _check_model(config: Config, mistakes: Mistakes) -> list[str]:
 
 
 def _prompt_files(config: Config, mistakes: Mistakes) -> dict[RowFile, str]:
-    """The files of prompts that are sampled for, by their settings; without those that have a mistake."""
+    """The files of prompts that are sampled for, by their settings; without those that have a mistake.
+
+    An evaluation names `data.heldout` alone; its other files are empty texts.
+    """
     if config.evaluation.metric == "loss":
         return {}
     files: dict[RowFile, str] = {"selection": config.data.selection, "heldout": config.data.heldout}
-    if config.mode != "sft" and config.data.prompts:
+    if config.mode != "sft":
         files["prompts"] = config.data.prompts
-    return {name: path for name, path in files.items() if not mistakes.has(f"data.{name}")}
+    return {name: path for name, path in files.items() if path and not mistakes.has(f"data.{name}")}
 
 
 def _try_functions(
@@ -311,6 +314,7 @@ def validate_evaluation(config: Config, models: Sequence[ModelConfig], mistakes:
     """Check what can be checked of scoring models on `data.heldout`; returns what was found, a sentence each.
 
     Args:
+        models: without any, because their names were wrong, the rows are read without a tokenizer.
         mistakes: takes the errors; without it they are raised.
 
     Raises:
@@ -331,7 +335,7 @@ def validate_evaluation(config: Config, models: Sequence[ModelConfig], mistakes:
             check_model_vocabulary(model, tokenizer)
             findings.append(f"model {model.path}: tokenizer with {len(tokenizer)} tokens")
             findings += _check_scored(scored, tokenizer, noted)
-    if noted.has("model"):
+    if not models or noted.has("model"):
         _check_rows_alone(config.model_copy(update={"mode": "rl"}), noted)
     if not noted.has("data.heldout"):
         with noted.at("data.heldout"):

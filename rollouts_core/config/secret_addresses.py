@@ -13,12 +13,21 @@ from typing import Any
 from urllib.parse import parse_qsl
 
 SECRET_NAME = re.compile(
-    r"token(?!s$)|secret|passw|passphrase|pwd|signature|credential|apikey|accesskey|auth|bearer|jwt|session|cookie"
-    r"|key$|^(sig|sas|code|pass|pw)$"
+    r"(?<!max)token(?!s$|iz)|secret|passw|passphrase|pwd|signature|credential|apikey|accesskey|auth(?!or(?!i[sz]))"
+    r"|bearer|jwt|session|cookie|(?<!sort)key$|^(sig|sas|code|pass|pw)$"
 )
-"""In the name of a query's part, in small letters and digits alone."""
+"""In the name of a query's part, in small letters and digits alone. An author or a tokenizer is none."""
 RANDOM = re.compile(r"(?=.*[A-Za-z])(?=.*[0-9])[\w.~+/=%-]{24,}")
-"""A text of that many characters, with letters and digits, is taken for a key, whatever its name."""
+"""A text of that many characters, with letters and digits, may be a key, whatever its name."""
+SEPARATORS = re.compile(r"[-_./]+")
+KEY_PIECE = re.compile(r"(?=.*[A-Za-z])(?=.*[0-9]).{16,}")
+"""Between separators; the words in names of models and deployments are shorter."""
+MIN_MEAN_PIECE = 8
+"""Keys in base64 have few separators, in any place."""
+COMMIT_NAME = re.compile(r"revision|rev|commit|sha|ref")
+COMMIT = re.compile(r"[0-9a-f]{40}")
+USER_SCHEMES = ("ssh", "sftp")
+"""Ends of schemes whose addresses have the name of a login, as git+ssh://git@host, and need no password."""
 LOGIN = re.compile(r"[^\s/@:]+:[^\s/@]+@[\w.-]+(:\d+)?(/\S*)?")
 """An address without its scheme, with user and password."""
 QUERY = re.compile(r"[^?\s]*\?\S+=\S*")
@@ -35,8 +44,9 @@ def refuse_secrets(value: Any) -> None:  # Any: unchecked input
         if LOGIN.fullmatch(text):
             raise ValueError(f"the address holds a user or password, {_ADVICE}")
         for word in text.split() if "://" in text or "?" in text else ():
-            _, scheme_end, address = word.partition("://")
-            if scheme_end and "@" in re.split(r"[/?#]", address, maxsplit=1)[0]:
+            scheme, scheme_end, address = word.partition("://")
+            login, is_login, _ = re.split(r"[/?#]", address, maxsplit=1)[0].rpartition("@")
+            if is_login and (":" in login or not scheme.endswith(USER_SCHEMES)):
                 raise ValueError(f"the address holds a user or password, {_ADVICE}")
             if scheme_end or QUERY.fullmatch(word):
                 _check_query(address or word)
@@ -55,5 +65,16 @@ def _check_query(address: str) -> None:
     pairs = parse_qsl(query.replace("?", "&").replace(";", "&"), keep_blank_values=True) if mark else []
     for name, content in pairs:
         plain = re.sub(r"[^a-z0-9]", "", name.lower())
-        if SECRET_NAME.search(plain) or RANDOM.fullmatch(content) or RANDOM.fullmatch(name):
+        is_commit = COMMIT_NAME.fullmatch(plain) and COMMIT.fullmatch(content)
+        if SECRET_NAME.search(plain) or _is_like_a_key(name) or (_is_like_a_key(content) and not is_commit):
             raise ValueError(f"the query of the address holds a key or password, {_ADVICE}")
+
+
+def _is_like_a_key(text: str) -> bool:
+    """Whether a text may be a key: long, of letters and digits, and not made of short words."""
+    if not RANDOM.fullmatch(text):
+        return False
+    pieces = [piece for piece in SEPARATORS.split(text) if piece]
+    is_mixed = all(re.search(kind, text) for kind in ("[a-z]", "[A-Z]"))
+    is_dense = is_mixed and sum(map(len, pieces)) >= MIN_MEAN_PIECE * len(pieces)
+    return is_dense or any(KEY_PIECE.fullmatch(piece) for piece in pieces)

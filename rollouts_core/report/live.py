@@ -151,9 +151,7 @@ def describe_stage(stage: LiveStage, *, now: float) -> ShownStage:
     return ShownStage(
         name=stage.name,
         css=kind,
-        state=describe_scores(stage, files)
-        if is_finished
-        else describe_state(stage, metrics, events, is_finished=False, now=now),
+        state=describe_state(stage, metrics, events, is_finished=is_finished, now=now),
         done=100.0 * min(1.0, step / stage.num_steps) if stage.num_steps and not is_finished else 0.0,
         numbers=()
         if kind == ""
@@ -174,9 +172,12 @@ def describe_state(
     is_finished: bool,
     now: float,
 ) -> str:
-    """How far the stage is, in a sentence without a full stop."""
+    """How far the stage is, or what it found if it scored models, in a sentence without a full stop."""
     if is_finished:
-        return "finished"
+        result = RunDirectory(stage.run_dir).read_result() or {}
+        if not {"metric", "best"} <= result.keys():
+            return "finished"
+        return f"finished: {describe_found(stage.run_dir, stage.name, labels=stage.labels)}"
     step = int(metrics[-1]["step"]) if metrics else 0
     of = f" of {stage.num_steps:,}" if stage.num_steps else ""
     failure = next((each for each in reversed(events) if each["event"] == "failed"), None)
@@ -200,16 +201,6 @@ def describe_state(
     if left_s := seconds_left(metrics, stage.num_steps):
         sentences.insert(1, f"about {format_seconds(left_s)} left")
     return ", ".join(sentences)
-
-
-def describe_scores(stage: LiveStage, files: RunDirectory) -> str:
-    """That the stage is finished, and what it found if it scored models."""
-    result = files.read_result() or {}
-    if not {"metric", "best"} <= result.keys():
-        return "finished"
-    return (
-        f"finished: {describe_found(stage.run_dir, is_selection=stage.name.startswith('select-'), labels=stage.labels)}"
-    )
 
 
 def seconds_left(metrics: Sequence[Mapping[str, float]], num_steps: int) -> float | None:

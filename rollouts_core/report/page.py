@@ -13,6 +13,7 @@ page.html.jinja only lays them out.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
@@ -123,15 +124,19 @@ def render_summary_markdown(report: ReportInput) -> str:
     return "\n".join([*lines, "", f"Final checkpoint: {as_code(report.checkpoint_path)}", ""])
 
 
-def render_results_markdown(results: Results) -> str:
-    """The scores as a table, and a sentence for every comparison; Markdown."""
+def render_results_markdown(results: Results, show: Callable[[str], str] = escaped) -> str:
+    """The scores as a table, and a sentence for every comparison; Markdown.
+
+    Args:
+        show: makes one line of a name or a sentence. A terminal renders no Markdown, so it needs another one.
+    """
     display = results.display
     lines = [f"| Checkpoint | {display.title.capitalize()} | 95 % interval | {display.rows.capitalize()} |"]
     lines += ["|---|---:|---:|---:|"]
     lines += [
-        f"| {escaped(f'{s.label} {s.checkpoint}')} | {s.mean} | {s.interval} | {s.num_rows} |" for s in results.scores
+        f"| {show(f'{s.label} {s.checkpoint}')} | {s.mean} | {s.interval} | {s.num_rows} |" for s in results.scores
     ]
-    return "\n".join([*lines, "", *(f"- {escaped(difference.sentence)}" for difference in results.differences)])
+    return "\n".join([*lines, "", *(f"- {show(difference.sentence)}" for difference in results.differences)])
 
 
 def usage_code(report: ReportInput) -> str:

@@ -169,12 +169,11 @@ def describe_results(
     )
 
 
-def describe_found(
-    evaluation_dir: Path, *, is_selection: bool, labels: Mapping[str, str] = MappingProxyType({})
-) -> str:
+def describe_found(evaluation_dir: Path, stage: str, *, labels: Mapping[str, str] = MappingProxyType({})) -> str:
     """What an evaluation found, in words: the chosen checkpoint with score and interval, or the score of each model.
 
     Args:
+        stage: the name of the stage that scored: select-sft and select-rl choose a checkpoint.
         labels: what people call models, by their name in the evaluation; others keep that name.
     """
     evaluated = load_evaluation(evaluation_dir)
@@ -185,7 +184,7 @@ def describe_found(
         mean = _plain(display.factor * scored.mean, display)
         interval = f"95 % interval {_plain(low, display)} to {_plain(high, display)}{display.unit}"
         score = f"{display.title} {mean}{display.unit} ({interval})"
-        if not is_selection:
+        if not stage.startswith("select-"):
             shown.append(f"{labels.get(scored.name, scored.name)} has {score}")
         elif scored.name == evaluated.best:
             shown.append(f"{scored.name} is chosen of {len(evaluated.checkpoints)}, {score}")

@@ -11,6 +11,7 @@ from markdown_it import MarkdownIt
 
 from flows.notify import BODY, SUBJECT
 from flows.reap import table_of
+from infra.foreign_text import shown_line
 from infra.renting.reaper import ReapReport
 from rollouts_core.report import render_results_markdown
 from rollouts_core.report.markdown import as_code, escaped
@@ -61,8 +62,8 @@ def test_names_with_underscores_and_numbers_stay_readable() -> None:
     assert escaped("run_1: accuracy of step_000100 is 0.512 (+1.2)") == "run_1: accuracy of step_000100 is 0.512 (+1.2)"
 
 
-@pytest.mark.parametrize("text", ATTACKS)
-def test_the_tables_of_reports_keep_their_cells(text: str) -> None:
+def make_results(text: str) -> Results:
+    """Two scores and a difference, called by the text."""
     score = ShownScore(
         name="x", label=text, checkpoint=text, mean="1", interval="0 to 1", num_rows=1, mean_at=0, low_at=0, high_at=0
     )
@@ -70,7 +71,12 @@ def test_the_tables_of_reports_keep_their_cells(text: str) -> None:
         title="", outcome="better", difference="1", interval="", p_value="", sentence=f"So: {text}"
     )
     display = ScoreDisplay(title="a", rows="r", factor=1, unit="", difference_unit="", decimals=1)
-    results = Results(display=display, scores=(score, score), ticks=(), differences=(difference,), finding="")
+    return Results(display=display, scores=(score, score), ticks=(), differences=(difference,), finding="")
+
+
+@pytest.mark.parametrize("text", ATTACKS)
+def test_the_tables_of_reports_keep_their_cells(text: str) -> None:
+    results = make_results(text)
     cells = texts_of(render_results_markdown(results))
     assert cells[4:12:4] == [plain(f"{text} {text}")] * 2 and cells[-1] == plain(f"So: {text}")
     numbers = dict.fromkeys(
@@ -81,16 +87,23 @@ def test_the_tables_of_reports_keep_their_cells(text: str) -> None:
     assert (cells[3], cells[6], cells[-1]) == (plain(text), plain(f"n{text}"), plain(f"So: {text}"))
 
 
+def test_a_terminal_shows_the_results_without_escapes_and_obeys_nothing() -> None:
+    shown = render_results_markdown(make_results("[x] \x1b[31mp < 0.001"), show=shown_line)
+    assert "| [x] p < 0.001 [x] p < 0.001 | 1 | 0 to 1 | 1 |" in shown and shown.endswith("- So: [x] p < 0.001")
+
+
 def test_what_a_provider_calls_its_machine_is_no_link_in_the_table() -> None:
     report = ReapReport(ended=["[x](https://evil.example)"])
     assert [row["machine"] for row in table_of(report)] == [r"\[x\](https://evil.example)"]
 
 
-@pytest.mark.parametrize("text", ["<!channel>", "<https://evil.example|Retry>", "[Retry](https://evil.example)"])
+@pytest.mark.parametrize(
+    "text", ["<!channel>", "<https://evil.example|Retry>", "[Retry](https://evil.example)", "@everyone"]
+)
 def test_a_message_has_no_link_or_mention_but_the_page_of_the_run(text: str) -> None:
     state = SimpleNamespace(name="Failed", message=text)
     run, environment = SimpleNamespace(name=text, state=state), jinja2.sandbox.ImmutableSandboxedEnvironment()
     environment.filters["ui_url"] = lambda _: "PAGE"
     for template in (SUBJECT, BODY):
         said = environment.from_string(template).render(flow_run=run, flow=SimpleNamespace(name="flow"))
-        assert not re.search(r"[<>]|\]\(", said), said
+        assert not re.search(r"[<>]|\]\(|@\w", said), said

@@ -14,6 +14,7 @@ from flows.form import RunOptions
 from flows.retrain_settings import RetrainConfig
 from infra.node import NodeSettings
 from rollouts_core.config import Config, EngineConfig, RewardConfig
+from rollouts_core.config.secret_addresses import refuse_secrets
 from rollouts_core.errors import ConfigError
 
 QUERIES = (
@@ -32,6 +33,20 @@ def test_a_key_in_the_query_of_a_service_is_refused_and_not_repeated(query: str)
     assert "the query of the address holds a key or password" in sentence and "PASSWORD" not in sentence
 
 
+KEYS = (
+    "hf_AbCdEfGhIjKlMnOpQrStUvWxYz01234567",
+    "sk-ant-api03-AbCd1EfGh2IjKl3MnOp4QrSt5",
+    "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0NTY3ODkwIn0.dozjgNryP4J3jVmNHl0w5N_XgL0n3I9PlFUP0THsR8U",
+    "xoxb-123456789012-1234567890123-AbCdEfGhIjKl0123MnOpQrSt",
+    "kPvaZ9qXwxLm/VbTcYrJsHnDf/GuQoEiWpZxCvBn",  # as secrets of AWS
+    "tR7kq2Lw-9XzBv4Nc_Hj6Fd3Sg-Pm8Ty5UaQe1Wi0",  # as secrets.token_urlsafe makes them
+    "0123456789abcdef0123456789abcdef",
+    "0123456789abcdef0123456789abcdef01234567",
+    "sv=2022-11-02&sig=AbCd%2FEfGh%3D",
+)
+"""Made up, in the forms of well-known services."""
+
+
 @pytest.mark.parametrize(
     "url",
     [
@@ -43,6 +58,8 @@ def test_a_key_in_the_query_of_a_service_is_refused_and_not_repeated(query: str)
         "https://user:PASSWORD@host?x=1",
         "judge.example/v1?token=PASSWORD",
         "user:PASSWORD@judge.example:8000/v1",
+        "git+ssh://git:PASSWORD@github.com/org/repository",
+        *(f"https://host/v1?x={key}" for key in KEYS),
     ],
 )
 def test_what_looks_like_a_key_is_refused_whatever_its_name(url: str) -> None:
@@ -51,7 +68,14 @@ def test_what_looks_like_a_key_is_refused_whatever_its_name(url: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "query", ["api-version=2024-06-01-preview", "mode=math", "max_tokens=512", "model=org/name-7b"]
+    "query",
+    [
+        *("api-version=2024-06-01-preview", "mode=math", "max_tokens=512", "model=org/name-7b"),
+        *("author=me", "authors=we", "tokenizer=llama", "max_token=512", "sort_key=name"),
+        *("deployment=my-deployment-gpt-4o-mini", "model=meta-llama/Llama-3.1-8B-Instruct"),
+        "revision=0123456789abcdef0123456789abcdef01234567",
+        "run=123e4567-e89b-12d3-a456-426614174000",
+    ],
 )
 def test_other_queries_are_kept(query: str) -> None:
     assert RewardConfig(kind="http", url=f"https://host/v1?{query}").url.endswith(query)
@@ -64,6 +88,10 @@ def test_prompts_of_a_judge_may_speak_of_addresses(text: str) -> None:
     prompt = f"{text} {{prompt}} {{response}}"
     reward = RewardConfig(kind="judge", url="https://host/v1", model="m", judge_prompt=prompt)
     assert reward.judge_prompt == prompt
+
+
+def test_the_name_of_a_login_of_ssh_is_no_secret() -> None:
+    refuse_secrets("package @ git+ssh://git@github.com/org/repository@v1")
 
 
 SETTINGS: dict[str, Any] = {

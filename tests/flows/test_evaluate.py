@@ -159,6 +159,15 @@ def test_rows_that_the_reward_cannot_grade_are_refused(folder: Path) -> None:
     assert "has no `answer`" in refused(write_config(folder), "base", "--data", str(rows))
 
 
+def test_a_wrong_name_of_a_model_hides_no_mistake_of_the_rows(folder: Path) -> None:
+    rows = folder / "rows.jsonl"
+    rows.write_text('{"prompt": "1+1="}\n')
+    arguments = ["evaluate", str(write_config(folder)), "production", "--data", str(rows)]
+    outcome = CliRunner().invoke(app, [*arguments, "--store", str(folder / "store")])
+    assert outcome.exit_code == 2, outcome.output
+    assert "no model is production" in outcome.stderr and "has no `answer`" in outcome.stderr
+
+
 def test_a_table_in_the_configuration_names_the_models(folder: Path) -> None:
     config = write_config(folder, evaluate__model="./nowhere", evaluate__data="heldout.jsonl")
     assert f"there is no model {folder}/nowhere" in refused(config)

@@ -108,6 +108,15 @@ def test_a_run_is_listed_and_shown_with_what_its_model_wrote_as_text(store: Path
     assert visitor.get("/runs/mine-01234567").headers["content-security-policy"] != policy
 
 
+def test_a_record_that_is_nested_without_end_hides_no_page(store: Path, visitor: httpx.Client) -> None:
+    results = store / "runs/mine-01234567"
+    results.mkdir(parents=True)
+    for name in ("evaluation.json", "run.json"):
+        (results / name).write_text("[" * 100_000)
+    page = visitor.get("/runs/mine-01234567")
+    assert page.status_code == 200 and "step 5 of 10" in page.text
+
+
 @pytest.mark.parametrize(
     ("name", "content"),
     [

@@ -27,7 +27,7 @@ from flows.keeper import EARLIER_EVENT_WAIT
 from flows.notify import (
     BODY,
     DEFAULT_STATES,
-    EARLIER_BODY,
+    EARLIER_BODIES,
     TAG,
     RunState,
     describe_notifications,
@@ -285,22 +285,30 @@ def test_a_notification_of_an_earlier_version_is_told_of_no_improvement_and_one_
     server: ServerAddress, rollouts: Rollouts
 ) -> None:
     """Runs without improvement were told as failed ones; the server matches the states that an automation lists."""
-    earlier = {"night": ("failed", "cancelled"), "day": ("completed",), "own": ("failed",)}
-    for name, states in earlier.items():
+    first, *later = EARLIER_BODIES
+    own = "Look at {{ flow_run.name }}"
+    earlier = {
+        "night": (first, ("failed", "cancelled")),
+        "day": (first, ("completed",)),
+        **{f"later-{index}": (body, ("failed",)) for index, body in enumerate(later)},
+        "own": (own, ("failed",)),
+    }
+    for name, (body, states) in earlier.items():
         automation = render_automation(name, str(uuid4()), tuple(map(RunState, states)))
-        body = EARLIER_BODY if name != "own" else "Look at {{ flow_run.name }}"
         actions = [{**automation["actions"][0], "body": body}]
         ask(server, "POST", "/automations/", {**automation, "actions": actions, "enabled": name != "night"})
     assert renew_notifications(server) == ["night"]
     try:
         found = {each["name"]: each for each in find_automations(server, TAG)}
-        assert len(found) == 3
+        assert len(found) == len(earlier)
         assert describe_notifications(server) == [
             "day: completed",
+            *(f"later-{index}: failed" for index in range(len(later))),
             "night: failed, no-improvement, cancelled (paused in Prefect)",
             "own: failed",
         ]
-        assert found["notify night"]["actions"][0]["body"] == BODY != found["notify own"]["actions"][0]["body"]
+        bodies = {name.removeprefix("notify "): each["actions"][0]["body"] for name, each in found.items()}
+        assert bodies == dict.fromkeys(earlier, BODY) | {"own": own}
         assert renew_notifications(server) == []
     finally:
         for each in find_automations(server, TAG):

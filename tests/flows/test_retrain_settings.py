@@ -109,6 +109,26 @@ def test_a_python_file_may_describe_a_retraining(folder: Path) -> None:
         deployments_of(config)
 
 
+def test_a_python_file_shows_a_schedule_of_nothing_beside_its_other_mistakes(folder: Path) -> None:
+    config = folder / "mine.py"
+    lines = (
+        "from pathlib import Path",
+        "from flows.form import load_pipeline",
+        "from flows.retrain_settings import ScheduleConfig",
+        "from dataclasses import replace",
+        f"small = load_pipeline(Path({str(folder / 'small.toml')!r}))",
+        "def reward(sample): return 1.0",
+        "rollout = small.config.rollout.model_copy(update={'reward_fn': reward})",
+        "own = small.config.model_copy(update={'rollout': rollout})",
+        "config = replace(small, config=own, schedule=ScheduleConfig(interval_minutes=5))",
+    )
+    config.write_text("\n".join(lines))
+    with pytest.raises(InputError) as caught:
+        load_pipeline(config)
+    said = str(caught.value)
+    assert "a schedule needs something to retrain" in said and "rollout.reward_fn: the jobs" in said
+
+
 def test_a_schedule_of_data_that_cannot_change_is_refused(folder: Path) -> None:
     settings = small_settings(mode="sft", data__sft=[{"path": "org/name", "revision": "0" * 40}])
     config = folder / "small.toml"

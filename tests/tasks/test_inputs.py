@@ -9,13 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from infra.errors import ObjectMissingError
+from infra.errors import ObjectMissingError, PermanentInfraError, StoreUnavailableError, TransientInfraError
 from infra.stores.object_store import ObjectStore
 from infra.stores.publication import publish_run
 from rollouts_core.checkpoint import new_checkpoint
 from rollouts_core.config import Config, DatasetConfig, RolloutConfig, parse_config, resolve_paths
 from rollouts_core.data.rows import digest_path
 from rollouts_core.fingerprint import digest_checkpoint, digest_model
+from rollouts_core.mistakes import Mistakes
+from tasks import inputs
 from tasks.inputs import bring_inputs, find_origin, keys_at_origin, named_urls
 from tests.infra.stores.s3_server import S3Server
 
@@ -114,6 +116,40 @@ def test_where_an_input_came_from_is_known_of_all_that_lies_in_it(
     assert [find_origin(path, store) for path in (brought, rows)] == [folder, folder]
     assert keys_at_origin(ObjectStore(folder), rows, store) == {rows: "deep/rows.jsonl"}
     assert find_origin(tmp_path / "a.jsonl", store) == "" == find_origin(store / "inputs/0123456789abcdef/x", store)
+
+
+def test_a_url_without_anything_is_asked_for_once_and_each_of_its_settings_has_the_mistake(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def find_nothing(url: str, store: Path, say: object) -> Path:
+        asked.append(url)
+        raise ObjectMissingError(f"there is nothing at {url}")
+
+    monkeypatch.setattr(inputs, "bring_input", find_nothing)
+    config = config_with(tmp_path, sft="s3://a/rows", sft_eval="s3://a/rows", prompts="s3://a/other")
+    mistakes = Mistakes(PermanentInfraError)
+    assert bring_inputs(config, tmp_path / "store", print, mistakes) == config
+    assert asked == ["s3://a/rows", "s3://a/other"]
+    assert mistakes.describe().splitlines() == [f"there is nothing at {url}" for url in asked]
+    assert all(mistakes.has(f"data.{name}") for name in ("sft", "sft_eval", "prompts"))
+
+
+def test_a_store_that_does_not_answer_is_asked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def wait_in_vain(url: str, store: Path, say: object) -> Path:
+        asked.append(url)
+        raise StoreUnavailableError(f"{url} does not answer")
+
+    monkeypatch.setattr(inputs, "bring_input", wait_in_vain)
+    urls = {"sft": "s3://a/rows", "sft_eval": "s3://a/other", "prompts": "s3://b/rows", "rollouts": "gs://a/rows"}
+    folders = {"selection": "file:///one/rows", "heldout": "file:///two/rows"}
+    mistakes = Mistakes(TransientInfraError)
+    bring_inputs(config_with(tmp_path, **urls, **folders), tmp_path / "store", print, mistakes)
+    assert asked == [url for url in (*urls.values(), *folders.values()) if url != "s3://a/other"]
+    assert all(mistakes.has(f"data.{name}") for name in (*urls, *folders))
 
 
 def test_nothing_at_a_url_is_one_sentence(bucket: str, tmp_path: Path) -> None:

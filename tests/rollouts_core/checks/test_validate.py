@@ -28,9 +28,9 @@ from rollouts_core.checks.validate import (
     warn_of_own_generation,
     warn_of_uncorrected_age,
 )
-from rollouts_core.config import Config, ModelConfig, RewardConfig, RLTrainingConfig, RolloutConfig
+from rollouts_core.config import Config, DataConfig, ModelConfig, RewardConfig, RLTrainingConfig, RolloutConfig
 from rollouts_core.data.dataset import load_prompts_from_jsonl
-from rollouts_core.errors import CheckpointError, ConfigError, DataError
+from rollouts_core.errors import CheckpointError, ConfigError, DataError, InputError
 from rollouts_core.findings import Caution
 from rollouts_core.fingerprint import SEMANTICS_VERSION
 from rollouts_core.job import InputFile, InputModel, RLJob
@@ -108,6 +108,33 @@ def test_tools_of_prompts_that_the_policy_is_not_told_of_are_said(tmp_path: Path
     said = f"{data['heldout']}: 1 of 2 prompts (row 2 first) have `tools`, of which the policy is not told"
     for findings in (validate_config(config), validate_evaluation(config, [base_model])):
         assert [each.startswith(said) for each in findings if "`tools`" in each] == [True]
+
+
+@pytest.mark.parametrize(
+    ("metric", "row", "problem"),
+    [
+        ("loss", {"prompt": "1+1=?"}, "completion"),
+        ("accuracy", {"prompt": "1+1=?"}, "has no `answer`"),
+    ],
+)
+def test_an_evaluation_without_a_usable_model_reads_its_held_out_rows_alone(
+    tmp_path: Path, metric: str, row: dict[str, Any], problem: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It names no other file, and the current folder is none."""
+    monkeypatch.chdir(tmp_path)
+    base = make_config("sft.jsonl").model_dump()
+    rollout = {"environment": "arithmetic", "sampling": {"max_new_tokens": 8}}
+    config = Config.model_validate({**base, "rollout": rollout, "evaluation": {"metric": metric}})
+    heldout = write_rows(tmp_path / "heldout.jsonl", [row])
+    config = config.model_copy(update={"data": DataConfig(heldout=heldout)})
+    with pytest.raises(InputError) as refused:
+        validate_evaluation(config, [ModelConfig(path=str(tmp_path / "gone"))])
+    [of_model, of_rows] = str(refused.value).splitlines()
+    assert of_model.startswith("model: ") and "gone" in of_model
+    assert of_rows.startswith(f"data.heldout: {heldout}, row 1") and problem in of_rows
+    with pytest.raises(InputError) as refused:  # as if no model had the name
+        validate_evaluation(config, [])
+    assert str(refused.value) == of_rows
 
 
 @pytest.mark.parametrize(
