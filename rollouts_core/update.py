@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Literal
 
 from rollouts_core.algorithms.loss import Metrics
-from rollouts_core.backends.protocol import LateTrainFuture, TrainFuture, TrainingBackend
+from rollouts_core.backends.protocol import FailedTrainFuture, LateTrainFuture, TrainFuture, TrainingBackend
 from rollouts_core.batch import TrainBatch
 from rollouts_core.errors import ConfigError, NonFiniteError
 from rollouts_core.metrics import sum_metrics
@@ -50,6 +50,8 @@ async def update_policy(
                 _collect(results, await _metrics_of(added, micro_batch))
         before_update()
         stepped = backend.optim_step()
+        if isinstance(stepped, FailedTrainFuture):  # there may be no numbers of such a step, nor ranks that give them
+            await stepped.result()
         for micro_batch, added in late:
             _collect(results, await _metrics_of(added, micro_batch))
         return {"num_nonfinite": 0.0, **sum_metrics(results), **await stepped.result()}

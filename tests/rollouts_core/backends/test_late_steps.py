@@ -127,6 +127,23 @@ def test_the_error_is_the_same_and_names_the_same_samples(base_model: ModelConfi
     assert messages[0] == messages[1]
 
 
+@pytest.mark.parametrize("failing", ["clip", "optimizer"])
+def test_a_step_that_fails_raises_its_own_error_and_does_not_count(
+    base_model: ModelConfig, monkeypatch: pytest.MonkeyPatch, failing: str
+) -> None:
+    def fail() -> None:
+        raise MemoryError(failing)
+
+    backend = create(base_model, late=True)
+    if failing == "clip":
+        monkeypatch.setattr(backend._steps, "_clip", fail)
+    else:
+        monkeypatch.setattr(backend.optimizer, "step", fail)
+    with pytest.raises(MemoryError, match=failing):
+        asyncio.run(update_policy(backend, make_update(0)))
+    assert backend._steps.num_done == 0
+
+
 def test_results_may_be_asked_for_one_by_one_and_not_at_all(base_model: ModelConfig) -> None:
     late, at_once = create(base_model, late=True), create(base_model, late=False)
     for backend in (late, at_once):
