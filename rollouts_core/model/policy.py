@@ -172,12 +172,16 @@ def create_policy(
 def find_kernel(model: ModelConfig, config: PolicyConfig, device: str) -> str:
     """The attention kernel that the settings mean on a device: what "auto" stands for there, or the one they name.
 
+    "auto" means no flash-attn here. Batches may be made for the same "auto", which lets completions share a prompt by a
+    mask, and flash-attn takes none. A job settles "auto" before both, so it can take flash-attn.
+
     Raises:
         ConfigError: they name `varlen`, which cannot train the model there.
     """
     device_type = torch.device(device).type
     if config.attention == "auto":
-        return choose_kernel(model, config, device_type=device_type).kernel
+        kernel = choose_kernel(model, config, device_type=device_type).kernel
+        return kernel if kernel == VARLEN else "sdpa"
     if config.attention == VARLEN and (reason := why_not_varlen(model, device_type=device_type)):
         raise ConfigError(f'policy.attention "{VARLEN}" cannot be used here: {reason}. Set it to "auto"')
     return config.attention
