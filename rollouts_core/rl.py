@@ -129,9 +129,7 @@ async def run_rl_training(
             note_batch(step, batch, events, on_batch)
             generated = perf_counter()
             async with handed_over():
-                train = partial(
-                    train_on_rollouts, batch=batch, config=config, pad_id=pad_id, before_update=checkpoints.stop.hold
-                )
+                train = partial(train_on_rollouts, batch=batch, config=config, pad_id=pad_id, stop=checkpoints.stop)
                 metrics = await run_with(trainer, train)
             skips.after_step(step, metrics)
             trained = perf_counter()
@@ -296,12 +294,12 @@ async def train_on_rollouts(
     config: RLTrainingConfig,
     *,
     pad_id: int,
-    before_update: Callable[[], None] = lambda: None,
+    stop: TrainingStop | None = None,
 ) -> Metrics:
     """The optimizer updates that a batch of rollouts gives; without any signal in it there is none.
 
     Args:
-        before_update: called before the weights change.
+        stop: held before the weights change.
 
     Raises:
         RewardError: a sample without a reward, unless the settings exclude such samples.
@@ -320,7 +318,7 @@ async def train_on_rollouts(
         num_ranks=backend.num_ranks,
     )
     tried = [
-        await update_policy(backend, micro_batches, on_nonfinite=config.on_nonfinite, before_update=before_update)
+        await update_policy(backend, micro_batches, on_nonfinite=config.on_nonfinite, stop=stop)
         for micro_batches in updates * config.num_epochs
         if micro_batches
     ]
