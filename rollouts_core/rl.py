@@ -120,9 +120,10 @@ async def run_rl_training(
         conclude = partial(conclude_step, checkpoints, signal, cursors, history, metrics_logger)
         began = perf_counter()
         published = await publish(earlier=find_earlier(checkpoints, state, inference_engines))
+        rounded = own_target.rounding.take_metrics()  # of the saved step: the next one may publish nothing
         await checkpoints.begin()
         if pending := state.get("pending"):  # a stop could not wait for the publication
-            await conclude(state["step"], {**pending, "publish_s": perf_counter() - began})
+            await conclude(state["step"], {**pending, "publish_s": perf_counter() - began, **rounded})
         for step in range(state["step"] + 1, config.num_steps + 1):
             began = perf_counter()
             batch = await rollout_manager.generate_batch()
