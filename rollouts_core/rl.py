@@ -43,7 +43,7 @@ from rollouts_core.rollout.group_order import Schedule
 from rollouts_core.rollout.manager import AsyncRolloutManager
 from rollouts_core.rollout.offline_rollouts import OfflineRollouts
 from rollouts_core.rollout.validity import count_invalid
-from rollouts_core.saving import RunCheckpoints, describe_settings, is_same_task
+from rollouts_core.saving import FREE_INPUTS, RunCheckpoints, describe_settings, is_same_task
 from rollouts_core.signal_watch import SignalWatch
 from rollouts_core.stopping import TrainingStop
 from rollouts_core.types import RolloutBatch, Sample, Status, trajectory_places
@@ -181,9 +181,9 @@ async def resume(
 
     With other data, where that is allowed, the weights go on and the data begin, at the first prompt or recorded step:
     a place in the former data and groups of them that were under way mean nothing here. With other settings the groups
-    that were ready are graded again: what grades them may be among those. Rewards of another task do not compare with
-    those to come: the steps without signal are counted from 0. Nor is followed what an earlier attempt logged of the
-    steps to come.
+    that were ready are graded again: what grades them may be among those, unless all are `FREE_INPUTS`. Rewards of
+    another task do not compare with those to come: the steps without signal are counted from 0. Nor is followed what an
+    earlier attempt logged of the steps to come.
 
     Raises:
         NoSignalError: it is where the training ended for want of signal, and the limit is still the same.
@@ -196,7 +196,8 @@ async def resume(
     signal = SignalWatch(config.max_steps_without_signal, signal_state)
     signal.check()
     if state["step"] and are_same_data:
-        rollout_manager.load_state_dict(state["rollout"], is_regraded=bool(checkpoints.changed))
+        is_regraded = any(name not in FREE_INPUTS for name in checkpoints.changed)
+        rollout_manager.load_state_dict(state["rollout"], is_regraded=is_regraded)
         if data_buffer:
             data_buffer.load_state_dict(state["data_buffer"])
     if checkpoints.events and checkpoints.directory and is_same_task(checkpoints.changed):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -442,6 +442,26 @@ def test_what_was_ready_is_graded_again_where_a_run_goes_on_with_another_reward(
     ahead.rollout = ahead.rollout.model_copy(update={"reward_fn": reward_of_one})
     ahead.train_alone(3)
     assert ahead.batches[2].rewards == [1.0] * 12
+
+
+def test_what_was_ready_is_not_graded_again_where_only_the_attention_kernel_is_another(run: Run) -> None:
+    ahead = with_rollout(run, max_staleness=1)
+    half = PolicyConfig(precision="bfloat16")
+    ahead.training = ahead.training.model_copy(update={"checkpoint_every": 1, "policy": half})
+    ahead.train_alone(2)
+    eager = half.model_copy(update={"attention": "eager"})
+    ahead.training = ahead.training.model_copy(update={"policy": eager})
+    regraded: list[bool] = []
+    load = AsyncRolloutManager.load_state_dict
+
+    def note(manager: AsyncRolloutManager, state: Mapping[str, Any], *, is_regraded: bool = False) -> None:
+        regraded.append(is_regraded)
+        load(manager, state, is_regraded=is_regraded)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(AsyncRolloutManager, "load_state_dict", note)
+        ahead.train_alone(3)
+    assert regraded == [False]
 
 
 @pytest.mark.slow
