@@ -52,8 +52,9 @@ def measure_arrival(start: Mapping[str, Tensor], weights: Mapping[str, Tensor], 
         weights: whole tensors, before they are rounded.
     """
     by_device: defaultdict[torch.device, list[Tensor]] = defaultdict(list)
-    for name in weights.keys() & start.keys():
-        tensor = weights[name]
+    for name, tensor in weights.items():  # in this order, so that the sums below round alike in every process
+        if name not in start:
+            continue
         before, now = start[name].to(tensor.device), _pick(tensor)
         intended = now.double() - before.double()
         delivered = now.to(dtype).double() - before.to(dtype).double()
