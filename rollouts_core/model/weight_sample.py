@@ -45,7 +45,7 @@ def sample_weights(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def measure_arrival(start: Mapping[str, Tensor], weights: Mapping[str, Tensor], dtype: torch.dtype) -> Arrival | None:
     """How much of an update arrives in engines that keep `dtype`; None without an update.
 
-    A GPU is waited for once.
+    For tensors on a GPU, starts and places are copied there one by one; the sums are read once.
 
     Args:
         start: `sample_weights` of the weights that training started from; tensors that it lacks are left out.
