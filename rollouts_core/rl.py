@@ -43,7 +43,7 @@ from rollouts_core.rollout.group_order import Schedule
 from rollouts_core.rollout.manager import AsyncRolloutManager
 from rollouts_core.rollout.offline_rollouts import OfflineRollouts
 from rollouts_core.rollout.validity import count_invalid
-from rollouts_core.saving import RunCheckpoints, describe_settings, is_same_task
+from rollouts_core.saving import FREE_INPUTS, RunCheckpoints, describe_settings, is_same_task
 from rollouts_core.signal_watch import SignalWatch
 from rollouts_core.stopping import TrainingStop
 from rollouts_core.types import RolloutBatch, Sample, Status, trajectory_places
@@ -120,18 +120,17 @@ async def run_rl_training(
         conclude = partial(conclude_step, checkpoints, signal, cursors, history, metrics_logger)
         began = perf_counter()
         published = await publish(earlier=find_earlier(checkpoints, state, inference_engines))
+        rounded = own_target.rounding.take_metrics()  # of the saved step: the next one may publish nothing
         await checkpoints.begin()
         if pending := state.get("pending"):  # a stop could not wait for the publication
-            await conclude(state["step"], {**pending, "publish_s": perf_counter() - began})
+            await conclude(state["step"], {**pending, "publish_s": perf_counter() - began, **rounded})
         for step in range(state["step"] + 1, config.num_steps + 1):
             began = perf_counter()
             batch = await rollout_manager.generate_batch()
             note_batch(step, batch, events, on_batch)
             generated = perf_counter()
             async with handed_over():
-                train = partial(
-                    train_on_rollouts, batch=batch, config=config, pad_id=pad_id, before_update=checkpoints.stop.hold
-                )
+                train = partial(train_on_rollouts, batch=batch, config=config, pad_id=pad_id, stop=checkpoints.stop)
                 metrics = await run_with(trainer, train)
             skips.after_step(step, metrics)
             trained = perf_counter()
@@ -182,9 +181,9 @@ async def resume(
 
     With other data, where that is allowed, the weights go on and the data begin, at the first prompt or recorded step:
     a place in the former data and groups of them that were under way mean nothing here. With other settings the groups
-    that were ready are graded again: what grades them may be among those. Rewards of another task do not compare with
-    those to come: the steps without signal are counted from 0. Nor is followed what an earlier attempt logged of the
-    steps to come.
+    that were ready are graded again: what grades them may be among those, unless all are `FREE_INPUTS`. Rewards of
+    another task do not compare with those to come: the steps without signal are counted from 0. Nor is followed what an
+    earlier attempt logged of the steps to come.
 
     Raises:
         NoSignalError: it is where the training ended for want of signal, and the limit is still the same.
@@ -197,7 +196,8 @@ async def resume(
     signal = SignalWatch(config.max_steps_without_signal, signal_state)
     signal.check()
     if state["step"] and are_same_data:
-        rollout_manager.load_state_dict(state["rollout"], is_regraded=bool(checkpoints.changed))
+        is_regraded = any(name not in FREE_INPUTS for name in checkpoints.changed)
+        rollout_manager.load_state_dict(state["rollout"], is_regraded=is_regraded)
         if data_buffer:
             data_buffer.load_state_dict(state["data_buffer"])
     if checkpoints.events and checkpoints.directory and is_same_task(checkpoints.changed):
@@ -296,12 +296,12 @@ async def train_on_rollouts(
     config: RLTrainingConfig,
     *,
     pad_id: int,
-    before_update: Callable[[], None] = lambda: None,
+    stop: TrainingStop | None = None,
 ) -> Metrics:
     """The optimizer updates that a batch of rollouts gives; without any signal in it there is none.
 
     Args:
-        before_update: called before the weights change.
+        stop: held before the weights change.
 
     Raises:
         RewardError: a sample without a reward, unless the settings exclude such samples.
@@ -320,7 +320,7 @@ async def train_on_rollouts(
         num_ranks=backend.num_ranks,
     )
     tried = [
-        await update_policy(backend, micro_batches, on_nonfinite=config.on_nonfinite, before_update=before_update)
+        await update_policy(backend, micro_batches, on_nonfinite=config.on_nonfinite, stop=stop)
         for micro_batches in updates * config.num_epochs
         if micro_batches
     ]

@@ -41,6 +41,7 @@ from rollouts_core.errors import CheckpointError
 from rollouts_core.fingerprint import SEMANTICS_VERSION, training_settings
 from rollouts_core.metrics import EventLog
 from rollouts_core.stopping import StoppedError, TrainingStop, describe_problem
+from rollouts_core.system.concurrency import in_short_thread
 from rollouts_core.system.files import remove_partial_directories
 
 logger = logging.getLogger(__name__)
@@ -80,7 +81,8 @@ class RunCheckpoints:
         scored_by: what `score_steps` reads; a checkpoint of steps that do not have it has no score.
         is_end_asked: looked at after every step; True ends the training there, with a checkpoint.
         before_save: called before a checkpoint is written, when its steps are done and logged.
-        write_served: called then, too; the file of the weights that engines serve, if they are of an earlier step.
+        write_served: called then in a thread; the file of the weights that engines serve if those are of an earlier
+            step.
         stop: asked after every step, too; then the training is saved there, and ends by StoppedError.
     """
 
@@ -233,18 +235,21 @@ class RunCheckpoints:
         """Begin to write the checkpoint of a step that is done; at most one is in flight."""
         assert self.directory is not None, "nothing is written without a directory"
         await self._settle(wait=True)
+        began_at = time()
+        self.before_save()
+        served = await in_short_thread(self.write_served)
         window = list(self._window)
         if step % self.config.checkpoint_every == 0:
             self._window = []
         state = {**self._state_of(step, window, cursors()), "window": list(self._window)}
-        self._saving = self._save(self.backend, step, state)
+        self._saving = self._save(self.backend, step, state, served=served, began_at=began_at)
 
-    def _save(self, backend: TrainingBackend, step: int, state: Mapping[str, Any]) -> _Save:  # Any: JSON
-        """Begin to write a checkpoint."""
+    def _save(
+        self, backend: TrainingBackend, step: int, state: Mapping[str, Any], *, served: Path | None, began_at: float
+    ) -> _Save:  # Any: JSON
+        """Have the backend begin to write a checkpoint."""
         assert self.directory is not None, "nothing is written without a directory"
-        self.before_save()
-        served = None if "pending" in state else self.write_served()
-        path, began_at = step_directory(self.directory, step), time()
+        path = step_directory(self.directory, step)
         whole_state = {**state, SERVED_FILE: str(served)} if served else state
         return _Save(path, step, backend.save_checkpoint(path, whole_state), began_at)
 
@@ -290,8 +295,11 @@ class RunCheckpoints:
             self._note_saved(self._saving)
         if self.stop.saved_step == step and "pending" not in state:
             return
+        began_at = time()
+        self.before_save()
+        served = None if "pending" in state else self.write_served()
         with remembered(random):  # what the step under way has taken from it, it takes again
-            saving = self._save(without_thread(self.backend), step, state)
+            saving = self._save(without_thread(self.backend), step, state, served=served, began_at=began_at)
         asyncio.run(_result_of(saving.future))
         self._note_saved(saving)
 

@@ -106,7 +106,7 @@ async def run_sft_training(
             began = perf_counter()
             micro_batches = prepare_sft_batch(rows, config, pad_id=pad_id, num_ranks=backend.num_ranks)
             metrics = await update_policy(
-                backend, micro_batches, on_nonfinite=config.on_nonfinite, before_update=checkpoints.stop.hold
+                backend, micro_batches, on_nonfinite=config.on_nonfinite, stop=checkpoints.stop
             )
             skips.after_step(step, metrics)
             num_tokens = sum(len(sample.tokens) for row in rows for sample in row)

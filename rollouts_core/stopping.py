@@ -7,6 +7,9 @@ Not here: what a checkpoint holds and when one is due (saving.py), who asks (job
 
 A step is whole until it changes the weights for the first time, and again when all that it changes is changed. In
 between `TrainingStop` is held by the loop, and the watch waits. So a checkpoint never has half of an update.
+
+A GPU is given the change of the weights together with the work before it, so the loop would hold the stop for the whole
+step. Before the change of a long step it therefore waits until that work is done.
 """
 
 from __future__ import annotations
@@ -27,6 +30,8 @@ from rollouts_core.errors import RolloutsError
 MIN_GRACE_S = 30.0
 GRACE_FACTOR = 1.5
 """How much longer than any before a step and a save may take."""
+LONG_STEP_S = 10.0
+"""A step that takes less ends within any grace period, together with its save."""
 NUM_RECENT_STEPS = 20
 STOPPED_CODE = 128 + signal.SIGTERM
 TOLD_BYTES = 4096
@@ -108,6 +113,14 @@ class TrainingStop:
             if self._granted is not None:
                 return float(self._granted.read_text(encoding="utf-8"))
         return self.wanted_s
+
+    @property
+    def may_give_up_step(self) -> bool:
+        """Whether the step under way could be given up here, and may be long enough for that.
+
+        The first step may be, too: nothing is known of its length.
+        """
+        return self.is_watched and not self._is_held and max(self._step_times, default=math.inf) > LONG_STEP_S
 
     def note_step(self, seconds: float) -> None:
         """Take note of how long a step took."""

@@ -6,14 +6,15 @@ Not here: which samples an update takes (sft.py, rl_batch.py), gradients (backen
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
 from rollouts_core.algorithms.loss import Metrics
-from rollouts_core.backends.protocol import LateTrainFuture, TrainFuture, TrainingBackend
+from rollouts_core.backends.protocol import FailedTrainFuture, LateTrainFuture, TrainFuture, TrainingBackend
 from rollouts_core.batch import TrainBatch
 from rollouts_core.errors import ConfigError, NonFiniteError
 from rollouts_core.metrics import sum_metrics
+from rollouts_core.stopping import TrainingStop
 
 logger = logging.getLogger(__name__)
 
@@ -25,12 +26,12 @@ async def update_policy(
     micro_batches: Sequence[TrainBatch],
     *,
     on_nonfinite: Literal["stop", "skip"] = "stop",
-    before_update: Callable[[], None] = lambda: None,
+    stop: TrainingStop | None = None,
 ) -> Metrics:
     """Add up the gradients of the micro-batches, then step.
 
     Args:
-        before_update: called before the weights change.
+        stop: held before the weights change, so that it gives the step up before that or not at all.
 
     Returns:
         The update's metrics, with `num_nonfinite` = 0; or that as 1 and nothing else where the update was skipped.
@@ -48,10 +49,14 @@ async def update_policy(
                 late.append((micro_batch, added))
             else:
                 _collect(results, await _metrics_of(added, micro_batch))
-        before_update()
+        if stop and stop.may_give_up_step:
+            await _collect_late(results, late)
+        if stop:
+            stop.hold()
         stepped = backend.optim_step()
-        for micro_batch, added in late:
-            _collect(results, await _metrics_of(added, micro_batch))
+        if isinstance(stepped, FailedTrainFuture):  # there may be no numbers of such a step, nor ranks that give them
+            await stepped.result()
+        await _collect_late(results, late)
         return {"num_nonfinite": 0.0, **sum_metrics(results), **await stepped.result()}
     except NonFiniteError as error:
         if on_nonfinite == "stop":
@@ -101,6 +106,13 @@ def _collect(results: list[Metrics], metrics: Metrics) -> None:
             f"the loss function returned the metrics {differing} for some micro-batches of a step and not for "
             "others: return the same names each time, so that they can be added"
         )
+
+
+async def _collect_late(results: list[Metrics], late: list[tuple[TrainBatch, TrainFuture[Metrics]]]) -> None:
+    """Wait for the device, and take the metrics of its micro-batches out of `late`."""
+    while late:
+        micro_batch, added = late.pop(0)
+        _collect(results, await _metrics_of(added, micro_batch))
 
 
 async def _metrics_of(added: TrainFuture[Metrics], micro_batch: TrainBatch) -> Metrics:

@@ -28,6 +28,7 @@ def create_backend(
     with_values: bool = False,
     with_reference: bool = False,
     within_tokenizer: bool = False,
+    with_start_sample: bool = True,
     seed: int = 0,
     ranks: Ranks | None = None,
 ) -> TrainingBackend:
@@ -40,6 +41,7 @@ def create_backend(
         with_values: train a value head.
         with_reference: keep the weights that training starts from, for `score(reference=True)`.
         within_tokenizer: leave token ids that the tokenizer does not have out of the softmax, as engines do in RL.
+        with_start_sample: keep a sample of the weights that training starts from. RL needs it, SFT does not.
         seed: of every library's random numbers.
         ranks: the processes that train together; None trains in this one alone.
 
@@ -67,6 +69,7 @@ def create_backend(
         with_values=with_values,
         with_reference=with_reference,
         within_tokenizer=within_tokenizer,
+        with_start_sample=with_start_sample,
         seed=seed,
     )
 

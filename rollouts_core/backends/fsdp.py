@@ -188,7 +188,7 @@ class FSDPTrainingBackend:
 
     @property
     def start_sample(self) -> Mapping[str, Tensor]:
-        """`sample_weights` of the weights that training started from, at the leader."""
+        """`sample_weights` of the weights that training started from, at the leader; else empty."""
         return self.policy.start_sample
 
     @property
@@ -446,6 +446,7 @@ def create_fsdp_backend(
     with_values: bool = False,
     with_reference: bool = False,
     within_tokenizer: bool = False,
+    with_start_sample: bool = True,
     seed: int = 0,
 ) -> FSDPTrainingBackend:
     """Model, AdamW, schedule and loss as a backend that is spread over ranks: `create_pytorch_backend` for several.
@@ -462,7 +463,9 @@ def create_fsdp_backend(
     tokenizer = load_tokenizer(model)
     num_tokens = count_token_ids(tokenizer) if within_tokenizer else None
     create = partial(create_sharded_policy, model, ranks=ranks, temperature=temperature, num_tokens=num_tokens)
-    trained = create(policy, with_entropies=with_entropies, with_values=with_values)
+    trained = create(
+        policy, with_entropies=with_entropies, with_values=with_values, with_start_sample=with_start_sample
+    )
     check_vocabulary(trained.hf_model.get_input_embeddings().weight.shape[0], tokenizer, model.path)
     reference = None
     if with_reference and policy.lora.rank == 0:

@@ -105,6 +105,7 @@ class JAXTrainingBackend:
         model_dir: where the weights are from; its configuration goes into checkpoints.
         num_steps: optimizer steps that the schedule spans.
         with_reference: keep the weights for `score(reference=True)`.
+        with_start_sample: keep a sample of them, too.
     """
 
     def __init__(
@@ -118,6 +119,7 @@ class JAXTrainingBackend:
         optim: OptimConfig,
         num_steps: int,
         with_reference: bool = False,
+        with_start_sample: bool = True,
     ) -> None:
         self.settings = settings
         self.loss_fn = loss_fn
@@ -125,8 +127,8 @@ class JAXTrainingBackend:
         self.tokenizer = tokenizer
         self.optim = optim
         self.num_steps = num_steps
-        self.start_sample = sample_weights(_without_value_head(weights))
-        """`sample_weights` of the weights that training started from."""
+        self.start_sample = sample_weights(_without_value_head(weights)) if with_start_sample else {}
+        """`sample_weights` of the weights that training started from; empty without `with_start_sample`."""
         self._params = to_params(weights)
         self._moments = _zero_moments(self._params)
         self._grads: Params | None = None
@@ -316,6 +318,7 @@ def create_jax_backend(
     with_values: bool = False,
     with_reference: bool = False,
     within_tokenizer: bool = False,
+    with_start_sample: bool = True,
     seed: int = 0,
 ) -> JAXTrainingBackend:
     """Model, AdamW, schedule and loss as a backend, in one call; the arguments of `create_backend`.
@@ -351,6 +354,7 @@ def create_jax_backend(
         optim=optim,
         num_steps=num_steps,
         with_reference=with_reference,
+        with_start_sample=with_start_sample,
     )
 
 

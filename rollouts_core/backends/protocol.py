@@ -68,10 +68,7 @@ class ThreadTrainFuture(Generic[T]):
 
 
 class LateTrainFuture(Generic[T]):
-    """A future of work that a device was given: only `result` waits for the device.
-
-    A part of a step that has such a future may be followed by the rest of the step before its result is asked for: if
-    it failed, the step changes no weights.
+    """A future of work that a device was given: only `result` waits for the device, once.
 
     Args:
         read: returns the value, or raises the error.
@@ -80,14 +77,18 @@ class LateTrainFuture(Generic[T]):
 
     def __init__(self, read: Callable[[], T], is_read: Callable[[], bool]) -> None:
         self._read, self._is_read = read, is_read
+        self._outcome: TrainFuture[T] | None = None
+        """None before the first `result`."""
 
     async def result(self) -> T:
         """Wait for the device, and for what else it was given before this call."""
-        return self._read()
+        if self._outcome is None:
+            self._outcome = future_of(self._read)
+        return await self._outcome.result()
 
     def done(self) -> bool:
         """True when `result` would not wait."""
-        return self._is_read()
+        return self._outcome is not None or self._is_read()
 
 
 class FailedTrainFuture:
@@ -124,10 +125,6 @@ class TrainingBackend(Protocol):
     `forward_backward` accumulates gradients; `optim_step` applies and clears them. Metrics of micro-batches of one
     step add up.
 
-    A backend whose `forward_backward` returns a `LateTrainFuture` is asked for a whole step before any result. It takes
-    no step whose loss or gradient is not finite: the result of that `forward_backward`, and of `optim_step`, is then a
-    NonFiniteError.
-
     It may have `save_model_config(path)`, which writes its model's config.json: then RL needs no `PublishTarget`. It
     may have `start_sample`, the `sample_weights` of what training started from: then RL says how much of an update
     arrives in engines that round weights.
@@ -144,7 +141,12 @@ class TrainingBackend(Protocol):
         ...
 
     def forward_backward(self, batch: TrainBatch) -> TrainFuture[Metrics]:
-        """Add the batch's gradient; returns metrics that add up over the step's micro-batches."""
+        """Add the batch's gradient; returns metrics that add up over the step's micro-batches.
+
+        A `LateTrainFuture` promises that the rest of the step may be asked for before its result: with a loss or
+        gradient that is not finite the step changes no weights, and the results of that `forward_backward` and of
+        `optim_step` are a NonFiniteError.
+        """
         ...
 
     def score(self, batch: TrainBatch, *, reference: bool = False) -> TrainFuture[TokenScores]:

@@ -120,7 +120,7 @@ class PyTorchTrainingBackend:
 
     @property
     def start_sample(self) -> Mapping[str, Tensor]:
-        """`sample_weights` of the weights that training started from."""
+        """`sample_weights` of the weights that training started from; empty without `with_start_sample`."""
         return self.policy.start_sample
 
     @property
@@ -288,6 +288,7 @@ def create_pytorch_backend(
     with_values: bool = False,
     with_reference: bool = False,
     within_tokenizer: bool = False,
+    with_start_sample: bool = True,
     seed: int = 0,
     device: str = "",
 ) -> PyTorchTrainingBackend:
@@ -301,6 +302,7 @@ def create_pytorch_backend(
         with_values: train a value head.
         with_reference: keep the weights that training starts from, for `score(reference=True)`.
         within_tokenizer: leave token ids that the tokenizer does not have out of the softmax, as engines do in RL.
+        with_start_sample: keep a sample of the weights that training starts from. RL needs it, SFT does not.
         seed: of the random numbers that new adapters and dropout take.
         device: "" takes the first GPU where there is one, else the CPU.
     """
@@ -314,7 +316,9 @@ def create_pytorch_backend(
         temperature=temperature,
         num_tokens=count_token_ids(tokenizer) if within_tokenizer else None,
     )
-    trained = create(policy, with_entropies=with_entropies, with_values=with_values)
+    trained = create(
+        policy, with_entropies=with_entropies, with_values=with_values, with_start_sample=with_start_sample
+    )
     check_vocabulary(trained.hf_model.get_input_embeddings().weight.shape[0], tokenizer, model.path)
     reference = None
     if with_reference and policy.lora.rank == 0:

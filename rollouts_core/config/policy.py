@@ -53,7 +53,7 @@ class PolicyConfig(Record):
         return self.attention in ("auto", "sdpa", "eager")
 
     def without_places(self) -> Self:
-        """Itself with the default instead of a kernel that "auto" may stand for: they differ by rounding alone."""
+        """Itself with "auto" instead of sdpa and varlen: it may stand for either, and they differ by rounding alone."""
         return self.model_copy(update={"attention": "auto"}) if self.attention in ("sdpa", "varlen") else self
 
     @model_validator(mode="after")

@@ -64,7 +64,7 @@ def read_tensors(model_dir: Path) -> dict[str, Tensor]:
     for path in _weight_files(model_dir):
         try:
             with open_tensors(path) as file:
-                tensors.update(file.get_tensors())
+                tensors.update({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118 - no mapping
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{path} cannot be read as safetensors ({error}): publish it again") from error
     return {name: tensor for name, tensor in tensors.items() if not name.endswith(ROTARY_FREQUENCIES)}

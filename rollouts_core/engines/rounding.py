@@ -66,8 +66,8 @@ class RoundingWatch:
             self._has_warned = True
             self._warning = describe_rounding(self._last.arrived, self._last.changed)
             logger.warning("%s", self._warning)
-        for name in weights.keys() & start.keys():
-            if start[name].dtype == dtype:
+        for name, before in start.items():
+            if name in weights and before.dtype == dtype:
                 weights[name] = weights[name].to(dtype)
 
     def take_metrics(self) -> Metrics:

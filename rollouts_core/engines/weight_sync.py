@@ -243,7 +243,10 @@ async def publish_weights(
     version = target.version_of(earlier.number if earlier else backend.weight_version)
     if not engines:
         return version
-    weights = load_file(earlier.file) if earlier else dict(await backend.get_weights().result())
+    if earlier:
+        weights = await in_short_thread(partial(load_file, earlier.file))
+    else:
+        weights = dict(await backend.get_weights().result())
     access = await common_access(engines)
     is_whole = target.transfer != "auto" or access is SegmentAccess.NONE
     if is_whole and not earlier:  # the weights of an earlier version are as the engines had them

@@ -51,6 +51,7 @@ def create_sft_backend(job: SFTJob, ranks: Ranks | None) -> TrainingBackend:
         create_cross_entropy_loss(),
         num_steps=job.training.num_steps,
         policy=job.training.policy,
+        with_start_sample=False,
         seed=job.training.seed,
         ranks=ranks,
     )

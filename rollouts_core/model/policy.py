@@ -66,7 +66,8 @@ class Policy(nn.Module):
         autocast_dtype: number format of the matrix products; None computes in that of the weights.
         mixes_samples: samples that share a row change each other, so that packed rows are refused.
         num_tokens: the softmax is over the token ids below it; None takes all that the model has.
-        start_sample: `sample_weights` of the weights that training starts from, without what adapters add.
+        start_sample: `sample_weights` of the weights that training starts from, without what adapters add; None where
+            nobody asks for them.
     """
 
     def __init__(
@@ -123,11 +124,13 @@ def create_policy(
     with_entropies: bool = False,
     with_values: bool = False,
     num_tokens: int | None = None,
+    with_start_sample: bool = False,
 ) -> Policy:
     """The model on disk as a policy that computes as `config` says.
 
     Args:
         num_tokens: leave token ids from here on out of the softmax.
+        with_start_sample: give the policy its `start_sample`, one copy from the device per tensor.
 
     Raises:
         CheckpointError: nothing loadable lies there.
@@ -165,19 +168,23 @@ def create_policy(
         autocast_dtype=autocast_dtype,
         mixes_samples=mixes_samples,
         num_tokens=num_tokens,
-        start_sample={} if device == "meta" else sample_weights(base_weights(hf_model)),
+        start_sample=sample_weights(base_weights(hf_model)) if with_start_sample and device != "meta" else {},
     )
 
 
 def find_kernel(model: ModelConfig, config: PolicyConfig, device: str) -> str:
     """The attention kernel that the settings mean on a device: what "auto" stands for there, or the one they name.
 
+    "auto" means no flash-attn here. Batches may be made for the same "auto", which lets completions share a prompt by a
+    mask, and flash-attn takes none. A job settles "auto" before both, so it can take flash-attn.
+
     Raises:
         ConfigError: they name `varlen`, which cannot train the model there.
     """
     device_type = torch.device(device).type
     if config.attention == "auto":
-        return choose_kernel(model, config, device_type=device_type).kernel
+        kernel = choose_kernel(model, config, device_type=device_type).kernel
+        return kernel if kernel == VARLEN else "sdpa"
     if config.attention == VARLEN and (reason := why_not_varlen(model, device_type=device_type)):
         raise ConfigError(f'policy.attention "{VARLEN}" cannot be used here: {reason}. Set it to "auto"')
     return config.attention

@@ -45,15 +45,16 @@ def sample_weights(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def measure_arrival(start: Mapping[str, Tensor], weights: Mapping[str, Tensor], dtype: torch.dtype) -> Arrival | None:
     """How much of an update arrives in engines that keep `dtype`; None without an update.
 
-    A GPU is waited for once.
+    For tensors on a GPU, starts and places are copied there one by one; the sums are read once.
 
     Args:
         start: `sample_weights` of the weights that training started from; tensors that it lacks are left out.
         weights: whole tensors, before they are rounded.
     """
     by_device: defaultdict[torch.device, list[Tensor]] = defaultdict(list)
-    for name in weights.keys() & start.keys():
-        tensor = weights[name]
+    for name, tensor in weights.items():  # in this order, so that the sums below round alike in every process
+        if name not in start:
+            continue
         before, now = start[name].to(tensor.device), _pick(tensor)
         intended = now.double() - before.double()
         delivered = now.to(dtype).double() - before.to(dtype).double()

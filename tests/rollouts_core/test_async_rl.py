@@ -10,10 +10,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from rollouts_core import rl
 from rollouts_core.algorithms.loss import Metrics, create_policy_loss
 from rollouts_core.backends.pytorch import PyTorchTrainingBackend, create_pytorch_backend
 from rollouts_core.batch import build_batch, place_samples, split_by_sample
@@ -41,12 +43,15 @@ from rollouts_core.embedded.scheduler import Scheduler
 from rollouts_core.engines import InferenceEngine, InFlightEngine, PublishTarget, SGLangEngine, publish_weights
 from rollouts_core.engines.completion import Completion, GenerationRequest
 from rollouts_core.engines.protocol import SegmentAccess
+from rollouts_core.errors import WeightSyncError
 from rollouts_core.metrics import EventLog, read_json_lines
 from rollouts_core.rewards import grade_group
-from rollouts_core.rl import run_rl_training, train_on_rollouts
+from rollouts_core.rl import publish_version, run_rl_training, train_on_rollouts
 from rollouts_core.rollout.generate import build_pending_group, create_engine_generate_fn
 from rollouts_core.rollout.manager import AsyncRolloutManager
 from rollouts_core.rollout.rollout_batch import convert_to_batch
+from rollouts_core.stopping import TrainingStop
+from rollouts_core.system.concurrency import in_short_thread
 from rollouts_core.types import RolloutBatch, Sample, Status
 from tests.rollouts_core.engines.test_rounding import FileReader
 from tests.rollouts_core.histories import without_times
@@ -78,6 +83,7 @@ class Run:
     end_at: int = 0
     """Somebody has the training end after this step; 0 is nobody."""
     events: EventLog | None = None
+    stop: TrainingStop | None = None
     batches: list[RolloutBatch] = field(default_factory=list)
     history: list[Metrics] = field(default_factory=list)
     weights: dict[int, dict[str, Tensor]] = field(default_factory=dict)
@@ -125,6 +131,7 @@ class Run:
                 events=self.events,
                 on_batch=lambda step, batch: self.batches.append(batch),
                 is_end_asked=lambda: len(self.batches) == self.end_at,
+                stop=self.stop,
             )
         return backend
 
@@ -338,11 +345,50 @@ def test_completions_under_way_when_a_batch_is_full_go_on_from_their_tokens(run:
     assert kept.history[1]["staleness_max"] == 1.0
 
 
-def test_a_run_says_once_what_bfloat16_engines_round_away_of_its_updates(run: Run, tmp_path: Path) -> None:
-    told = with_rollout(run, max_staleness=1)
+def with_rounding(run: Run, *, max_staleness: int = 0, **training: object) -> Run:
+    """A run of adapters, of whose updates engines in bfloat16 round most away."""
+    rounded = with_rollout(run, max_staleness=max_staleness)
     policy = PolicyConfig(precision="bfloat16", lora=LoRAConfig(rank=4))
     optim = run.training.optim.model_copy(update={"lr": 1e-5})
-    told.training = run.training.model_copy(update={"policy": policy, "optim": optim})
+    rounded.training = run.training.model_copy(update={"policy": policy, "optim": optim, **training})
+    return rounded
+
+
+def test_a_step_after_a_resume_that_publishes_nothing_says_nothing_of_rounding(run: Run) -> None:
+    rounded = with_rounding(run, sync_every=2)
+    with served_engine(Path(run.base_model.path), dtype=torch.bfloat16, client=FileReader) as (client, _):
+        asyncio.run(rounded.train(client, 2))
+        asyncio.run(rounded.train(client, 4))
+    assert ["update_arrived_share" in metrics for metrics in rounded.history] == [False, True, False, True]
+
+
+def test_a_step_whose_publication_a_resume_completes_says_what_was_rounded_away(
+    run: Run,
+) -> None:
+    rounded = with_rounding(run, checkpoint_every=5)
+    rounded.stop = stop = TrainingStop()
+    stop.is_watched = True
+
+    async def stand_still(*place: Any, **options: Any) -> int:
+        if rounded.batches:  # a stop outlasts the grace period here
+            await in_short_thread(stop.save_last_whole)
+            stop._held.release()
+            raise WeightSyncError("stopped")
+        return await publish_version(*place, **options)
+
+    with served_engine(Path(run.base_model.path), dtype=torch.bfloat16, client=FileReader) as (client, _):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(rl, "publish_version", stand_still)
+            with pytest.raises(WeightSyncError, match=r"^stopped$"):
+                asyncio.run(rounded.train(client, 2))
+        rounded.stop = None
+        asyncio.run(rounded.train(client, 2))
+    assert ["update_arrived_share" in metrics for metrics in rounded.history] == [True, True]
+    assert len(rounded.batches) == 2
+
+
+def test_a_run_says_once_what_bfloat16_engines_round_away_of_its_updates(run: Run, tmp_path: Path) -> None:
+    told = with_rounding(run, max_staleness=1)
     with (
         served_engine(Path(run.base_model.path), dtype=torch.bfloat16, client=FileReader) as (client, _),
         EventLog(tmp_path / "events.jsonl") as told.events,
@@ -396,6 +442,26 @@ def test_what_was_ready_is_graded_again_where_a_run_goes_on_with_another_reward(
     ahead.rollout = ahead.rollout.model_copy(update={"reward_fn": reward_of_one})
     ahead.train_alone(3)
     assert ahead.batches[2].rewards == [1.0] * 12
+
+
+def test_what_was_ready_is_not_graded_again_where_only_the_attention_kernel_is_another(run: Run) -> None:
+    ahead = with_rollout(run, max_staleness=1)
+    half = PolicyConfig(precision="bfloat16")
+    ahead.training = ahead.training.model_copy(update={"checkpoint_every": 1, "policy": half})
+    ahead.train_alone(2)
+    eager = half.model_copy(update={"attention": "eager"})
+    ahead.training = ahead.training.model_copy(update={"policy": eager})
+    regraded: list[bool] = []
+    load = AsyncRolloutManager.load_state_dict
+
+    def note(manager: AsyncRolloutManager, state: Mapping[str, Any], *, is_regraded: bool = False) -> None:
+        regraded.append(is_regraded)
+        load(manager, state, is_regraded=is_regraded)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(AsyncRolloutManager, "load_state_dict", note)
+        ahead.train_alone(3)
+    assert regraded == [False]
 
 
 @pytest.mark.slow

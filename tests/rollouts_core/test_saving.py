@@ -37,6 +37,7 @@ from rollouts_core.rollout.rollout_batch import convert_to_batch
 from rollouts_core.run_directory import RunDirectory
 from rollouts_core.saving import RunCheckpoints, ScoredBy, check_same_settings, describe_settings, score_steps
 from rollouts_core.sft import run_sft_training
+from rollouts_core.stopping import TrainingStop
 from rollouts_core.types import Sample
 from tests.rollouts_core.histories import without_times
 from tests.rollouts_core.make import make_groups, make_random_samples
@@ -104,6 +105,26 @@ def test_the_loop_goes_on_while_a_checkpoint_is_written(tmp_path: Path) -> None:
 
     assert asyncio.run(loop()) == []  # three steps were done while nothing could be written
     assert [path.name for path in list_checkpoints(tmp_path)] == ["step_000002"]
+
+
+def test_the_loop_goes_on_while_the_weights_that_engines_serve_are_written_as_a_part_of_the_save(
+    tmp_path: Path,
+) -> None:
+    backend, stop, has_turned = SlowDiskBackend(), TrainingStop(), threading.Event()
+    backend.may_write.set()
+
+    def write_served() -> None:
+        assert has_turned.wait(5), "the event loop stands still"
+
+    async def loop() -> None:
+        asyncio.get_running_loop().call_later(0.2, has_turned.set)
+        async with RunCheckpoints(
+            backend.as_backend, tmp_path, CONFIG, settings={}, write_served=write_served, stop=stop
+        ) as checkpoints:
+            await checkpoints.after_step(2, {"loss": 1.0})
+
+    asyncio.run(loop())
+    assert stop._save_s > 0.15
 
 
 def test_one_save_is_in_flight_at_most(tmp_path: Path) -> None:

@@ -28,6 +28,23 @@ def test_the_policys_settings_reach_the_backend(base_model: ModelConfig) -> None
     assert str(backend.policy.autocast_dtype) == "torch.bfloat16"
 
 
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_only_the_trained_policy_keeps_a_sample_of_its_start_and_only_where_it_is_needed(
+    base_model: ModelConfig, is_kept: bool
+) -> None:
+    backend = create_backend(
+        base_model,
+        OptimConfig(),
+        create_cross_entropy_loss(),
+        num_steps=1,
+        with_reference=True,
+        with_start_sample=is_kept,
+    )
+    assert isinstance(backend, PyTorchTrainingBackend) and backend.reference is not None
+    assert bool(backend.start_sample) == is_kept
+    assert not backend.reference.start_sample
+
+
 def test_a_backend_that_is_not_installed_is_named_with_its_remedy(
     base_model: ModelConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -33,6 +33,7 @@ from rollouts_core.batch import TrainBatch, build_batch, with_step_totals
 from rollouts_core.config import LossConfig, MismatchConfig, ModelConfig, OptimConfig, PolicyConfig
 from rollouts_core.errors import NonFiniteError
 from rollouts_core.model.varlen import use_sdpa_by_rows
+from rollouts_core.stopping import TrainingStop
 from rollouts_core.update import update_policy
 from tests.rollouts_core.make import make_random_samples
 
@@ -74,10 +75,10 @@ def make_update(seed: int, wrong: int | None = None, *, is_packed: bool = True) 
     return with_step_totals(parts, samples)
 
 
-def train(backend: PyTorchTrainingBackend, wrong: dict[int, int]) -> list[Metrics]:
+def train(backend: PyTorchTrainingBackend, wrong: dict[int, int], *, stop: TrainingStop | None = None) -> list[Metrics]:
     """Four steps, of which some hold a token that the loss cannot take."""
     return [
-        asyncio.run(update_policy(backend, make_update(seed, wrong.get(seed)), on_nonfinite="skip"))
+        asyncio.run(update_policy(backend, make_update(seed, wrong.get(seed)), on_nonfinite="skip", stop=stop))
         for seed in range(4)
     ]
 
@@ -100,6 +101,18 @@ def test_a_step_that_is_looked_at_late_ends_as_one_that_is_looked_at_at_once(
     assert [name for name in found if not torch.equal(found[name], expected[name])] == []
     assert late.weight_version == at_once.weight_version == 4 - len(wrong)
     assert late.scheduler.state_dict() == at_once.scheduler.state_dict()
+
+
+@pytest.mark.parametrize("wrong", [{}, {0: POISON}, {1: EXPLOSIVE, 2: POISON}])
+def test_a_long_step_that_is_looked_at_before_the_weights_change_ends_as_any_other(
+    base_model: ModelConfig, wrong: dict[int, int]
+) -> None:
+    late, at_once = create(base_model, late=True), create(base_model, late=False)
+    stop = watched_stop()
+    assert train(late, wrong, stop=stop) == train(at_once, wrong)
+    found, expected = state_of(late), state_of(at_once)
+    assert [name for name in found if not torch.equal(found[name], expected[name])] == []
+    assert late.weight_version == at_once.weight_version == 4 - len(wrong)
 
 
 @pytest.mark.parametrize("wrong", [POISON, EXPLOSIVE])
@@ -127,6 +140,23 @@ def test_the_error_is_the_same_and_names_the_same_samples(base_model: ModelConfi
     assert messages[0] == messages[1]
 
 
+@pytest.mark.parametrize("failing", ["clip", "optimizer"])
+def test_a_step_that_fails_raises_its_own_error_and_does_not_count(
+    base_model: ModelConfig, monkeypatch: pytest.MonkeyPatch, failing: str
+) -> None:
+    def fail() -> None:
+        raise MemoryError(failing)
+
+    backend = create(base_model, late=True)
+    if failing == "clip":
+        monkeypatch.setattr(backend._steps, "_clip", fail)
+    else:
+        monkeypatch.setattr(backend.optimizer, "step", fail)
+    with pytest.raises(MemoryError, match=failing):
+        asyncio.run(update_policy(backend, make_update(0)))
+    assert backend._steps.num_done == 0
+
+
 def test_results_may_be_asked_for_one_by_one_and_not_at_all(base_model: ModelConfig) -> None:
     late, at_once = create(base_model, late=True), create(base_model, late=False)
     for backend in (late, at_once):
@@ -151,6 +181,60 @@ def test_a_save_after_a_step_that_nobody_asked_about_counts_it(base_model: Model
     resumed = create(base_model, late=True)
     asyncio.run(resumed.load_checkpoint(tmp_path / "step_000001").result())
     assert resumed.weight_version == 1
+
+
+class _NotedStop(TrainingStop):
+    """Notes what was done when it was held, and is let go at once."""
+
+    def __init__(self, note: Callable[[], None]) -> None:
+        super().__init__()
+        self.is_watched = True
+        self._note = note
+
+    def hold(self) -> None:
+        """Note, and hold nothing."""
+        self._note()
+
+
+def watched_stop() -> TrainingStop:
+    """A stop that may give up any step: it knows of none how long it takes, and nothing holds it for long."""
+    return _NotedStop(lambda: None)
+
+
+@pytest.mark.parametrize(
+    ("step_times", "is_read"),
+    [([], True), ([0.1, 60.0, 0.1], True), ([0.1], False)],
+    ids=["the first step", "long steps", "short steps"],
+)
+def test_a_long_step_can_be_given_up_until_the_device_has_done_all_but_the_change(
+    base_model: ModelConfig, step_times: list[float], is_read: bool
+) -> None:
+    backend, found = create(base_model, late=True), []
+    stop = _NotedStop(lambda: found.append(not backend._steps._current._unread))
+    for seconds in step_times:
+        stop.note_step(seconds)
+    asyncio.run(update_policy(backend, make_update(0), stop=stop))
+    assert found == [is_read]
+
+
+def test_a_loss_that_is_not_finite_leaves_the_step_whole(base_model: ModelConfig) -> None:
+    backend, holds = create(base_model, late=True), []
+    with pytest.raises(NonFiniteError, match="these were 0/0, 0/0"):
+        asyncio.run(update_policy(backend, make_update(0, POISON), stop=_NotedStop(lambda: holds.append(1))))
+    assert not holds
+
+
+def test_only_a_stop_that_is_watched_and_not_held_asks_for_a_look() -> None:
+    stop = TrainingStop()
+    assert not stop.may_give_up_step
+    stop.is_watched = True
+    assert stop.may_give_up_step
+    stop.hold()
+    assert not stop.may_give_up_step  # the second update of a step of RL
+    stop.let_go(None)
+    assert stop.may_give_up_step
+    stop.note_step(9.0)
+    assert not stop.may_give_up_step
 
 
 class _Operators(TorchDispatchMode):

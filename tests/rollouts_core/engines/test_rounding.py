@@ -139,6 +139,19 @@ def test_a_sample_says_about_what_all_numbers_do(monkeypatch: pytest.MonkeyPatch
     assert sampled.changed == pytest.approx(whole.changed, abs=0.02)
 
 
+def test_the_shares_do_not_depend_on_the_names_of_the_tensors() -> None:
+    """Names decide the order of a set, in each process another one, and the order how a sum is rounded."""
+    generator = torch.Generator().manual_seed(0)
+    start = [torch.randn(99, generator=generator).bfloat16() for _ in range(40)]
+    weights = [tensor.float() + 0.01 * torch.randn(99, generator=generator) for tensor in start]
+
+    def named(tensors: list[Tensor], prefix: str) -> dict[str, Tensor]:
+        return {f"{prefix}.{number}": tensor for number, tensor in enumerate(tensors)}
+
+    found = [measure_arrival(named(start, prefix), named(weights, prefix), torch.bfloat16) for prefix in "abcdefgh"]
+    assert found == found[:1] * len(found)
+
+
 def test_engines_of_which_one_does_not_say_its_number_format_are_given_float32(base_model: ModelConfig) -> None:
     class Silent:
         """An engine of somebody's."""

@@ -1,6 +1,7 @@
-"""Pins which published directories stay: those that an engine may be reading, and no other.
+"""Pins which published directories stay, and that the event loop reads no weights.
 
-Without it a version is gone as soon as it was published, or the weights of every step stay on the disk.
+Without it a version is gone as soon as it was published, the weights of every step stay on the disk, or everything
+stands still while a file is read.
 """
 
 from __future__ import annotations
@@ -8,11 +9,20 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import threading
 from pathlib import Path
 
-from rollouts_core.engines import vllm
+import pytest
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from rollouts_core.algorithms.loss import create_cross_entropy_loss
+from rollouts_core.backends.pytorch import create_pytorch_backend
+from rollouts_core.config import ModelConfig, OptimConfig
+from rollouts_core.engines import PublishTarget, publish_weights, vllm, weight_sync
 from rollouts_core.engines.content import version_of_copy
-from rollouts_core.engines.weight_sync import remove_old_versions
+from rollouts_core.engines.weight_sync import EarlierVersion, remove_old_versions
+from tests.rollouts_core.served_engine import served_engine
 
 
 def make_folders(folder: Path, *names: str) -> None:
@@ -62,3 +72,24 @@ def test_a_copy_that_vllm_is_given_is_known_for_one_of_its_version(tmp_path: Pat
 
     assert asyncio.run(copy()) == "p-2"
     assert version_of_copy(version) == ""
+
+
+def test_the_weights_of_an_earlier_version_are_read_beside_the_event_loop(
+    base_model: ModelConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[threading.Thread] = []
+
+    def load(file: Path) -> dict[str, Tensor]:
+        threads.append(threading.current_thread())
+        return load_file(file)
+
+    monkeypatch.setattr(weight_sync, "load_file", load)
+    loss_fn, config = create_cross_entropy_loss(), Path(base_model.path) / "config.json"
+    backend = create_pytorch_backend(base_model, OptimConfig(), loss_fn, num_steps=1, device="cpu")
+    earlier = EarlierVersion(number=3, file=tmp_path / "served.safetensors")
+    save_file(asyncio.run(backend.get_weights().result()), earlier.file)
+    target = PublishTarget(weights_dir=tmp_path / "weights", model_config=config, prefix="run")
+    with served_engine(Path(base_model.path)) as (engine, _):
+        assert asyncio.run(publish_weights(backend, [engine], target, earlier=earlier)) == "run-3"
+    [thread] = threads
+    assert thread is not threading.main_thread()

@@ -23,6 +23,7 @@ from rollouts_core.model.attention_choice import (
     shared_prompts,
 )
 from rollouts_core.model.model_shape import read_shape
+from rollouts_core.model.policy import find_kernel
 from rollouts_core.saving import changed_settings, check_same_settings
 
 HALF = PolicyConfig(precision="bfloat16")
@@ -85,6 +86,18 @@ def test_elsewhere_it_is_sdpa(
 ) -> None:
     on_gpu()
     assert choose_kernel(base_model, policy, device_type=device_type, shared=shared).kernel == "sdpa"
+
+
+@pytest.mark.parametrize(
+    ("machine", "expected"),
+    [({}, "varlen"), ({"varlen_attn": False, "flash": (2, 3)}, "sdpa"), ({"flash": (2,)}, "varlen")],
+)
+def test_a_policy_of_auto_takes_a_kernel_that_takes_the_mask_of_shared_prompts(
+    base_model: ModelConfig, on_gpu: Callable[..., None], machine: dict[str, Any], expected: str
+) -> None:
+    on_gpu(**machine)
+    assert RLTrainingConfig(policy=HALF).shares_prompts
+    assert find_kernel(base_model, HALF, "cuda") == expected
 
 
 def test_a_long_prompt_is_worth_a_mask_and_a_short_one_is_not() -> None:
