@@ -24,6 +24,7 @@ from pathlib import Path
 from infra.errors import HostKeyError, PermanentInfraError
 from infra.node import SSH_PORT
 from infra.offers import HostKeyPair
+from infra.regular_file import read_text
 
 
 class HostKeyEvidence(StrEnum):
@@ -141,7 +142,7 @@ class HostKeyPolicy:
     def _entries(self) -> Iterator[tuple[str, HostKey]]:
         for path in self.known_hosts:
             try:
-                text = path.read_text(errors="replace")
+                text = read_text(path, errors="replace")
             except FileNotFoundError:
                 continue
             except OSError as error:

@@ -11,7 +11,15 @@ from pydantic import Field, field_validator, model_validator
 
 from rollouts_core.config.engine import ENGINE_MARGINS, MIN_ENGINE_CONTEXT, EngineConfig
 from rollouts_core.config.filter import FilterConfig
-from rollouts_core.config.record import PLACEMENT, EnvironmentName, Finite, FunctionName, Record, name_of_function
+from rollouts_core.config.record import (
+    PLACEMENT,
+    RUNS_PROGRAM,
+    EnvironmentName,
+    Finite,
+    FunctionName,
+    Record,
+    name_of_function,
+)
 from rollouts_core.config.reward import RewardConfig
 
 
@@ -69,6 +77,8 @@ class RolloutConfig(Record):
     environment: EnvironmentName = ""
     """The environment that answers the policy and grades it: a name of `rollouts_core.environments.ENVIRONMENTS` or
     `package.module:Class`. May be empty if `reward_fn` or `rewards` grade."""
+    tasksets: tuple[str, ...] = Field(default=(), json_schema_extra=RUNS_PROGRAM)
+    """With the environment `verifiers`: the tasksets that rows may name. A taskset is code, which is imported."""
     multi_turn: MultiTurnConfig = MultiTurnConfig()
     """Limits of conversations, for environments that answer the policy."""
     max_environment_retries: int = Field(default=3, ge=0)
@@ -134,6 +144,8 @@ class RolloutConfig(Record):
             raise ValueError("give reward_fn or rewards, not both: reward_fn may be one of the rewards")
         if self.filters and self.filter_fn != "":
             raise ValueError("give filter_fn or filters, not both: filter_fn may be one of the filters")
+        if self.tasksets and self.environment != "verifiers":
+            raise ValueError('tasksets are for environment = "verifiers": set that, or leave tasksets out')
         return self
 
     @model_validator(mode="after")

@@ -282,8 +282,8 @@ def group_from_json(body: Mapping[str, Json]) -> GroupCall:
         raise ContractError(f"invalid value: {_show(port)} for `master_port`, expected a number from 1 to 65535")
     if not (_is_integer(rank) and _is_integer(size) and 0 < rank < size <= MAX_GROUP_SIZE):
         raise ContractError(
-            f"invalid value: {_show(rank)} of {_show(size)}, expected a `rank_offset` from 1 to below the `world_size`, "
-            f"which is {MAX_GROUP_SIZE} at most"
+            f"invalid value: {_show(rank)} of {_show(size)}, expected a `rank_offset` from 1 to below the "
+            f"`world_size`, which is {MAX_GROUP_SIZE} at most"
         )
     return GroupCall(
         name=group_name_from_json(body),
