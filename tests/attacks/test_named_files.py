@@ -77,7 +77,7 @@ def test_what_is_no_file_is_refused_at_once(reader: str, kind: str, tmp_path: Pa
 def test_known_hosts_are_read_from_files_alone(kind: str, tmp_path: Path) -> None:
     KINDS[kind](tmp_path / "known_hosts")
     hosts = HostKeyPolicy(host="host", port=22, pinned="", known_hosts=(tmp_path / "known_hosts",), first_use_file=None)
-    with pytest.raises(PermanentInfraError, match="known_hosts cannot be read: it is .*not a file"):
+    with pytest.raises(PermanentInfraError, match=r"known_hosts cannot be read: it is .*not a file"):
         hosts.known_keys()
 
 

@@ -198,12 +198,9 @@ def test_of_this_project_only_modules_that_grade_need_no_trust(name: str) -> Non
 
 
 def test_a_taskset_that_rows_name_needs_trust(monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = {"environment": "verifiers", "tasksets": ["math-tasks", "evil"]}
     monkeypatch.setenv(VARIABLE, "math-tasks")
-    with pytest.raises(
-        ConfigError, match=r"rollout\.tasksets\.1 is evil, which a run that is asked for through Prefect"
-    ):
-        check(**settings)
+    with pytest.raises(ConfigError, match=r"rollout\.tasksets\.1 is evil, which a run that is asked for through"):
+        check(environment="verifiers", tasksets=["math-tasks", "evil"])
     check(environment="verifiers", tasksets=["math-tasks"])
 
 
