@@ -31,7 +31,10 @@ FINGERPRINT = re.compile(r"(SHA256:[A-Za-z0-9+/]{43})?")
 ROOT = re.compile(r"(/|~/)[^\x00-\x1f]+")
 INTERPRETER = re.compile(r"/[\w./+ -]+")
 """An absolute path of characters that every login shell leaves alone inside quotes."""
-INDEX = re.compile(r"(https?://[^\s@?#]+)?")
+INDEX = re.compile(
+    r"(?!.*/(?=[^/]*[a-z])(?=[^/]*[A-Z])(?=[^/]*[0-9])[\w.~+=%-]{16,}(/|$))"  # a part that looks like a key
+    r"(https?://[^\s@?#]+)?"
+)
 INSTANCE = re.compile(rf"({'|'.join(CLOUD_NAMES)}):[A-Za-z0-9][A-Za-z0-9_-]{{0,127}}")
 """A provider's name and its own name for a machine."""
 VARIABLE = r"^([A-Za-z_][A-Za-z0-9_]*)?$"
@@ -326,7 +329,7 @@ _FORMS = {
     "python": (INTERPRETER, "the absolute path of a Python interpreter on the machine"),
     "package_index": (
         INDEX,
-        "an http(s) URL without user, password and query: keys belong into the machine's own settings",
+        "an http(s) URL without user, password, query and key: keys belong into the machine's own settings",
     ),
 }
 
