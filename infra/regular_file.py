@@ -15,7 +15,7 @@ def read_bytes(path: Path) -> bytes:
     """The content of a regular file.
 
     Raises:
-        OSError: the file cannot be read, or is no regular file.
+        OSError: the file cannot be read, or is not a regular file.
     """
     if not stat.S_ISREG(path.stat().st_mode):  # to open a device may set it to work
         raise _not_a_file(path)

@@ -57,7 +57,7 @@ def open_file(path: Path | str) -> BufferedReader:
     """Open a regular file, which may be empty, for reading.
 
     Raises:
-        OSError: it may not be read, or is no regular file; `strerror` says which kind it is.
+        OSError: it may not be read, or is not a regular file; `strerror` says which kind it is.
     """
     descriptor = os.open(path, LOOK_AT)
     try:
@@ -69,7 +69,7 @@ def open_file(path: Path | str) -> BufferedReader:
 
 
 def describe_missing(path: Path) -> str:
-    """Why there is no regular file at a path, to stand after its name: "does not exist", "is a FIFO, not a file"."""
+    """Say why a path is not a regular file, to stand after its name: "does not exist", "is a FIFO, not a file"."""
     try:
         return f"is {_find_problem(path.stat().st_mode)}"
     except (OSError, ValueError):
@@ -77,7 +77,7 @@ def describe_missing(path: Path) -> str:
 
 
 def _find_problem(mode: int) -> str:
-    """The kind of what is no regular file, "" for a regular file."""
+    """Say which kind of file it is, "" for a regular file."""
     return "" if stat.S_ISREG(mode) else f"{KINDS.get(stat.S_IFMT(mode), 'something else')}, not a file"
 
 
