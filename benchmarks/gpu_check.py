@@ -45,7 +45,7 @@ BUDGETS_S = {"correctness": 120.0, "memory": 60.0, "backends": 60.0, "pipeline":
 TOTAL_S = 480.0
 """Limit of the default parts together, the probe included."""
 EXTRA_BUDGETS_S = {"engines": 300.0}
-"""Limits of the parts that run only if they are named, after the others and beside TOTAL_S."""
+"""Limits of the parts that run only by name, after the others and beside TOTAL_S."""
 LIMITS_S = BUDGETS_S | EXTRA_BUDGETS_S
 PROBE_S = 60.0
 GRACE_S = 5.0
@@ -157,7 +157,7 @@ def end_after(part: str, options: argparse.Namespace, *, seconds: float) -> None
 
 
 def end_with_descendants(process: subprocess.Popen[bytes], folder: Path) -> None:
-    """Interrupt a part, so that it can end its children, then kill everything that it has left.
+    """Interrupt a part, so that it can end its children, then kill all its other descendants.
 
     The jobs of the quickstart have sessions of their own, so a process group does not have them. They are found as
     descendants of this process, which orphans become by `become_subreaper`.
