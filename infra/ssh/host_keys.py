@@ -21,10 +21,10 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from infra.errors import HostKeyError, PermanentInfraError
-from infra.node import SSH_PORT
-from infra.offers import HostKeyPair
-from infra.regular_file import read_text
+from rollouts.infra.errors import HostKeyError, PermanentInfraError
+from rollouts.infra.node import SSH_PORT
+from rollouts.infra.offers import HostKeyPair
+from rollouts.infra.regular_file import read_text
 
 
 class HostKeyEvidence(StrEnum):

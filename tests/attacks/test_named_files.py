@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from infra.environment import read_requirements
-from infra.errors import LoginError, PermanentInfraError
-from infra.ssh.host_keys import HostKeyPolicy
-from infra.ssh.login_keys import _load_key, read_public_key
+from rollouts.infra.environment import read_requirements
+from rollouts.infra.errors import LoginError, PermanentInfraError
+from rollouts.infra.ssh.host_keys import HostKeyPolicy
+from rollouts.infra.ssh.login_keys import _load_key, read_public_key
 from rollouts_core.config.files import read_settings
 from rollouts_core.data.dataset import load_prompts_from_jsonl
 from rollouts_core.data.rows import JsonlRows
@@ -100,7 +100,7 @@ def test_validate_ends_at_a_fifo_with_a_sentence(name: str, tmp_path: Path) -> N
     (tmp_path / "run.toml").write_text(SETTINGS)
     (tmp_path / name).unlink()
     os.mkfifo(tmp_path / name)
-    command = [sys.executable, "-m", "flows.cli", "validate", str(tmp_path / "run.toml")]
+    command = [sys.executable, "-m", "rollouts.flows.cli", "validate", str(tmp_path / "run.toml")]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=REPOSITORY)
     said = ended.stdout + ended.stderr
     assert ended.returncode == 2 and "Traceback" not in said
