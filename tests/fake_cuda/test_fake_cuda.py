@@ -37,10 +37,30 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return target
 
 
-@pytest.mark.parametrize("cases", ["inside_steps.py", "inside_memory.py", "inside_sharded.py"])
-def test_on_the_fake_device(library: Path, cases: str) -> None:
+@pytest.mark.parametrize(
+    ("cases", "chosen"),
+    [
+        ("inside_steps.py", "not matrix"),
+        ("inside_memory.py", "not matrix"),
+        ("inside_sharded.py", "not matrix"),
+        pytest.param("inside_memory.py", "matrix", marks=pytest.mark.matrix),
+    ],
+)
+def test_on_the_fake_device(library: Path, cases: str, chosen: str) -> None:
     """A process of its own: torch must find the device when it is imported."""
-    command = [sys.executable, "-m", "pytest", "-p", "tests.fake_cuda.plugin", "--noconftest", "-q", "-p", "no:xdist"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-p",
+        "tests.fake_cuda.plugin",
+        "--noconftest",
+        "-q",
+        "-p",
+        "no:xdist",
+        "-m",
+        chosen,
+    ]
     done = subprocess.run(
         [*command, str(FOLDER / cases)],
         cwd=FOLDER.parents[1],
