@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal, Self
 
-import tomli_w
 from pydantic import ValidationInfo, model_validator
 
 from rollouts_core.config.data import DataConfig, DatasetConfig
@@ -186,8 +185,13 @@ class Config(Record):
     def save(self, path: str | Path) -> None:
         """Write the settings that differ from their defaults as TOML or JSON, by the name's ending."""
         settings = self.model_dump(mode="json", exclude_defaults=True)
-        is_json = Path(path).suffix == ".json"
-        Path(path).write_text(json.dumps(settings, indent=2) if is_json else tomli_w.dumps(settings), encoding="utf-8")
+        if Path(path).suffix == ".json":
+            text = json.dumps(settings, indent=2)
+        else:
+            import tomli_w  # a node that only reads settings may lack it
+
+            text = tomli_w.dumps(settings)
+        Path(path).write_text(text, encoding="utf-8")
 
 
 def _what_belongs_in(name: str) -> str:
