@@ -38,6 +38,7 @@ from gpu_parts.record import Figures
 from gpu_parts.resumed_training import train
 from rollouts_core import PyTorchTrainingBackend, TrainBatch
 from rollouts_core.config import ModelConfig, PolicyConfig
+from rollouts_core.model.flex import FLEX
 from rollouts_core.model.varlen import VARLEN, find_varlen_attn, why_not_varlen
 
 TOLERANCE = 1e-4
@@ -115,12 +116,14 @@ def kernels() -> list[str]:
 
 
 def compare_kernel(kernel: str, place: Place) -> Figures:
-    """Loss and gradient of packed rows by one kernel, against `eager` in float32.
+    """Loss and gradient of packed rows by one kernel, against `eager` in float32; with `flex` samples share prompts.
 
     A kernel that computes in float32 must agree to TOLERANCE; another one within BFLOAT16_FACTOR times the error that
     `eager` has in bfloat16.
     """
-    model, step = write_small_model(place), sft_step(0)
+    model = write_small_model(place)
+    # A loss of demonstrations serves for both: what is compared is what a token reads.
+    step = grpo_step(0) if kernel == FLEX else sft_step(0)
     if kernel == VARLEN:
         expect_varlen(model, device_type=place.device)
     loss, exact = _loss_and_gradient(model, place, step, attention="eager")
@@ -192,7 +195,7 @@ def repeat_training(place: Place) -> Figures:
 
 
 def resume_killed_training(place: Place) -> Figures:
-    """A training that was killed and resumed ends with the weights of one that ran through."""
+    """A training that was killed and resumed ends with the weights of an uninterrupted training."""
     model = write_small_model(place)
     folder = place.folder / "killed"
     command = [sys.executable, "-m", "gpu_parts.resumed_training", model.path, str(folder), place.device]

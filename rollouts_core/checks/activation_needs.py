@@ -70,7 +70,7 @@ class Rows(NamedTuple):
 def sft_rows(sft: SFTTrainingConfig) -> Rows:
     """The micro-batch of SFT."""
     num_rows = min(sft.micro_batch_size, sft.batch_size)
-    has_mask = sft.packing and sft.policy.takes_masks
+    has_mask = sft.packing and sft.policy.takes_dense_masks
     return Rows(num_rows * sft.max_length, sft.max_length, has_mask, f"{num_rows} rows of {sft.max_length} tokens")
 
 
@@ -84,7 +84,8 @@ def rl_rows(rl: RLTrainingConfig, rollout: RolloutConfig) -> Rows:
     else:
         row_length = longest
     num_tokens = max(rl.max_micro_batch_tokens, row_length)
-    return Rows(num_tokens, row_length, rl.shares_prompts, f"{num_tokens} tokens in rows of up to {row_length}")
+    has_mask = rl.packing and rl.policy.takes_dense_masks
+    return Rows(num_tokens, row_length, has_mask, f"{num_tokens} tokens in rows of up to {row_length}")
 
 
 def activation_parts(size: ModelSize, policy: PolicyConfig, rows: Rows, *, num_processes: int) -> list[Part]:

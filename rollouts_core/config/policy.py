@@ -36,10 +36,11 @@ class PolicyConfig(Record):
     precision: Literal["float32", "bfloat16"] = "float32"
     """Number format of the matrix products. Trained weights and optimizer state stay float32; with LoRA the frozen
     weights take this format too."""
-    attention: Literal["auto", "sdpa", "eager", "varlen", "flash_attention_2", "flash_attention_3"] = "auto"
+    attention: Literal["auto", "sdpa", "eager", "varlen", "flex", "flash_attention_2", "flash_attention_3"] = "auto"
     """Attention kernel. auto takes a kernel without a mask on a GPU in bfloat16: varlen, which is torch's own, else an
     installed flash-attn; everywhere else it is sdpa. sdpa and eager hide the other samples of a packed row by a mask of
-    its length squared; models that cap attention scores (Gemma 2) compute with eager instead of sdpa."""
+    its length squared; models that cap attention scores (Gemma 2) compute with eager instead of sdpa. flex hides them
+    by a mask of blocks; it needs a GPU, bfloat16 and some minutes to compile, and no GPU has tried it yet."""
     activation_checkpointing: bool = Field(default=False, json_schema_extra=PLACEMENT)
     """Compute the layers' activations again in the backward pass: less memory, about a third more time."""
     compile: bool = False
@@ -50,6 +51,11 @@ class PolicyConfig(Record):
     @property
     def takes_masks(self) -> bool:
         """Whether the attention kernel hides samples from each other by a mask; what "auto" stands for is not known."""
+        return self.takes_dense_masks or self.attention == "flex"
+
+    @property
+    def takes_dense_masks(self) -> bool:
+        """Whether that mask has a number for each pair of a row's positions."""
         return self.attention in ("auto", "sdpa", "eager")
 
     def without_places(self) -> Self:
@@ -58,7 +64,7 @@ class PolicyConfig(Record):
 
     @model_validator(mode="after")
     def _check_attention(self) -> Self:
-        if not self.takes_masks and self.precision != "bfloat16":
+        if not self.takes_dense_masks and self.precision != "bfloat16":
             raise ValueError(f'attention "{self.attention}" needs precision = "bfloat16"')
         return self
 

@@ -40,7 +40,7 @@ def compare(shape: str, policy: PolicyConfig, folder: Path, *, packed: bool) -> 
     """Bytes of a step: what the preflight says, and what is traced."""
     kernel = expected_kernel(policy, SHAPES[shape], None)
     resolved = policy.model_copy(update={"attention": kernel})
-    rows = Rows(NUM_ROWS * LENGTH, LENGTH, packed and resolved.takes_masks, "the rows of this test")
+    rows = Rows(NUM_ROWS * LENGTH, LENGTH, packed and resolved.takes_dense_masks, "the rows of this test")
     with fake_cuda() as trace, models_of(shape, folder) as model:
         backend = create_pytorch_backend(model, OptimConfig(), create_cross_entropy_loss(), num_steps=9, policy=policy)
         fill_gradients(backend)
