@@ -48,21 +48,9 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 )
 def test_on_the_fake_device(library: Path, cases: str, chosen: str) -> None:
     """A process of its own: torch must find the device when it is imported."""
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-p",
-        "tests.fake_cuda.plugin",
-        "--noconftest",
-        "-q",
-        "-p",
-        "no:xdist",
-        "-m",
-        chosen,
-    ]
+    command = [sys.executable, "-m", "pytest", "-p", "tests.fake_cuda.plugin", "--noconftest", "-q", "-p", "no:xdist"]
     done = subprocess.run(
-        [*command, str(FOLDER / cases)],
+        [*command, "-m", chosen, str(FOLDER / cases)],
         cwd=FOLDER.parents[1],
         env={**os.environ, LIBRARY_VARIABLE: str(library)},
         capture_output=True,
