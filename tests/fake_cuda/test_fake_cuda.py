@@ -38,7 +38,9 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.promise
-@pytest.mark.parametrize("chosen", ["not matrix", pytest.param("matrix", marks=pytest.mark.matrix)])
+@pytest.mark.parametrize(
+    "chosen", ["not matrix", pytest.param("matrix", marks=[pytest.mark.matrix, pytest.mark.timeout(1800)])]
+)
 def test_on_the_fake_device(library: Path, chosen: str) -> None:
     """A process of its own: torch must find the device when it is imported."""
     command = [sys.executable, "-m", "pytest", "-p", "tests.fake_cuda.plugin", "--noconftest", "-q", "-p", "no:xdist"]
