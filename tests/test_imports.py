@@ -121,7 +121,7 @@ NEEDED = {
     "backends.pytorch backends.fsdp rl_batch sft checks.resource_needs",
     "pydantic blake3": "embedded.decoder embedded.segments",
     "pydantic jsonschema": "environments rewards",
-    "pydantic blake3 jsonschema": "engines rl rollout.manager",
+    "pydantic blake3 jsonschema orjson httpx_aiohttp": "engines rl rollout.manager",
 }
 """The core's parts by those of the packages that they need to be imported."""
 IMPORT_WITHOUT = """
