@@ -164,7 +164,7 @@ def log_of(part: str, folder: Path, *, is_rehearsal: bool) -> Path:
 
 
 def end_with_descendants(process: subprocess.Popen[bytes], folder: Path) -> None:
-    """Interrupt a part, so that it can end its children, then kill everything that it has left.
+    """Interrupt a part, so that it can end its children, then kill all its other descendants.
 
     The jobs of the quickstart have sessions of their own, so a process group does not have them. They are found as
     descendants of this process, which orphans become by `become_subreaper`.

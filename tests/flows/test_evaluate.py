@@ -36,7 +36,6 @@ def num_scorings(rollouts: Rollouts) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.promise
 def test_models_are_scored_as_their_run_scored_them_once_and_from_everywhere(
     served: Rollouts,  # noqa: F811
     tmp_path: Path,

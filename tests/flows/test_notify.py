@@ -174,7 +174,6 @@ def test_at_a_teams_server_that_was_started_again_a_run_is_told_of_within_a_minu
     assert [each["subject"] for each in webhook.messages[1:]] == ["small-1: Completed"]
 
 
-@pytest.mark.promise
 def test_a_webhook_is_told_of_the_states_that_were_asked_for_until_it_is_removed(
     rollouts: Rollouts, server: ServerAddress, webhook: WebhookServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -106,7 +106,6 @@ def num_jobs(rollouts: Rollouts, stage: str) -> int:
     return len(list((rollouts.store / "stages").glob(f"{stage}-*/exit-1.json")))
 
 
-@pytest.mark.promise
 def test_data_is_trained_on_once_and_new_data_is_trained_on_and_compared_with_production(
     served: Rollouts,  # noqa: F811
     folder: Path,

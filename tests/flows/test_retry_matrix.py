@@ -243,7 +243,6 @@ def test_every_place_is_broken_in_every_way_and_few_cases_meet_every_place_and_w
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.promise
 def test_a_run_that_broke_is_completed_by_asking_again(
     case: Case, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -50,7 +50,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedServer]:
 
 
 @pytest.mark.slow
-@pytest.mark.promise
 def test_a_worker_runs_what_was_deployed_a_retry_attaches_and_cancel_ends_its_job(
     server: SharedServer, tmp_path: Path
 ) -> None:

@@ -27,7 +27,6 @@ def content_of(directory: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.slow
-@pytest.mark.promise
 def test_a_run_publishes_its_results_and_the_next_one_begins_with_them(
     rollouts: Rollouts, bucket: str, s3_server: S3Server, tmp_path: Path
 ) -> None:

@@ -137,7 +137,6 @@ def set_state(rollouts: Rollouts, run_id: str, state: str, **more: str) -> None:
     api(rollouts, "POST", f"/flow_runs/{run_id}/set_state", {"state": {"type": state, **more}, "force": False})
 
 
-@pytest.mark.promise
 def test_up_outlives_its_terminal_is_joined_runs_what_is_asked_for_and_is_ended_by_down(
     served: Rollouts, tmp_path: Path
 ) -> None:

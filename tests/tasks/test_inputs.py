@@ -144,7 +144,7 @@ def test_a_store_that_does_not_answer_is_asked_once(tmp_path: Path, monkeypatch:
         raise StoreUnavailableError(f"{url} does not answer")
 
     monkeypatch.setattr(inputs, "bring_input", wait_in_vain)
-    urls = {"sft": "s3://a/rows", "sft_eval": "s3://a/other", "prompts": "s3://b/rows", "rollouts": "gs://a/rows"}
+    urls = {"sft": "s3://a/rows", "sft_eval": "s3://a/other", "prompts": "gs://a/rows"}
     folders = {"selection": "file:///one/rows", "heldout": "file:///two/rows"}
     mistakes = Mistakes(TransientInfraError)
     bring_inputs(config_with(tmp_path, **urls, **folders), tmp_path / "store", print, mistakes)
