@@ -32,12 +32,13 @@ from pydantic import (
     model_validator,
 )
 
-from flows.evaluate_settings import EvaluateConfig
-from flows.retrain_settings import LINE_PATTERN, RetrainConfig, ScheduleConfig, check_retraining
-from flows.store import with_store
-from infra.node import NODE_TYPES, LocalNode, NodeSettings
-from infra.offers import CLOUD_NAMES, THROUGH_SKY, GPUQuery
-from infra.stores.object_store import check_url
+from rollouts.flows.evaluate_settings import EvaluateConfig
+from rollouts.flows.retrain_settings import LINE_PATTERN, RetrainConfig, ScheduleConfig, check_retraining
+from rollouts.flows.store import with_store
+from rollouts.infra.node import NODE_TYPES, LocalNode, NodeSettings
+from rollouts.infra.offers import CLOUD_NAMES, THROUGH_SKY, GPUQuery
+from rollouts.infra.stores.object_store import check_url
+from rollouts.tasks.trackers import TrackerName
 from rollouts_core.config import (
     Config,
     DataConfig,
@@ -56,7 +57,6 @@ from rollouts_core.mistakes import Mistakes
 from rollouts_core.user_code.code_folders import add_code_folders
 from rollouts_core.user_code.failures import describe_raised
 from rollouts_core.user_code.functions import resolve_function
-from tasks.trackers import TrackerName
 
 RecordT = TypeVar("RecordT", bound=BaseModel)
 OWN_TABLES = ("node", "run", "retrain", "schedule", "evaluate")

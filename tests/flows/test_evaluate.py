@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from flows.cli import app
-from infra.ledger import LEDGER_FILE, Ledger
-from infra.registry import promote, register_model
+from rollouts.flows.cli import app
+from rollouts.infra.ledger import LEDGER_FILE, Ledger
+from rollouts.infra.registry import promote, register_model
 from rollouts_core.checkpoint import load_manifest
 from rollouts_core.quickstart import write_quickstart_files
 from tests.flows.conftest import Rollouts

@@ -16,8 +16,8 @@ from uuid import uuid4
 import pytest
 import tomli_w
 
-from infra.ledger import LEDGER_FILE, Ledger
-from infra.registry import Alias, Model, current, history, models
+from rollouts.infra.ledger import LEDGER_FILE, Ledger
+from rollouts.infra.registry import Alias, Model, current, history, models
 from rollouts_core.checkpoint import verify_checkpoint
 from tests.flows.conftest import Rollouts
 from tests.flows.test_faults import LONG, exits_of, paused, program_of

@@ -36,9 +36,9 @@ from typing import Any
 
 import pytest
 
-from infra.ledger import Ledger
-from infra.renting.rentals import all_rentals
-from infra.supervisor.processes import find_processes
+from rollouts.infra.ledger import Ledger
+from rollouts.infra.renting.rentals import all_rentals
+from rollouts.infra.supervisor.processes import find_processes
 from rollouts_core.checkpoint import load_manifest
 from rollouts_core.metrics import read_json_lines
 from tests.flows import breaking
