@@ -416,10 +416,16 @@ def _run_python_file(path: Path) -> Any:  # Any: whatever the user's file calls 
         place = " ".join([error.title, ".".join(str(part) for part in problem["loc"])]).rstrip()
         raise ConfigError(f"{path}: {place}: {reason_of(problem)}") from error
     except (Exception, SystemExit) as error:
-        raise ConfigError(f"{path} {describe_raised(error)}") from error
+        raise ConfigError(f"{path} {describe_raised(error)}{_name_moved(error)}") from error
     if not isinstance(names.get("config"), Pipeline | Config | dict):
         raise ConfigError(f"{path} must define `config`, a Config, a Pipeline or a dict of settings")
     return names["config"]
+
+
+def _name_moved(error: BaseException) -> str:
+    """What a configuration has to import instead of `infra.node`, as the module was called once; else nothing."""
+    name = error.name or "" if isinstance(error, ModuleNotFoundError) else ""
+    return f": import rollouts.{name} instead" if name.partition(".")[0] in ("flows", "tasks", "infra") else ""
 
 
 def name_of(path: Path) -> str:

@@ -276,6 +276,18 @@ def test_the_files_of_a_node_of_a_python_file_are_relative_to_it(folder: Path) -
     assert loaded.trainer_nodes[0].key_file == "~/second"
 
 
+def test_a_python_file_that_imports_a_former_name_is_told_the_new_one(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", [each for each in sys.path if not (Path(each) / "infra").is_dir()])  # the checkout
+    monkeypatch.delenv("ROLLOUTS_CODE_PATH", raising=False)
+    monkeypatch.chdir(folder)  # modules in the current folder may be imported, too
+    path = folder / "former.py"
+    path.write_text("from infra.node import SSHNode\n")
+    with pytest.raises(ConfigError, match=r"former.py .*No module named 'infra'.*: import rollouts.infra instead"):
+        load_pipeline(path)
+
+
 @pytest.mark.slow
 def test_a_misspelt_key_is_found_before_torch_or_prefect_is_loaded(folder: Path) -> None:
     config = folder / "misspelt.json"
