@@ -1,6 +1,6 @@
 """What is installed: all that the product needs, none of its tests, and no name that a user's package may have.
 
-Without these tests a file that is no module would be missing wherever the product is not run from its checkout.
+Without these tests a preset or a template would be missing wherever the product is not run from its checkout.
 """
 
 from __future__ import annotations
