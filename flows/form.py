@@ -462,18 +462,19 @@ def _check_importable(config: Config, path: Path, mistakes: Mistakes) -> None:
     functions = {name: getattr(rollout, name) for name in ("generate_fn", "reward_fn", "filter_fn", "buffer_filter_fn")}
     functions |= {f"rewards.{index}.name": each.name for index, each in enumerate(rollout.rewards)}
     functions |= {f"filters.{index}.name": each.name for index, each in enumerate(rollout.filters)}
-    for name, function in functions.items():
+    named = {f"rollout.{name}": function for name, function in functions.items()}
+    for setting, function in {**named, "training.rl.loss_fn": config.training.rl.loss_fn}.items():
         if isinstance(function, str):
             continue
         called = getattr(function, "__qualname__", f"a {type(function).__qualname__}")
         try:
             if not hasattr(function, "__qualname__"):
                 raise ConfigError(f"{function!r} has no name")
-            resolve_function(name_of_function(function), {}, setting=f"rollout.{name}")
+            resolve_function(name_of_function(function), {}, setting=setting)
         except ConfigError as error:
             located = ConfigError(
-                f"{path}: rollout.{name}: the jobs, processes of their own, cannot import {called}: put it into a "
+                f"{path}: {setting}: the jobs, processes of their own, cannot import {called}: put it into a "
                 'module beside the configuration and name it "module:function"'
             )
             located.__cause__ = error
-            mistakes.note(f"rollout.{name}", located, names_place=True)
+            mistakes.note(setting, located, names_place=True)
