@@ -35,8 +35,9 @@ from pydantic import (
 from flows.evaluate_settings import EvaluateConfig
 from flows.retrain_settings import LINE_PATTERN, RetrainConfig, ScheduleConfig, check_retraining
 from flows.store import with_store
+from infra.clouds import cloud_names, reached_through
 from infra.node import NODE_TYPES, LocalNode, NodeSettings
-from infra.offers import CLOUD_NAMES, THROUGH_SKY, GPUQuery
+from infra.offers import GPUQuery
 from infra.stores.object_store import check_url
 from rollouts_core.config import (
     Config,
@@ -386,8 +387,8 @@ def _suggest_node_key(key: str, *, provider: str) -> str:
 def _expected_provider(given: object) -> str:
     """What `node.provider` may be, for somebody who gave something else."""
     expected = f"expected one of {', '.join(NODE_TYPES)}"
-    cloud = "sky" if given in THROUGH_SKY else given
-    if cloud not in CLOUD_NAMES:
+    cloud = given if given in cloud_names() else reached_through(given)
+    if not cloud:
         return expected
     return (
         f'{expected}; to have a machine rented there, set node.provider = "provision" and node.query.providers = '

@@ -22,6 +22,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from infra.cloud import Cloud
+from infra.clouds import CloudName
 from infra.errors import (
     InfraError,
     MissingKeyError,
@@ -35,7 +36,6 @@ from infra.errors import (
 )
 from infra.interrupts import uninterrupted
 from infra.offers import (
-    CloudName,
     GPUQuery,
     HostKeyPair,
     MachineSpec,

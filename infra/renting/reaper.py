@@ -24,9 +24,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from infra.cloud import PATIENT, Cloud, Pace
+from infra.clouds import CloudName
 from infra.errors import InfraError, LedgerUnwritableError, PermanentInfraError, ProviderUnavailableError
 from infra.ledger import Ledger
-from infra.offers import CloudName, Instance, InstanceStatus
+from infra.offers import Instance, InstanceStatus
 from infra.renting.release import end_unnoted, release_machine, status_of
 from infra.renting.rentals import (
     NAME,

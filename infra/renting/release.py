@@ -17,9 +17,10 @@ from dataclasses import replace
 from typing import NoReturn
 
 from infra.cloud import PATIENT, Cloud, Pace, look_up
+from infra.clouds import CloudName
 from infra.errors import InfraError, PermanentInfraError, StillRentedError, TransientInfraError
 from infra.ledger import Ledger
-from infra.offers import CloudName, InstanceStatus
+from infra.offers import InstanceStatus
 from infra.renting.rentals import Rental, RentalState, change_rental, find_rental
 from infra.renting.unanswered import find_machine
 

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+from infra.clouds import CloudName
 from infra.ledger import Ledger
-from infra.offers import CloudName
 from infra.run_ids import short_id
 
 NAME_PREFIX = "rollouts-"

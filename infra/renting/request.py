@@ -8,8 +8,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from infra.cloud import PATIENT, Cloud, Pace
+from infra.clouds import CloudName
 from infra.ledger import Ledger
-from infra.offers import CloudName, GPUQuery, Instance
+from infra.offers import GPUQuery, Instance
 from infra.renting.release import release_machine
 from infra.renting.rentals import Rental, RentalState, rentals_of
 

@@ -19,11 +19,12 @@ from typer.testing import CliRunner, Result
 
 from flows.cli import app
 from flows.machines_cli import render_offers
+from infra.clouds import cloud_names, find_cloud
 from infra.ledger import LEDGER_FILE, Ledger
 from infra.node import InstanceNode, RentedNode
 from infra.offers import Offer
 from infra.providers import provision_node
-from infra.providers.clouds import ENDPOINTS, open_clouds
+from infra.providers.clouds import open_clouds
 from infra.renting.provision import rent_machines
 from infra.renting.rentals import Rental, change_rental, open_rentals
 from infra.renting.request import Renting
@@ -38,7 +39,7 @@ from tests.infra.ssh_server import running_server
 
 @pytest.fixture
 def runpod(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeRunPod]:
-    for entry in ENDPOINTS.values():
+    for entry in (find_cloud(name).endpoint for name in cloud_names()):
         monkeypatch.delenv(entry.key_variable, raising=False)
     fake = FakeRunPod()
     with offered(fake, "RUNPOD", monkeypatch):

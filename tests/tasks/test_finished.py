@@ -12,12 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from infra.clouds import cloud_names, find_cloud
 from infra.errors import PermanentInfraError
 from infra.ledger import Ledger
 from infra.node import LocalNode, Node, NodeSettings, RentedNode, SSHNode, no_machine
-from infra.offers import CLOUD_NAMES
 from infra.providers import open_session
-from infra.providers.clouds import ENDPOINTS
 from infra.providers.rented import purpose_of
 from infra.renting.rentals import Rental, RentalState, add_rental
 from rollouts_core.checkpoint import load_manifest, new_checkpoint
@@ -157,8 +156,8 @@ def test_beside_one_that_no_run_of_these_settings_goes_on_with_nothing_is_rented
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    for name in CLOUD_NAMES:
-        monkeypatch.delenv(ENDPOINTS[name].key_variable, raising=False)
+    for name in cloud_names():
+        monkeypatch.delenv(find_cloud(name).endpoint.key_variable, raising=False)
     rent(ledger, "theirs", state, settings=None if state is RentalState.READY else RENTED)
     with ledger.living_run("theirs"):
         pass

@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from infra.cloud import Cloud, Pace
+from infra.clouds import CloudName
 from infra.ledger import Ledger
-from infra.offers import CloudName, GPUQuery, Instance
+from infra.offers import GPUQuery, Instance
 from infra.providers.http import Account
 from infra.providers.lambda_cloud import Lambda
 from infra.providers.prime import Prime

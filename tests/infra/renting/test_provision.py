@@ -18,6 +18,7 @@ import httpx
 import pytest
 
 from infra.cloud import Cloud, Pace
+from infra.clouds import CloudName
 from infra.errors import (
     LoginError,
     MissingKeyError,
@@ -29,7 +30,7 @@ from infra.errors import (
     UnfitMachineError,
 )
 from infra.ledger import Ledger
-from infra.offers import CloudName, GPUQuery, Instance
+from infra.offers import GPUQuery, Instance
 from infra.providers.lambda_cloud import Lambda
 from infra.providers.runpod import RunPod
 from infra.renting.provision import MAX_OFFERS, rent_machines

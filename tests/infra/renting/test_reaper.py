@@ -22,9 +22,10 @@ from typing import Any
 import pytest
 
 from infra.cloud import Cloud
+from infra.clouds import CloudName
 from infra.errors import StillRentedError
 from infra.ledger import Ledger
-from infra.offers import CloudName, Instance
+from infra.offers import Instance
 from infra.providers.runpod import RunPod
 from infra.renting.reaper import UNSEEN_AFTER_S, ReapReport, reap
 from infra.renting.release import release_machine
