@@ -23,11 +23,11 @@ from prefect.exceptions import PrefectHTTPStatusError
 from prefect.types import SecretDict
 from pydantic import Field, SecretStr, create_model
 
-from flows.credential_variables import check_carried
-from infra.clouds import cloud_names, find_cloud
-from infra.errors import TransientInfraError
-from infra.foreign_text import shown_line
-from infra.providers.clouds import CREDENTIALS_VARIABLE
+from rollouts.flows.credential_variables import check_carried
+from rollouts.infra.clouds import cloud_names, find_cloud
+from rollouts.infra.errors import TransientInfraError
+from rollouts.infra.foreign_text import shown_line
+from rollouts.infra.providers.clouds import CREDENTIALS_VARIABLE
 from rollouts_core.errors import ConfigError
 
 TYPE_NAME, TYPE_SLUG = "Rollouts credentials", "rollouts-credentials"

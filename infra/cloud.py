@@ -7,11 +7,11 @@ machines are rented and given back without losing one (provision.py, release.py)
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, Self
 
-from infra.clouds import CloudName
-from infra.offers import GPUQuery, Instance, InstanceStatus, MachineSpec, Offer
+from rollouts.infra.clouds import CloudName
+from rollouts.infra.offers import GPUQuery, Instance, InstanceStatus, MachineSpec, Offer
 
 if TYPE_CHECKING:
-    from infra.providers.http import Endpoint
+    from rollouts.infra.providers.http import Endpoint
 
 
 class CloudType(Protocol):

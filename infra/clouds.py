@@ -19,19 +19,19 @@ from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler
 from pydantic_core import CoreSchema, PydanticKnownError, core_schema
 
 if TYPE_CHECKING:
-    from infra.cloud import CloudType
+    from rollouts.infra.cloud import CloudType
 
 CloudName = str
 """The name of a provider: a key of `CLOUDS`, or the name of an entry point."""
 PLUGIN_GROUP = "rollouts.providers"
 
 CLOUDS: dict[CloudName, str] = {
-    "runpod": "infra.providers.runpod:RunPod",
-    "lambda": "infra.providers.lambda_cloud:Lambda",
-    "prime": "infra.providers.prime:Prime",
-    "shadeform": "infra.providers.shadeform:Shadeform",
-    "vast": "infra.providers.vast:Vast",
-    "sky": "infra.providers.sky:Sky",
+    "runpod": "rollouts.infra.providers.runpod:RunPod",
+    "lambda": "rollouts.infra.providers.lambda_cloud:Lambda",
+    "prime": "rollouts.infra.providers.prime:Prime",
+    "shadeform": "rollouts.infra.providers.shadeform:Shadeform",
+    "vast": "rollouts.infra.providers.vast:Vast",
+    "sky": "rollouts.infra.providers.sky:Sky",
 }
 """Each provider's class, which is imported late."""
 

@@ -13,8 +13,8 @@ from typing import Annotated, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 from pydantic.config import JsonDict
 
-from infra.clouds import cloud_names, networked_clouds
-from infra.offers import GPUQuery
+from rollouts.infra.clouds import cloud_names, networked_clouds
+from rollouts.infra.offers import GPUQuery
 
 HOST = re.compile(
     r"""(?P<user>[A-Za-z0-9_][\w.-]*) @

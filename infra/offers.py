@@ -14,8 +14,8 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from infra.clouds import CLOUDS, CloudChoice, CloudName, cloud_names, explain_reached_through
-from infra.errors import InfraError
+from rollouts.infra.clouds import CLOUDS, CloudChoice, CloudName, cloud_names, explain_reached_through
+from rollouts.infra.errors import InfraError
 
 MAX_USD_PER_HOUR = 1e6
 """A price beyond it is a mistake."""

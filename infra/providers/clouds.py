@@ -11,11 +11,11 @@ from contextlib import ExitStack, contextmanager
 
 import httpx
 
-from infra.cloud import Cloud
-from infra.clouds import CloudName, find_cloud
-from infra.errors import MissingKeyError, PermanentInfraError
-from infra.providers.http import Endpoint
-from infra.renting.rentals import Rental
+from rollouts.infra.cloud import Cloud
+from rollouts.infra.clouds import CloudName, find_cloud
+from rollouts.infra.errors import MissingKeyError, PermanentInfraError
+from rollouts.infra.providers.http import Endpoint
+from rollouts.infra.renting.rentals import Rental
 
 CREDENTIALS_VARIABLE = "ROLLOUTS_CREDENTIALS"
 """Names the credentials from which the keys in the environment came."""

@@ -21,18 +21,18 @@ from starlette.responses import Response
 from starlette.routing import Route
 from typer.testing import CliRunner
 
-from flows.cli import app
-from flows.credentials import _key_fields
-from flows.form import _expected_provider
-from infra.clouds import CLOUDS, cloud_names, find_cloud
-from infra.ledger import LEDGER_FILE, Ledger
-from infra.node import InstanceNode, RentedNode
-from infra.offers import GPUQuery
-from infra.providers.clouds import open_clouds
-from infra.renting.provision import rent_machines
-from infra.renting.release import release_machine
-from infra.renting.rentals import RentalState
-from infra.renting.request import Renting
+from rollouts.flows.cli import app
+from rollouts.flows.credentials import _key_fields
+from rollouts.flows.form import _expected_provider
+from rollouts.infra.clouds import CLOUDS, cloud_names, find_cloud
+from rollouts.infra.ledger import LEDGER_FILE, Ledger
+from rollouts.infra.node import InstanceNode, RentedNode
+from rollouts.infra.offers import GPUQuery
+from rollouts.infra.providers.clouds import open_clouds
+from rollouts.infra.renting.provision import rent_machines
+from rollouts.infra.renting.release import release_machine
+from rollouts.infra.renting.rentals import RentalState
+from rollouts.infra.renting.request import Renting
 from tests.infra.fake_cloud import KEY, FakeCloud, Machine, reply
 from tests.infra.renting.test_provision import PACE, REQUEST, usable
 
@@ -163,8 +163,8 @@ def test_an_installed_package_adds_a_provider_and_a_broken_one_is_left_out(tmp_p
     kept = {name: value for name, value in os.environ.items() if not name.endswith(("_API_KEY", "ROLLOUTS_SKY"))}
 
     def call(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-        environment = {**kept, "PYTHONPATH": f"{ROOT}{os.pathsep}{site}", **variables}
-        command = [sys.executable, "-m", "flows.cli", *arguments, "--store", str(tmp_path / "store")]
+        environment = {**kept, "PYTHONPATH": str(site), **variables}
+        command = [sys.executable, "-m", "rollouts.flows.cli", *arguments, "--store", str(tmp_path / "store")]
         return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, cwd=tmp_path)
 
     with FakeToy().served() as url:

@@ -6,9 +6,9 @@ from typing import ClassVar
 
 from pydantic import BaseModel
 
-from infra.offers import GPUQuery, Instance, InstanceStatus, MachineSpec, Offer
-from infra.providers.addresses import quoted, usable_host, usable_port
-from infra.providers.http import Account, Endpoint, InstanceId, Json
+from rollouts.infra.offers import GPUQuery, Instance, InstanceStatus, MachineSpec, Offer
+from rollouts.infra.providers.addresses import quoted, usable_host, usable_port
+from rollouts.infra.providers.http import Account, Endpoint, InstanceId, Json
 
 STATUS = {"starting": InstanceStatus.STARTING, "up": InstanceStatus.RUNNING}
 
