@@ -242,6 +242,15 @@ class ServeJob(Record):
 
 Job = SFTJob | RLJob | EvalJob | GenerateJob | ServeJob
 
+
+def modules_named(job: Job) -> dict[str, str]:
+    """The modules of the user's own functions that a job calls, by the settings that name them."""
+    if isinstance(job, SFTJob | ServeJob):
+        return {}
+    own_loss = job.training.modules_named if isinstance(job, RLJob) else {}
+    return {**job.rollout.modules_named, **own_loss}
+
+
 JOB_TYPES: dict[str, type[SFTJob] | type[RLJob] | type[EvalJob] | type[GenerateJob] | type[ServeJob]] = {
     "sft": SFTJob,
     "rl": RLJob,
