@@ -6,10 +6,10 @@ Not here: its GPUs, ports and number (deployment.py), how it is started (engines
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from typing import Annotated, Literal, Self
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from rollouts_core.config.record import PLACEMENT, RUNS_PROGRAM, SENDS_SECRET, Finite, Record
 
@@ -70,29 +70,27 @@ class EngineConfig(Record):
     """How long the server may take until it has generated its first token, and to be back after it died. So long it may
     be silent amid its first requests, too."""
 
-    @model_validator(mode="after")
-    def _check_kind(self) -> Self:
+    def _broken_rules(self) -> Iterator[str]:
         given = {"python": self.python, "extra_args": self.extra_args, "dtype": self.dtype.removeprefix("auto")}
-        if self.kind == "embedded" and (named := [name for name, value in given.items() if value]):
-            raise ValueError(f'engine.{named[0]} is a setting of the kinds "sglang" and "vllm": leave it out')
+        for name in [name for name, value in given.items() if value and self.kind == "embedded"]:
+            yield f'engine.{name} is a setting of the kinds "sglang" and "vllm": leave it out'
         if self.weight_transfer not in TRANSFERS[self.kind]:
-            raise ValueError(
+            yield (
                 f'engine.weight_transfer "{self.weight_transfer}" is no way to an engine of the kind {self.kind}: '
                 f"choose {' or '.join(TRANSFERS[self.kind])}, or the kind sglang"
             )
         routers = {"router_url": self.router_url, "router_python": self.router_python}
-        if self.kind == "vllm" and (named := [name for name, value in routers.items() if value]):
-            raise ValueError(f"engine.{named[0]} is a router of SGLang, the engine is vllm: leave it out")
+        for name in [name for name, value in routers.items() if value and self.kind == "vllm"]:
+            yield f"engine.{name} is a router of SGLang, the engine is vllm: leave it out"
         if all(routers.values()):
-            raise ValueError("engine.router_url names a router that runs, router_python one to start: leave one out")
+            yield "engine.router_url names a router that runs, router_python one to start: leave one out"
         if any(KEY_ARGUMENT.match(argument) for argument in self.extra_args):
-            raise ValueError(
+            yield (
                 "engine.extra_args has a key, which every user of the machine could read in the list of processes: "
                 "name the variable that holds it as engine.api_key_variable"
             )
         if self.kind != "embedded" and 0 < self.context_length < MIN_ENGINE_CONTEXT:
-            raise ValueError(
+            yield (
                 f"engine.context_length {self.context_length} is too short for the completions by which {self.kind} "
                 f"proves its weights: give {MIN_ENGINE_CONTEXT} or more, or 0"
             )
-        return self
