@@ -37,15 +37,15 @@ from gpu_parts.device import Facts, find_problem, from_json
 from gpu_parts.record import NAME, TABLE_NAME, Record, describe
 from side_by_side import REPOSITORY, describe_machine, worker_environment
 
-from infra.supervisor.files import POLL_S
-from infra.supervisor.processes import UNKILLABLE_AFTER_S, become_subreaper, find_processes, send_signal
+from rollouts.infra.supervisor.files import POLL_S
+from rollouts.infra.supervisor.processes import UNKILLABLE_AFTER_S, become_subreaper, find_processes, send_signal
 
 BUDGETS_S = {"correctness": 120.0, "memory": 60.0, "backends": 60.0, "pipeline": 90.0, "speed": 150.0}
 """Wall-clock limit of each default part, imports included, in the order in which they run."""
 TOTAL_S = 480.0
 """Limit of the default parts together, the probe included."""
 EXTRA_BUDGETS_S = {"engines": 300.0}
-"""Limits of the parts that run only if they are named, after the others and beside TOTAL_S."""
+"""Limits of the parts that run only by name, after the others and beside TOTAL_S."""
 LIMITS_S = BUDGETS_S | EXTRA_BUDGETS_S
 PROBE_S = 60.0
 GRACE_S = 5.0
@@ -157,7 +157,7 @@ def end_after(part: str, options: argparse.Namespace, *, seconds: float) -> None
 
 
 def end_with_descendants(process: subprocess.Popen[bytes], folder: Path) -> None:
-    """Interrupt a part, so that it can end its children, then kill everything that it has left.
+    """Interrupt a part, so that it can end its children, then kill all its other descendants.
 
     The jobs of the quickstart have sessions of their own, so a process group does not have them. They are found as
     descendants of this process, which orphans become by `become_subreaper`.

@@ -14,9 +14,9 @@ from contextlib import suppress
 
 import httpx
 
-from infra.errors import PermanentInfraError, TransientInfraError
-from infra.jobs import JobState, job_status, raise_failure, read_log_tail
-from infra.session import LOOPBACK, Session
+from rollouts.infra.errors import PermanentInfraError, TransientInfraError
+from rollouts.infra.jobs import JobState, job_status, raise_failure, read_log_tail
+from rollouts.infra.session import LOOPBACK, Session
 
 POLL_S = 0.5
 COMPLETION_TIMEOUT_S = 40.0

@@ -5,9 +5,9 @@ Not here: starting engines (engine.py), or having a job start them (rollouts_cor
 
 from __future__ import annotations
 
-from infra.engines import check_engine_installed, check_router_installed
-from infra.node import Node
-from infra.session import Session
+from rollouts.infra.engines import check_engine_installed, check_router_installed
+from rollouts.infra.node import Node
+from rollouts.infra.session import Session
 from rollouts_core.config import Config, EngineConfig
 
 

@@ -12,15 +12,15 @@ from pathlib import PurePosixPath
 from types import MappingProxyType
 from typing import Any
 
-from infra.jobs import FIRST_GPU, JobSpec, JobState, job_status
-from infra.ledger import Ledger
-from infra.node import Node
-from infra.providers.rented import rentals_of_unit
-from infra.session import Session
+from rollouts.infra.jobs import FIRST_GPU, JobSpec, JobState, job_status
+from rollouts.infra.ledger import Ledger
+from rollouts.infra.node import Node
+from rollouts.infra.providers.rented import rentals_of_unit
+from rollouts.infra.session import Session
+from rollouts.tasks.records import RunScope, Stage
 from rollouts_core.backends.allocator import KEPT_MEMORY
 from rollouts_core.hub_cache import FALLBACK
 from rollouts_core.keys import read_hub_token, read_named_keys
-from tasks.records import RunScope, Stage
 
 GRACE_S = 10.0
 """Between asking a job to end and killing it, unless the job says how long it needs to save what it has."""

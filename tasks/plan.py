@@ -9,8 +9,11 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from infra.node import Node
-from infra.session import LOOPBACK
+from rollouts.infra.node import Node
+from rollouts.infra.session import LOOPBACK
+from rollouts.tasks.early_end import is_left_behind
+from rollouts.tasks.leases import ENGINE, FOLLOWER
+from rollouts.tasks.records import EngineRecord, RunScope, Stage, StageRecord
 from rollouts_core.config import (
     Config,
     DatasetConfig,
@@ -36,9 +39,6 @@ from rollouts_core.job import (
     SFTJob,
 )
 from rollouts_core.keys import OWN_KEY_VARIABLE
-from tasks.early_end import is_left_behind
-from tasks.leases import ENGINE, FOLLOWER
-from tasks.records import EngineRecord, RunScope, Stage, StageRecord
 
 
 def plan_sft(config: Config, scope: RunScope, node: Node) -> Stage:

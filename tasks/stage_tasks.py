@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from prefect import task
 
-from infra.node import Node
-from tasks.caching import STAGE_OPTIONS
-from tasks.records import RunScope, Stage, StageRecord
-from tasks.stage import run_stage
+from rollouts.infra.node import Node
+from rollouts.tasks.caching import STAGE_OPTIONS
+from rollouts.tasks.records import RunScope, Stage, StageRecord
+from rollouts.tasks.stage import run_stage
 
 
 @task(name="sft", **STAGE_OPTIONS)

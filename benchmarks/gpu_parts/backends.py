@@ -47,7 +47,7 @@ def restore_backend(place: Place) -> Figures:
 
 
 def compare_fsdp(place: Place) -> Figures:
-    """Steps of FSDP with one rank, against those of one process."""
+    """Steps of FSDP with one rank against steps of one process."""
     model = write_small_model(place)
     expected = create_backend(model, place.device)
     with launched_alone(), join_ranks(device=place.choose("cuda:0", "cpu")) as ranks:

@@ -1,4 +1,4 @@
-"""One check, and how a part runs its checks one after the other.
+"""Run the checks of a part in turn.
 
 Not here: the parts' time limits (gpu_check.py), the file (record.py).
 """
@@ -64,7 +64,7 @@ class Check:
     needs: Sequence[str] = ()
     """Modules without which it is skipped."""
     is_measurement: bool = False
-    """Whether it only measures: it cannot fail, and after an error it counts as not measured."""
+    """Whether it only measures. A measurement cannot fail; after an error it counts as not measured."""
 
 
 def hold(holds: bool, sentence: str) -> None:

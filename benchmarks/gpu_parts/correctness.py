@@ -192,7 +192,7 @@ def repeat_training(place: Place) -> Figures:
 
 
 def resume_killed_training(place: Place) -> Figures:
-    """A training that was killed and resumed ends with the weights of one that ran through."""
+    """A killed and resumed training ends with the weights of an uninterrupted one."""
     model = write_small_model(place)
     folder = place.folder / "killed"
     command = [sys.executable, "-m", "gpu_parts.resumed_training", model.path, str(folder), place.device]

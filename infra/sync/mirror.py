@@ -31,15 +31,15 @@ from io import FileIO
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
 
-from infra.chunks import CHUNK_BYTES, DIRECT_BYTES, checked_digest
-from infra.errors import DiskFullError, InfraError, PermanentInfraError, TransientInfraError
-from infra.foreign_text import shown_line
-from infra.locks import locked
-from infra.node_agent import DIGESTS
-from infra.repeating import repeating
-from infra.session import Session, read_answer
-from infra.supervisor.files import parse_object
-from infra.sync import receiver, sender
+from rollouts.infra.chunks import CHUNK_BYTES, DIRECT_BYTES, checked_digest
+from rollouts.infra.errors import DiskFullError, InfraError, PermanentInfraError, TransientInfraError
+from rollouts.infra.foreign_text import shown_line
+from rollouts.infra.locks import locked
+from rollouts.infra.node_agent import DIGESTS
+from rollouts.infra.repeating import repeating
+from rollouts.infra.session import Session, read_answer
+from rollouts.infra.supervisor.files import parse_object
+from rollouts.infra.sync import receiver, sender
 
 LIST_TIMEOUT_S = 60.0
 PULL_INTERVAL_S = 10.0

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from infra.ports import find_free_port
-from infra.session import LocalSession
+from rollouts.infra.ports import find_free_port
+from rollouts.infra.session import LocalSession
 from rollouts_core.config import DeploymentConfig, EngineConfig, EngineKind, ModelConfig, WeightTransfer
 from rollouts_core.engines import SGLangEngine, VLLMEngine, sweep
 from rollouts_core.engines.launch import LaunchCommand

@@ -16,8 +16,8 @@ import httpx
 import pytest
 import torch
 
-from flows.preflight import served_model
-from infra.engines import has_generated, resume_generation
+from rollouts.flows.preflight import served_model
+from rollouts.infra.engines import has_generated, resume_generation
 from rollouts_core.config import SamplingConfig
 from rollouts_core.engines import Completion, GenerationRequest, SGLangEngine, VLLMEngine
 from rollouts_core.errors import EngineError, WeightSyncError

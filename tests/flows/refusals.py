@@ -18,8 +18,8 @@ import pytest
 import tomli_w
 from typer.testing import CliRunner
 
-from flows.cli import app
-from flows.form import load_pipeline
+from rollouts.flows.cli import app
+from rollouts.flows.form import load_pipeline
 from rollouts_core.errors import InputError
 from tests.small_pipeline import small_settings
 
@@ -67,17 +67,13 @@ def assert_refused(config: Path, *words: str) -> None:
     If settings do not fit, `run` tells this at once and leaves out what only models and rows show. How much of the disk
     is free may change meanwhile.
     """
-    ran, validated = (_lines(refusal(config, command=command)) for command in ("run", "validate"))
+    said = {command: refusal(config, command=command) for command in ("run", "validate")}
+    ran, validated = (_FREE.sub("", text.removeprefix("rollouts: ")).splitlines() for text in said.values())
     if _is_read(config):
         assert ran == validated
     assert [line for line in validated if line in ran] == ran
-    said = "\n".join(ran)
     for word in words:
-        assert word in said
-
-
-def _lines(said: str) -> list[str]:
-    return _FREE.sub("", said.removeprefix("rollouts: ")).splitlines()
+        assert word in said["run"]
 
 
 def _is_read(config: Path) -> bool:

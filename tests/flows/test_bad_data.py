@@ -17,11 +17,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
-from flows.cli import app
-from flows.form import load_pipeline
+from rollouts.flows.cli import app
+from rollouts.flows.form import load_pipeline
+from rollouts.tasks.plan import sft_job
 from rollouts_core.checkpoint import new_checkpoint
 from rollouts_core.saving import describe_settings
-from tasks.plan import sft_job
 from tests.flows.refusals import (
     ASSISTANT,
     GOOD_ROW,

@@ -13,12 +13,12 @@ from pathlib import Path
 import httpx
 import pytest
 
-from infra.engines import PROBES, check_engine_installed, check_router_installed, wait_until_engine_ready
-from infra.errors import JobFailedError, PermanentInfraError, TransientInfraError
-from infra.jobs import cancel_job, start_or_attach
-from infra.ports import find_free_port, is_port_free
-from infra.session import LocalSession, Session
-from infra.supervisor.gpu_slots import GPU_LOCKS_VARIABLE
+from rollouts.infra.engines import PROBES, check_engine_installed, check_router_installed, wait_until_engine_ready
+from rollouts.infra.errors import JobFailedError, PermanentInfraError, TransientInfraError
+from rollouts.infra.jobs import cancel_job, start_or_attach
+from rollouts.infra.ports import find_free_port, is_port_free
+from rollouts.infra.session import LocalSession, Session
+from rollouts.infra.supervisor.gpu_slots import GPU_LOCKS_VARIABLE
 from tests.infra.shell_jobs import shell_spec, wait_for_end
 from tests.waiting import wait_until
 

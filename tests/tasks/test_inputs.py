@@ -9,16 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from infra.errors import ObjectMissingError, PermanentInfraError, StoreUnavailableError, TransientInfraError
-from infra.stores.object_store import ObjectStore
-from infra.stores.publication import publish_run
+from rollouts.infra.errors import ObjectMissingError, PermanentInfraError, StoreUnavailableError, TransientInfraError
+from rollouts.infra.stores.object_store import ObjectStore
+from rollouts.infra.stores.publication import publish_run
+from rollouts.tasks import inputs
+from rollouts.tasks.inputs import bring_inputs, find_origin, keys_at_origin, named_urls
 from rollouts_core.checkpoint import new_checkpoint
 from rollouts_core.config import Config, DatasetConfig, RolloutConfig, parse_config, resolve_paths
 from rollouts_core.data.rows import digest_path
 from rollouts_core.fingerprint import digest_checkpoint, digest_model
 from rollouts_core.mistakes import Mistakes
-from tasks import inputs
-from tasks.inputs import bring_inputs, find_origin, keys_at_origin, named_urls
 from tests.infra.stores.s3_server import S3Server
 
 ROWS = b'{"prompt": "1+1=?", "completion": ":2"}\n'
@@ -144,7 +144,7 @@ def test_a_store_that_does_not_answer_is_asked_once(tmp_path: Path, monkeypatch:
         raise StoreUnavailableError(f"{url} does not answer")
 
     monkeypatch.setattr(inputs, "bring_input", wait_in_vain)
-    urls = {"sft": "s3://a/rows", "sft_eval": "s3://a/other", "prompts": "s3://b/rows", "rollouts": "gs://a/rows"}
+    urls = {"sft": "s3://a/rows", "sft_eval": "s3://a/other", "prompts": "gs://a/rows"}
     folders = {"selection": "file:///one/rows", "heldout": "file:///two/rows"}
     mistakes = Mistakes(TransientInfraError)
     bring_inputs(config_with(tmp_path, **urls, **folders), tmp_path / "store", print, mistakes)

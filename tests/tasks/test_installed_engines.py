@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 
-from flows.form import load_pipeline
-from infra.errors import PermanentInfraError
-from infra.node import FurtherNode, LocalNode, Node, SSHNode
-from infra.providers import provision_node
+from rollouts.flows.form import load_pipeline
+from rollouts.infra.errors import PermanentInfraError
+from rollouts.infra.node import FurtherNode, LocalNode, Node, SSHNode
+from rollouts.infra.providers import provision_node
+from rollouts.tasks.bootstrap import bootstrap
+from rollouts.tasks.installed_engines import leads_engines
 from rollouts_core.config import Config
-from tasks.bootstrap import bootstrap
-from tasks.installed_engines import leads_engines
 from tests.small_pipeline import write_small_pipeline
 
 ELSEWHERE: dict[str, Any] = {"rollout__engine__kind": "sglang", "evaluation__engine": "embedded"}

@@ -13,17 +13,10 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from infra.node import LocalNode, Node
-from infra.providers import provision_node
-from rollouts_core.checkpoint import load_manifest, new_checkpoint
-from rollouts_core.config import ENGINE_MARGINS, MIN_ENGINE_CONTEXT, Config, DataConfig, ModelConfig
-from rollouts_core.engines.canary import canary_requests
-from rollouts_core.errors import CheckpointError, ConfigError
-from rollouts_core.fingerprint import fingerprint_job
-from rollouts_core.job import EvalJob, InputModel
-from rollouts_core.keys import OWN_KEY_VARIABLE
-from tasks.node_job import job_environment
-from tasks.plan import (
+from rollouts.infra.node import LocalNode, Node
+from rollouts.infra.providers import provision_node
+from rollouts.tasks.node_job import job_environment
+from rollouts.tasks.plan import (
     base_model,
     check_plugins,
     plan_engine,
@@ -34,7 +27,14 @@ from tasks.plan import (
     selected_model,
     with_engines,
 )
-from tasks.records import EngineRecord, RunScope, Stage, StageRecord
+from rollouts.tasks.records import EngineRecord, RunScope, Stage, StageRecord
+from rollouts_core.checkpoint import load_manifest, new_checkpoint
+from rollouts_core.config import ENGINE_MARGINS, MIN_ENGINE_CONTEXT, Config, DataConfig, ModelConfig
+from rollouts_core.engines.canary import canary_requests
+from rollouts_core.errors import CheckpointError, ConfigError
+from rollouts_core.fingerprint import fingerprint_job
+from rollouts_core.job import EvalJob, InputModel
+from rollouts_core.keys import OWN_KEY_VARIABLE
 
 DATA = ("sft", "prompts", "selection", "heldout")
 

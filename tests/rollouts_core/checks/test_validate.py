@@ -130,7 +130,7 @@ def test_an_evaluation_without_a_usable_model_reads_its_held_out_rows_alone(
     with pytest.raises(InputError) as refused:
         validate_evaluation(config, [ModelConfig(path=str(tmp_path / "gone"))])
     [of_model, of_rows] = str(refused.value).splitlines()
-    assert of_model.startswith("model: ") and "gone" in of_model
+    assert of_model.startswith("model.path: ") and "gone" in of_model
     assert of_rows.startswith(f"data.heldout: {heldout}, row 1") and problem in of_rows
     with pytest.raises(InputError) as refused:  # as if no model had the name
         validate_evaluation(config, [])

@@ -21,7 +21,7 @@ import jsonschema
 import pytest
 import torch
 
-from infra.engines import has_generated, resume_generation
+from rollouts.infra.engines import has_generated, resume_generation
 from rollouts_core.config import EngineKind, RewardConfig, SamplingConfig
 from rollouts_core.config.reward import NATIVE_PATH
 from rollouts_core.embedded.app import build_app
