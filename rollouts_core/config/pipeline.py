@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Literal, Self
 
 import tomli_w
-from pydantic import ValidationInfo, model_validator
 
 from rollouts_core.config.data import DataConfig, DatasetConfig
 from rollouts_core.config.deployment import DeploymentConfig
@@ -19,7 +18,7 @@ from rollouts_core.config.engine import EngineConfig
 from rollouts_core.config.evaluation import EvaluationConfig
 from rollouts_core.config.files import parse_config, read_settings, resolve_paths
 from rollouts_core.config.model import ModelConfig
-from rollouts_core.config.record import PARTS_ALONE, Record
+from rollouts_core.config.record import Record
 from rollouts_core.config.rl import RLTrainingConfig
 from rollouts_core.config.rollout import RolloutConfig
 from rollouts_core.config.sft import SFTTrainingConfig
@@ -66,14 +65,11 @@ class Config(Record):
         is_server = self.evaluation.engine == "rollout" and not engine.spec.is_own
         return engine if is_server else EngineConfig()
 
-    @model_validator(mode="after")
-    def _check_rules(self, info: ValidationInfo) -> Self:
-        """Refuse settings of several sections that do not go together, each rule in a line."""
+    def _broken_rules(self) -> Iterator[str]:
+        """A sentence for each rule between settings of several sections that these break."""
         rules = (self._check_mode, self._check_scores, self._check_temperatures, self._check_batch)
-        broken = [sentence for rule in (*rules, self._check_colocated) for sentence in rule()]
-        if broken and info.context != PARTS_ALONE:
-            raise ValueError("\n".join(broken))
-        return self
+        for rule in (*rules, self._check_colocated):
+            yield from rule()
 
     def _check_mode(self) -> Iterator[str]:
         if self.data.prompts and self.data.rollouts:
