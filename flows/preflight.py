@@ -60,6 +60,7 @@ from rollouts_core.checks.resource_needs import (
     training_needs,
 )
 from rollouts_core.config import Config, DataConfig, EngineConfig, ModelConfig
+from rollouts_core.engine_kinds import ENGINES
 from rollouts_core.errors import ConfigError, DataError, InputError
 from rollouts_core.findings import Caution
 from rollouts_core.keys import key_header, read_key
@@ -406,11 +407,12 @@ def check_engine_nodes(config: Config, node: NodeSettings) -> None:
             f"{setting}: with deployment.colocated engines and trainer share GPUs, which they cannot on "
             "different nodes: leave one of them out"
         )
-    if engine.kind == "vllm":
+    if engine.spec.is_local_only:
+        others = " or ".join(name for name, each in ENGINES.items() if not each.is_local_only)
         raise ConfigError(
-            f"{setting}: an engine on another node is reached over the network, and vLLM's development endpoints, "
-            "which replace weights and run code, stay on their machine: choose the kind sglang or embedded, or "
-            "leave the nodes out"
+            f"{setting}: an engine on another node is reached over the network, and the development endpoints of "
+            f"{engine.spec.title}, which replace weights and run code, stay on their machine: choose the kind "
+            f"{others}, or leave the nodes out"
         )
     if engine.weight_transfer == "tensors":
         raise ConfigError(
@@ -513,7 +515,7 @@ def check_engine_port(session: Session, port: int, node: Node, *, trainer: Sessi
 
 def check_installed_engine(settings: NodeSettings | FurtherNode, node: Node, engine: EngineConfig) -> None:
     """Raise ConfigError when the engine is not installed; one that a run installs is seen when it has done so."""
-    if engine.kind == "embedded" or (is_installed_by_run(settings) and not engine.python):
+    if engine.spec.is_own or (is_installed_by_run(settings) and not engine.python):
         return
     with open_session(node) as session, as_config_errors():
         check_installed(session, node, engine)

@@ -8,10 +8,11 @@ Inputs are named by path and digest; the digest is part of the job's identity, t
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal, Self
+from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from rollouts_core.config import (
     PLACEMENT,
@@ -147,11 +148,9 @@ class RLJob(Record):
     node_rank: int = Field(0, ge=0, json_schema_extra=PLACEMENT)
     """Which of the machines this is: 0 leads, and does all but computing; then come `further_trainers`."""
 
-    @model_validator(mode="after")
-    def _check_source(self) -> Self:
+    def _broken_rules(self) -> Iterator[str]:
         if (self.prompts is None) == (self.rollouts is None):
-            raise ValueError("an RL job has either prompts or rollouts")
-        return self
+            yield "an RL job has either prompts or rollouts"
 
     @property
     def inputs(self) -> dict[str, str]:
@@ -190,14 +189,12 @@ class EvalJob(Record):
     deployment: DeploymentConfig = Field(DeploymentConfig(), json_schema_extra=PLACEMENT)
     """Threads and devices."""
 
-    @model_validator(mode="after")
-    def _check_names(self) -> Self:
+    def _broken_rules(self) -> Iterator[str]:
         """What a checkpoint said lies under its name, and is taken from there by whoever asks for it again."""
         digests: dict[str, str] = {}
         for each in self.checkpoints:
             if digests.setdefault(each.name, each.digest) != each.digest:
-                raise ValueError(f"two checkpoints are called {each.name}: results tell them apart by their names")
-        return self
+                yield f"two checkpoints are called {each.name}: results tell them apart by their names"
 
 
 class GenerateJob(Record):
@@ -241,6 +238,15 @@ class ServeJob(Record):
 
 
 Job = SFTJob | RLJob | EvalJob | GenerateJob | ServeJob
+
+
+def modules_named(job: Job) -> dict[str, str]:
+    """The modules of the user's own functions that a job calls, by the settings that name them."""
+    if isinstance(job, SFTJob | ServeJob):
+        return {}
+    own_loss = job.training.modules_named if isinstance(job, RLJob) else {}
+    return {**job.rollout.modules_named, **own_loss}
+
 
 JOB_TYPES: dict[str, type[SFTJob] | type[RLJob] | type[EvalJob] | type[GenerateJob] | type[ServeJob]] = {
     "sft": SFTJob,

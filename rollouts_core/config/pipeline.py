@@ -10,18 +10,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal, Self
 
-from pydantic import ValidationInfo, model_validator
-
 from rollouts_core.config.data import DataConfig, DatasetConfig
 from rollouts_core.config.deployment import DeploymentConfig
-from rollouts_core.config.engine import MAX_VLLM_TEMPERATURE, TRANSFERS, EngineConfig
+from rollouts_core.config.engine import EngineConfig
 from rollouts_core.config.evaluation import EvaluationConfig
 from rollouts_core.config.files import parse_config, read_settings, resolve_paths
 from rollouts_core.config.model import ModelConfig
-from rollouts_core.config.record import PARTS_ALONE, Record
+from rollouts_core.config.record import Record
 from rollouts_core.config.rl import RLTrainingConfig
 from rollouts_core.config.rollout import RolloutConfig
 from rollouts_core.config.sft import SFTTrainingConfig
+from rollouts_core.engine_kinds import EngineSpec
 
 
 class TrainingConfig(Record):
@@ -61,17 +60,14 @@ class Config(Record):
     def evaluation_engine(self) -> EngineConfig:
         """The engine that completes the prompts on which checkpoints are compared."""
         engine = self.rollout.engine
-        is_server = self.evaluation.engine == "rollout" and engine.kind != "embedded"
+        is_server = self.evaluation.engine == "rollout" and not engine.spec.is_own
         return engine if is_server else EngineConfig()
 
-    @model_validator(mode="after")
-    def _check_rules(self, info: ValidationInfo) -> Self:
-        """Refuse settings of several sections that do not go together, each rule in a line."""
+    def _broken_rules(self) -> Iterator[str]:
+        """A sentence for each rule between settings of several sections that these break."""
         rules = (self._check_mode, self._check_scores, self._check_temperatures, self._check_batch)
-        broken = [sentence for rule in (*rules, self._check_colocated) for sentence in rule()]
-        if broken and info.context != PARTS_ALONE:
-            raise ValueError("\n".join(broken))
-        return self
+        for rule in (*rules, self._check_colocated):
+            yield from rule()
 
     def _check_mode(self) -> Iterator[str]:
         if self.data.prompts and self.data.rollouts:
@@ -111,18 +107,18 @@ class Config(Record):
         )
 
     def _check_temperatures(self) -> Iterator[str]:
-        """Those of completions that vLLM is asked for."""
+        """Those of completions that engines are asked for."""
         rollout, evaluation = self.rollout, self.evaluation
-        asked: dict[str, float] = {}
-        if self.mode != "sft" and not self.data.rollouts and rollout.engine.kind == "vllm":
-            asked["rollout.sampling.temperature"] = rollout.sampling.temperature
-        if evaluation.metric == "accuracy" and self.evaluation_engine.kind == "vllm":
-            asked["evaluation.temperature"] = evaluation.temperature
-        for name, temperature in asked.items():
-            if temperature > MAX_VLLM_TEMPERATURE:
+        asked: list[tuple[str, float, EngineSpec]] = []
+        if self.mode != "sft" and not self.data.rollouts:
+            asked.append(("rollout.sampling.temperature", rollout.sampling.temperature, rollout.engine.spec))
+        if evaluation.metric == "accuracy":
+            asked.append(("evaluation.temperature", evaluation.temperature, self.evaluation_engine.spec))
+        for name, temperature, engine in asked:
+            if temperature > engine.max_temperature:
                 yield (
-                    f"{name} {temperature:g} is above {MAX_VLLM_TEMPERATURE:g}, and vLLM refuses such requests: lower "
-                    "it, or choose another rollout.engine.kind"
+                    f"{name} {temperature:g} is above {engine.max_temperature:g}, and {engine.title} refuses such "
+                    "requests: lower it, or choose another rollout.engine.kind"
                 )
 
     def _check_batch(self) -> Iterator[str]:
@@ -167,7 +163,7 @@ class Config(Record):
                 f"be 1, found {self.training.rl.sync_every}"
             )
         if self.rollout.engine.weight_transfer == "nccl":
-            other = "tensors" if "tensors" in TRANSFERS[self.rollout.engine.kind] else "auto"
+            other = "tensors" if "tensors" in self.rollout.engine.spec.transfers else "auto"
             yield (
                 "with deployment.colocated engine and trainer share GPUs, and NCCL connects processes of different "
                 f'GPUs: set rollout.engine.weight_transfer = "{other}"'
