@@ -82,6 +82,6 @@ def _finished_jobs(stage: Stage) -> Iterator[tuple[str, Job]]:
 def _word(key: str, was: Mapping[str, Any], now: Mapping[str, Any], stage: Stage) -> str:  # Any: JSON
     if key in CONTENTS:
         return f"{CONTENTS[key]} changed"
-    setting = key.replace("training.", f"training.{stage.kind}.", 1) if stage.kind in ("sft", "rl") else key
+    setting = key.replace("training.", f"training.{stage.kind}.", 1) if stage.trains else key
     before, after = (json.dumps(each[key]) if key in each else "its default" for each in (was, now))
     return f"{setting} was {before} and is {after}"

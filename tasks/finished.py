@@ -70,7 +70,7 @@ def trainings_begun(scope: RunScope, machine: Node, run_stages: Callable[[Node, 
     found: list[str] = []
 
     def note(_: StageTask, stage: Stage) -> StageRecord:
-        if stage.kind in ("sft", "rl"):
+        if stage.trains:
             found.append(stage.run_dir)
         return take_finished(stage, scope)
 

@@ -132,7 +132,7 @@ def job_environment(stage: Stage, known_keys: Mapping[str, str] = MappingProxyTy
     gpus = COUNTED_BY_BUS | ({"CUDA_VISIBLE_DEVICES": ",".join(str(rank) for rank in ranks)} if ranks else {})
     keys = read_named_keys(stage.job, known_keys) | read_hub_token(stage.job)
     is_own_engine = stage.kind == "serve" and stage.job["engine"]["kind"] == "embedded"
-    return gpus | keys | (KEPT_MEMORY if stage.kind in ("sft", "rl") or is_own_engine else {})
+    return gpus | keys | (KEPT_MEMORY if stage.trains or is_own_engine else {})
 
 
 def running_job(session: Session, run_dir: str) -> dict[str, Any] | None:  # Any: JSON

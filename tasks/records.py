@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict
 from infra.ledger import LEDGER_FILE
 from infra.run_ids import short_id
 from rollouts_core.config import EngineKind
+from rollouts_core.stages import TRAININGS
 from tasks.trackers import TrackerName
 
 How = Literal["ran", "attached", "reused"]
@@ -89,6 +90,11 @@ class Stage(TaskRecord):
     def kind(self) -> str:
         """The command of `python -m rollouts_core` that does the job."""
         return str(self.job["kind"])
+
+    @property
+    def trains(self) -> bool:
+        """Whether the stage trains the model."""
+        return self.kind in TRAININGS
 
 
 class StageRecord(TaskRecord):

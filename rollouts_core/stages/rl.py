@@ -1,0 +1,54 @@
+"""The stage RL: reinforcement learning on graded completions."""
+
+from __future__ import annotations
+
+from rollouts_core.stages.kind import Curve, StageKind
+
+RL = StageKind(
+    name="rl",
+    title="reinforcement learning",
+    label="RL",
+    trains=True,
+    is_judged=True,
+    curves=(
+        Curve("reward", "Reward", "Mean over the step's rollouts, on training prompts.", is_from_zero=False),
+        Curve(
+            "reward_unfiltered",
+            "Reward before the filter",
+            "With the groups that it dropped: where it leaves out what is solved, that is how the policy gets better.",
+            is_from_zero=False,
+        ),
+        Curve("response_tokens", "Completion length", "Mean number of sampled tokens."),
+        Curve(
+            "kl_rollout_policy",
+            "KL(rollout ‖ policy)",
+            "Between the engine and the policy before each update; with one per step 0 when they agree.",
+            min_high=0.001,
+        ),
+        Curve("entropy", "Entropy", "Mean over the trained tokens, in nats."),
+        Curve(
+            "staleness_mean", "Staleness", "Mean age of the sampled tokens, in publications of weights.", min_high=1.0
+        ),
+        Curve("clip_share", "Clip share", "Share of tokens whose gradient the objective limited.", min_high=0.01),
+        Curve("num_turns", "Turns", "Mean number of the policy's turns per conversation."),
+        Curve(
+            "tool_error_share", "Tool errors", "Share of turns that asked a tool for what it cannot do.", min_high=0.1
+        ),
+        Curve(
+            "parse_failure_share", "Parse failures", "Share of turns that the environment cannot read.", min_high=0.1
+        ),
+        Curve("reward_error_share", "Ungraded", "Share of samples that could not be graded.", min_high=0.1),
+        Curve(
+            "update_arrived_share",
+            "Update in engines",
+            "Share of what training changed in the weights that the engines' number format does not round away.",
+            min_high=1.0,
+        ),
+        Curve(
+            "signal_share", "Signal share", "Share of groups whose rewards differ; others teach nothing.", min_high=1.0
+        ),
+    ),
+    keeps_samples=True,
+    colors=("#c2571a", "#f0955c"),
+    facts="rollouts_core.report.trainings:rl_facts",
+)

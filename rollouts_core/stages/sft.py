@@ -1,0 +1,20 @@
+"""The stage SFT: supervised fine-tuning on demonstrations."""
+
+from __future__ import annotations
+
+from rollouts_core.stages.kind import Curve, StageKind
+
+SFT = StageKind(
+    name="sft",
+    title="supervised fine-tuning",
+    label="SFT",
+    trains=True,
+    curves=(
+        Curve("loss", "Loss", "Mean negative log-likelihood of the trained tokens, in nats."),
+        Curve("eval_loss", "Evaluation loss", "The same mean over data.sft_eval, which is not trained on."),
+        Curve("lr", "Learning rate", "As the optimizer used it."),
+        Curve("tokens_per_s", "Throughput", "Tokens of the rows per second, also those that are not trained on."),
+    ),
+    colors=("#2f6fd0", "#6ea3f5"),
+    facts="rollouts_core.report.trainings:sft_facts",
+)
