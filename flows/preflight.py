@@ -180,7 +180,7 @@ def _check_node(settings: NodeSettings, config: Config, store: Path, mistakes: M
         check_installed_packages(config, settings, node)
     with mistakes.at("node"):
         check_own_disk(config, settings, node)
-    if config.mode != "sft" and not config.data.rollouts:
+    if config.samples_for_training:
         with mistakes.at("deployment"):
             check_engine_ports(config, node, store)
     return findings
@@ -384,10 +384,10 @@ def check_trainer_nodes(config: Config, node: NodeSettings) -> None:
     if not settings_of_trainers(node):
         return
     setting = "node.num_trainer_nodes" if isinstance(node, RentedNode) else "node.trainer_nodes"
-    for kind, stage in (("sft", config.training.sft), ("rl", config.training.rl)):
-        if kind in config.mode and stage.policy.backend != "pytorch":
+    for name, training in config.trainings.items():
+        if training.policy.backend != "pytorch":
             raise ConfigError(
-                f'{setting}: training.{kind}.policy.backend "{stage.policy.backend}" trains in one process: '
+                f'{setting}: training.{name}.policy.backend "{training.policy.backend}" trains in one process: '
                 'leave the nodes out, or set backend = "pytorch"'
             )
 
@@ -398,8 +398,8 @@ def check_engine_nodes(config: Config, node: NodeSettings) -> None:
         return
     setting = "node.num_engine_nodes" if isinstance(node, RentedNode) else "node.engine_nodes"
     engine = config.rollout.engine
-    if config.mode == "sft" or config.data.rollouts:
-        what = 'mode "sft"' if config.mode == "sft" else "data.rollouts"
+    if not config.samples_for_training:
+        what = "data.rollouts" if config.is_graded else f'mode "{config.mode}"'
         raise ConfigError(f"{setting}: {what} samples nothing, so there are no engines: leave the nodes out")
     if config.deployment.colocated:
         raise ConfigError(
@@ -430,7 +430,7 @@ def check_weight_transfer(config: Config, node: NodeSettings) -> None:
     They leave the GPU of the trainer's first process.
     """
     deployment, way = config.deployment, config.rollout.engine.weight_transfer
-    if config.mode == "sft" or config.data.rollouts or settings_of_engines(node):
+    if not config.samples_for_training or settings_of_engines(node):
         return
     sender = next(iter(deployment.trainer_gpu_ranks), 0)
     of_engines = [deployment.of_engine(index).engine_gpu_ranks for index in range(deployment.num_engines)]

@@ -23,6 +23,7 @@ from rollouts_core.config.record import PARTS_ALONE, Record
 from rollouts_core.config.rl import RLTrainingConfig
 from rollouts_core.config.rollout import RolloutConfig
 from rollouts_core.config.sft import SFTTrainingConfig
+from rollouts_core.stages import trainings_of
 
 
 class TrainingConfig(Record):
@@ -53,6 +54,25 @@ class Config(Record):
     """Placement on the node."""
 
     @property
+    def trainings(self) -> dict[str, SFTTrainingConfig | RLTrainingConfig]:
+        """The settings of each training of the mode, by the name of the stage, in order."""
+        return {name: getattr(self.training, name) for name, _ in trainings_of(self.mode)}
+
+    def reads(self, name: str) -> bool:
+        """Whether a training of the mode reads `data.NAME`, if it is given."""
+        return any(name in kind.reads for _, kind in trainings_of(self.mode))
+
+    @property
+    def is_graded(self) -> bool:
+        """Whether a training of the mode learns from completions and their rewards."""
+        return any(kind.is_graded for _, kind in trainings_of(self.mode))
+
+    @property
+    def samples_for_training(self) -> bool:
+        """Whether a training asks engines for completions."""
+        return self.is_graded and not self.data.rollouts
+
+    @property
     def demonstrations(self) -> tuple[DatasetConfig, ...]:
         """The datasets of `data.sft`, also where it is written as one path."""
         sft = self.data.sft
@@ -77,18 +97,17 @@ class Config(Record):
     def _check_mode(self) -> Iterator[str]:
         if self.data.prompts and self.data.rollouts:
             yield "give data.prompts, to sample completions, or data.rollouts, to train on recorded ones"
-        source = "rollouts" if self.data.rollouts else "prompts"
-        needed = {"sft": ["sft"], "rl": [source], "sft+rl": ["sft", source]}[self.mode]
-        for name in [*needed, "selection", "heldout"]:
-            if not getattr(self.data, name):
-                yield f'mode "{self.mode}" needs data.{name}: {_what_belongs_in(name)}'
-        if self.mode != "sft" and self.evaluation.metric == "loss":
+        needed = [names for _, kind in trainings_of(self.mode) for names in kind.needs]
+        for names in dict.fromkeys([*needed, ("selection",), ("heldout",)]):
+            if not any(getattr(self.data, name) for name in names):
+                yield f'mode "{self.mode}" needs data.{names[0]}: {_what_belongs_in(names[0])}'
+        if self.is_graded and self.evaluation.metric == "loss":
             yield f'mode "{self.mode}" compares checkpoints by accuracy: evaluation.metric cannot be "loss"'
-        if self.mode != "sft" and self.rollout.sampling.temperature == 0:
+        if self.is_graded and self.rollout.sampling.temperature == 0:
             yield "RL needs rollout.sampling.temperature above 0: greedy samples of a group are all equal"
         advantage = self.training.rl.advantage
         is_alone = self.rollout.n_samples_per_prompt == 1 and advantage.singleton == "zero"
-        if self.mode != "sft" and is_alone and advantage.estimator not in ("constant", "batch_mean_std", "gae"):
+        if self.is_graded and is_alone and advantage.estimator not in ("constant", "batch_mean_std", "gae"):
             yield (
                 f'training.rl.advantage.estimator "{advantage.estimator}" compares the completions of a prompt: it '
                 "needs rollout.n_samples_per_prompt of 2 or more, found 1"
@@ -97,7 +116,7 @@ class Config(Record):
     def _check_scores(self) -> Iterator[str]:
         """Each checkpoint that `keep_best` compares has an evaluation loss of its own."""
         sft = self.training.sft
-        is_compared = self.mode != "rl" and self.data.sft_eval and sft.keep_best
+        is_compared = self.reads("sft_eval") and self.data.sft_eval and sft.keep_best
         if not is_compared or sft.checkpoint_every % sft.eval_every == 0:
             return
         below = sft.checkpoint_every // sft.eval_every * sft.eval_every
@@ -115,7 +134,7 @@ class Config(Record):
         """Those of completions that vLLM is asked for."""
         rollout, evaluation = self.rollout, self.evaluation
         asked: dict[str, float] = {}
-        if self.mode != "sft" and not self.data.rollouts and rollout.engine.kind == "vllm":
+        if self.samples_for_training and rollout.engine.kind == "vllm":
             asked["rollout.sampling.temperature"] = rollout.sampling.temperature
         if evaluation.metric == "accuracy" and self.evaluation_engine.kind == "vllm":
             asked["evaluation.temperature"] = evaluation.temperature
@@ -128,7 +147,7 @@ class Config(Record):
 
     def _check_batch(self) -> Iterator[str]:
         rl, rollout = self.training.rl, self.rollout
-        if self.mode == "sft" or self.data.rollouts:  # recorded batches are what they are
+        if not self.samples_for_training:  # recorded batches are what they are
             return
         if rl.num_minibatches > rollout.batch_size:
             yield (
@@ -155,7 +174,7 @@ class Config(Record):
             )
 
     def _check_colocated(self) -> Iterator[str]:
-        if not self.deployment.colocated or self.mode == "sft":
+        if not self.deployment.colocated or not self.is_graded:
             return
         if self.rollout.max_staleness:
             yield (

@@ -60,6 +60,11 @@ class SFTTrainingConfig(Record):
     optim: OptimConfig = OptimConfig()
     """Optimizer of this stage."""
 
+    @property
+    def num_optim_steps(self) -> int:
+        """Optimizer updates of the whole stage."""
+        return self.num_steps
+
     @model_validator(mode="after")
     def _check_micro_batch(self) -> Self:
         most = min(self.micro_batch_size, self.batch_size)

@@ -48,9 +48,13 @@ class StagePlace(NamedTuple):
 
 
 def stages_of(mode: str) -> tuple[StagePlace, ...]:
-    """The stages of a run, in order."""
+    """The stages of a run, in order.
+
+    Args:
+        mode: a name of PIPELINES; empty for a run that only evaluates.
+    """
     places: list[StagePlace] = []
-    for kind in PIPELINES[mode]:
+    for kind in PIPELINES[mode] if mode else ():
         name = kind.name if kind.trains else selection_of(places[-1].name)
         places.append(StagePlace(name, kind))
     return (*places, StagePlace(EVALUATE.name, EVALUATE))

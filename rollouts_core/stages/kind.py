@@ -24,6 +24,20 @@ class Curve(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LearningRates:
+    """The usual learning rates of a training of large language models. The defaults are those of SFT."""
+
+    of_all: str = "5e-6 to 5e-5"
+    """If all weights are trained."""
+    of_adapters: str = "1e-4 to 5e-4"
+    """If adapters are trained."""
+    low_for_adapters: float = 2e-5
+    """At most this much is remarked on for adapters: it is usual for all weights."""
+    share: float = 1.0
+    """The share of a learning rate of SFT that this training takes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StageKind:
     """A kind of stage: a row of STAGES."""
 
@@ -35,8 +49,23 @@ class StageKind:
     """The model that a training leaves, in tables: "SFT"."""
     trains: bool = False
     """Whether the stage trains the model and leaves checkpoints."""
+    reads: tuple[str, ...] = ()
+    """The settings of `data` that a training may read."""
+    needs: tuple[tuple[str, ...], ...] = ()
+    """The settings of `data` that a training cannot do without; one of each tuple is enough."""
+    is_graded: bool = False
+    """Whether a training learns from completions and their rewards: from engines, or recorded in `data.rollouts`."""
     is_judged: bool = False
     """Whether a run fails if this training does not improve on the model that it started from."""
+    memory: str = ""
+    """Function of a training's settings, the Config, the model's size and the number of processes: the parts of GPU
+    memory that it takes."""
+    remedies: str = ""
+    """Function of a training's settings and their section: settings of its own by which it takes less GPU memory."""
+    find_unused: str = ""
+    """Function of a Config: a sentence for each setting of the training's own that does nothing."""
+    learning_rates: LearningRates = LearningRates()
+    """The learning rates that large language models are usually trained with."""
     curves: tuple[Curve, ...] = ()
     """The metrics that are drawn, in order."""
     colors: tuple[str, str] = ("#2f6fd0", "#6ea3f5")

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from rollouts_core.stages.kind import Curve, StageKind
+from rollouts_core.stages.kind import Curve, LearningRates, StageKind
 
 RL = StageKind(
     name="rl",
     title="reinforcement learning",
     label="RL",
     trains=True,
+    reads=("prompts", "rollouts"),
+    needs=(("prompts", "rollouts"),),
+    is_graded=True,
     is_judged=True,
+    memory="rollouts_core.checks.resource_needs:rl_memory",
+    remedies="rollouts_core.checks.resource_needs:rl_remedies",
+    find_unused="rollouts_core.checks.no_effect:rl_without_effect",
+    # Gradients of RL are of few bits, and its start is not to be lost.
+    learning_rates=LearningRates(of_all="5e-7 to 5e-6", of_adapters="5e-6 to 1e-4", low_for_adapters=2e-6, share=0.1),
     curves=(
         Curve("reward", "Reward", "Mean over the step's rollouts, on training prompts.", is_from_zero=False),
         Curve(

@@ -9,6 +9,11 @@ SFT = StageKind(
     title="supervised fine-tuning",
     label="SFT",
     trains=True,
+    reads=("sft", "sft_eval"),
+    needs=(("sft",),),
+    memory="rollouts_core.checks.resource_needs:sft_memory",
+    remedies="rollouts_core.checks.resource_needs:sft_remedies",
+    find_unused="rollouts_core.checks.no_effect:sft_without_effect",
     curves=(
         Curve("loss", "Loss", "Mean negative log-likelihood of the trained tokens, in nats."),
         Curve("eval_loss", "Evaluation loss", "The same mean over data.sft_eval, which is not trained on."),
