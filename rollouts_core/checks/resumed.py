@@ -15,7 +15,7 @@ from rollouts_core.checkpoint import find_checkpoint, load_manifest
 from rollouts_core.config import Config, RLTrainingConfig, RolloutConfig, SFTTrainingConfig
 from rollouts_core.config.messages import closest_name, settings_of
 from rollouts_core.errors import ConfigError
-from rollouts_core.job import RLJob, SFTJob
+from rollouts_core.job import TrainingJob
 from rollouts_core.saving import check_same_settings, check_step, describe_settings
 from rollouts_core.seeds import replicate_seed
 from rollouts_core.stages import kind_of
@@ -50,7 +50,7 @@ def check_resumed(config: Config) -> None:
         check_step(manifest.step, training.num_steps, checkpoint=checkpoint)
 
 
-def check_resumed_inputs(job: SFTJob | RLJob, *, knows_model: bool = True) -> None:
+def check_resumed_inputs(job: TrainingJob, *, knows_model: bool = True) -> None:
     """Raise CheckpointError where `resume_from` read other data, another model or other code of rewards than the job.
 
     Its job says so too, for which a machine may have been rented.

@@ -49,6 +49,14 @@ class StageKind:
     """The model that a training leaves, in tables: "SFT"."""
     trains: bool = False
     """Whether the stage trains the model and leaves checkpoints."""
+    purpose: str = ""
+    """What a training does, in a sentence."""
+    leaves: str = ""
+    """What its job reads and leaves in its directory, in sentences for a person who starts it by hand."""
+    job: str = ""
+    """Class of a training's job: a TrainingJob whose kind is the name of the stage."""
+    run: str = ""
+    """Function that does a training's job in a run directory."""
     reads: tuple[str, ...] = ()
     """The settings of `data` that a training may read."""
     needs: tuple[tuple[str, ...], ...] = ()

@@ -9,6 +9,12 @@ RL = StageKind(
     title="reinforcement learning",
     label="RL",
     trains=True,
+    purpose="Improve a model by reinforcement learning, against engines or from recorded rollouts.",
+    leaves="Goes on from the newest whole checkpoint. Leaves checkpoints/, samples/ with what the policy said in every "
+    "step, metrics.jsonl, events.jsonl and, at the end, result.json. The engines must be there already: a job `serve` "
+    "is one.",
+    job="rollouts_core.job:RLJob",
+    run="rollouts_core.jobs.rl_job:run_rl_job",
     reads=("prompts", "rollouts"),
     needs=(("prompts", "rollouts"),),
     is_graded=True,

@@ -9,6 +9,11 @@ SFT = StageKind(
     title="supervised fine-tuning",
     label="SFT",
     trains=True,
+    purpose="Fine-tune a model on demonstrations.",
+    leaves="Goes on from the newest whole checkpoint. Leaves checkpoints/, metrics.jsonl, events.jsonl and, at the "
+    "end, result.json.",
+    job="rollouts_core.job:SFTJob",
+    run="rollouts_core.jobs.sft_job:run_sft_job",
     reads=("sft", "sft_eval"),
     needs=(("sft",),),
     memory="rollouts_core.checks.resource_needs:sft_memory",
