@@ -32,7 +32,6 @@ from tasks.evaluation_report import as_inputs, find_inputs, write_evaluation
 from tasks.finished import RunStage
 from tasks.plan import plan_evaluation, with_engines_of_trainer
 from tasks.records import RunScope, StageRecord
-from tasks.stage_tasks import evaluate_models
 
 
 class EvaluationResult(BaseModel):
@@ -80,4 +79,4 @@ def score_models(
     models: Mapping[str, InputModel], config: Config, scope: RunScope, machine: Node, run: RunStage
 ) -> StageRecord:
     """The only stage."""
-    return run(evaluate_models, plan_evaluation(models, config, scope, machine))
+    return run(plan_evaluation(models, config, scope, machine))

@@ -55,13 +55,15 @@ from rollouts_core.findings import Caution
 from rollouts_core.keys import key_header, read_key
 from rollouts_core.mistakes import Mistakes
 from rollouts_core.model.model_size import ModelSize, find_model_size
+from rollouts_core.stages import kind_of
+from rollouts_core.stages.kind import load
+from rollouts_core.stages.planning import base_model
 from rollouts_core.system.private_files import keep_private
 from tasks.closest_stage import find_older_version
 from tasks.inputs import bring_inputs, named_urls
 from tasks.installed_engines import check_installed, check_router, leads_engines
 from tasks.model_names import find_named_model, with_heldout
 from tasks.optional_packages import check_packages, check_sent_packages, needed_packages
-from tasks.plan import base_model, rl_job, sft_job
 from tasks.plan_node import with_enough_memory
 from tasks.trackers import check_trackers
 from tasks.unit_keys import own_unit_key
@@ -258,22 +260,22 @@ def check_training(config: Config, mistakes: Mistakes, *, trains_here: bool) -> 
     findings = validate_config(config, mistakes, trains_here=trains_here)
     if mistakes:  # digests of large data take a while
         return findings
-    if config.mode != "rl" and config.training.sft.resume_from:
-        with mistakes.at("training.sft.resume_from"):
-            check_resumed_inputs(sft_job(config))
-    if config.mode != "sft" and config.training.rl.resume_from:
-        with mistakes.at("training.rl.resume_from"):
-            check_resumed_inputs(rl_job(base_model(config), config), knows_model=config.mode == "rl")
+    first = next(iter(config.trainings), "")
+    for name, training in config.trainings.items():
+        if training.resume_from:
+            with mistakes.at(f"training.{name}.resume_from"):
+                job = load(kind_of(name).plan)(base_model(config), config)
+                check_resumed_inputs(job, knows_model=name == first)
     return findings
 
 
 def warn_of_older_stages(config: Config, store: Path) -> list[str]:
     """A warning if the first training of the run is finished in the store, but by code that gave other results."""
-    name = "rl" if config.mode == "rl" else "sft"
+    name = next(iter(config.trainings))
     stages = store.resolve() / "stages"
     if not any(stages.glob(f"{name}-*")):
         return []  # digests of large data take a while
-    job = rl_job(base_model(config), config) if name == "rl" else sft_job(config)
+    job = load(kind_of(name).plan)(base_model(config), config)
     older = find_older_version(name, job, stages)
     if not older:
         return []

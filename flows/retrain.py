@@ -38,9 +38,10 @@ from infra.registry import Alias, Model, current
 from infra.retrainings import Retraining, find_retraining
 from rollouts_core.config import Config
 from rollouts_core.report.markdown import escaped
+from rollouts_core.stages.planning import base_model
 from tasks.candidate import candidate_name, judge_candidate, register_candidate, registered_input, render_comparison
 from tasks.model_aliases import note_in_reports
-from tasks.plan import base_model, with_engines_of_trainer
+from tasks.plan import with_engines_of_trainer
 from tasks.plan_node import with_enough_memory
 from tasks.records import RunScope, StageRecord, artifact_key
 from tasks.report import write_report

@@ -101,7 +101,7 @@ def gpus_of(stage: Stage, node: Node) -> tuple[str, ...]:
     gpus = [] if shares_cpu else [str(rank) for rank in trainer] or [FIRST_GPU]
     # Recorded rollouts need no engine, and the engines of a machine that leads are not on the others.
     is_beside_engines = not node.engine_nodes and not stage.job.get("node_rank")
-    if stage.kind == "rl" and not stage.job["rollouts"] and is_beside_engines:
+    if stage.samples and is_beside_engines:
         gpus += gpus_of_engines(stage)
     return tuple(dict.fromkeys(gpus))
 

@@ -92,6 +92,11 @@ class Stage(TaskRecord):
         return str(self.job["kind"])
 
     @property
+    def samples(self) -> bool:
+        """Whether the stage is a training that asks engines for completions."""
+        return self.trains and TRAININGS[self.kind].is_graded and not self.job["rollouts"]
+
+    @property
     def trains(self) -> bool:
         """Whether the stage trains the model."""
         return self.kind in TRAININGS

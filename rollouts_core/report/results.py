@@ -185,7 +185,7 @@ def describe_found(evaluation_dir: Path, stage: str, *, labels: Mapping[str, str
         mean = _plain(display.factor * scored.mean, display)
         interval = f"95 % interval {_plain(low, display)} to {_plain(high, display)}{display.unit}"
         score = f"{display.title} {mean}{display.unit} ({interval})"
-        if kind_of(stage) is not SELECT:
+        if kind_of(stage) != SELECT:
             shown.append(f"{labels.get(scored.name, scored.name)} has {score}")
         elif scored.name == evaluated.best:
             shown.append(f"{scored.name} is chosen of {len(evaluated.checkpoints)}, {score}")

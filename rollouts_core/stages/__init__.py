@@ -19,6 +19,7 @@ __all__ = [
     "PIPELINES",
     "SELECT",
     "STAGES",
+    "STAGE_NAMES",
     "TRAININGS",
     "StagePlace",
     "capitalized",
@@ -47,6 +48,15 @@ class StagePlace(NamedTuple):
     kind: StageKind
 
 
+def selection_of(training: str) -> str:
+    """The name of the stage that chooses a checkpoint of a training."""
+    return f"{SELECT.name}-{training}"
+
+
+STAGE_NAMES = (*(name for each in TRAININGS for name in (each, selection_of(each))), EVALUATE.name)
+"""The stages that a run may have, in order."""
+
+
 def stages_of(mode: str) -> tuple[StagePlace, ...]:
     """The stages of a run, in order.
 
@@ -63,11 +73,6 @@ def stages_of(mode: str) -> tuple[StagePlace, ...]:
 def trainings_of(mode: str) -> tuple[StagePlace, ...]:
     """The stages of a run that train, in order."""
     return tuple(place for place in stages_of(mode) if place.kind.trains)
-
-
-def selection_of(training: str) -> str:
-    """The name of the stage that chooses a checkpoint of a training."""
-    return f"{SELECT.name}-{training}"
 
 
 def kind_of(name: str) -> StageKind:

@@ -50,11 +50,13 @@ class StageKind:
     trains: bool = False
     """Whether the stage trains the model and leaves checkpoints."""
     purpose: str = ""
-    """What a training does, in a sentence."""
+    """What the stage does, in a sentence."""
     leaves: str = ""
     """What its job reads and leaves in its directory, in sentences for a person who starts it by hand."""
     job: str = ""
     """Class of a training's job: a TrainingJob whose kind is the name of the stage."""
+    plan: str = ""
+    """Function of the start model and the Config: the training's job, with digests of what it reads."""
     run: str = ""
     """Function that does a training's job in a run directory."""
     reads: tuple[str, ...] = ()

@@ -14,6 +14,7 @@ RL = StageKind(
     "step, metrics.jsonl, events.jsonl and, at the end, result.json. The engines must be there already: a job `serve` "
     "is one.",
     job="rollouts_core.job:RLJob",
+    plan="rollouts_core.stages.planning:rl_job",
     run="rollouts_core.jobs.rl_job:run_rl_job",
     reads=("prompts", "rollouts"),
     needs=(("prompts", "rollouts"),),

@@ -4,5 +4,13 @@ from __future__ import annotations
 
 from rollouts_core.stages.kind import StageKind
 
-SELECT = StageKind(name="select", title="checkpoint selection")
-EVALUATE = StageKind(name="evaluate", title="held-out evaluation")
+SELECT = StageKind(
+    name="select",
+    title="checkpoint selection",
+    purpose="Score the checkpoints of a training and name the best.",
+)
+EVALUATE = StageKind(
+    name="evaluate",
+    title="held-out evaluation",
+    purpose="Score the start model and the chosen checkpoints on the held-out rows.",
+)

@@ -13,6 +13,7 @@ SFT = StageKind(
     leaves="Goes on from the newest whole checkpoint. Leaves checkpoints/, metrics.jsonl, events.jsonl and, at the "
     "end, result.json.",
     job="rollouts_core.job:SFTJob",
+    plan="rollouts_core.stages.planning:sft_job",
     run="rollouts_core.jobs.sft_job:run_sft_job",
     reads=("sft", "sft_eval"),
     needs=(("sft",),),

@@ -20,9 +20,10 @@ from rollouts_core.comparison import estimate_mean
 from rollouts_core.config import Config
 from rollouts_core.job import InputModel
 from rollouts_core.run_directory import RunDirectory
+from rollouts_core.stages.planning import base_model
 from rollouts_core.system.files import link_or_copy, write_json
 from tasks.earlier_scores import take_earlier_scores
-from tasks.plan import base_model, plan_evaluation
+from tasks.plan import plan_evaluation
 from tasks.records import RunScope, Stage
 from tasks.stage import run_stage
 from tests.tasks.test_plan import checkpoint, config_at

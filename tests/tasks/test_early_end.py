@@ -21,8 +21,8 @@ from tasks.early_end import (
     check_own_end,
     read_early_end,
 )
-from tasks.plan import plan_sft
 from tasks.records import RunScope, Stage
+from tests.tasks.planned import plan_sft
 from tests.tasks.test_plan import config_at
 
 

@@ -29,15 +29,16 @@ from infra.providers import provision_node
 from infra.session import LocalSession
 from infra.supervisor.gpu_slots import GPU_LOCKS_VARIABLE
 from rollouts_core.errors import ConfigError
+from rollouts_core.stages.planning import base_model
 from tasks import engine, leases
 from tasks.node_job import gpus_of, job_environment, job_spec
-from tasks.plan import base_model, plan_rl
 from tasks.records import EngineRecord, RunScope, Stage
 from tasks.unit_keys import own_unit_key
 from tests.flows.conftest import pids_of, processes_of
 from tests.infra.shell_jobs import shell_spec
 from tests.infra.ssh_server import make_key
 from tests.small_pipeline import write_small_pipeline
+from tests.tasks.planned import plan_rl
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow
