@@ -167,7 +167,7 @@ def classifier_parts(config: Config) -> list[Part]:
 def find_remedies(kind: str, stage: SFTTrainingConfig | RLTrainingConfig) -> list[str]:
     """The settings by which a training takes less memory of a GPU."""
     section = f"training.{kind}"
-    remedies: list[str] = load(kind_of(kind).remedies)(stage, section)
+    remedies = list[str](load(kind_of(kind).remedies)(stage, section))
     if not stage.policy.activation_checkpointing:
         remedies.append(f"set {section}.policy.activation_checkpointing")
     if not stage.policy.lora.rank and stage.policy.backend == "pytorch":

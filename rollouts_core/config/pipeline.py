@@ -8,10 +8,10 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import tomli_w
-from pydantic import ValidationInfo, model_validator
+from pydantic import Field, ValidationInfo, create_model, model_validator
 
 from rollouts_core.config.data import DataConfig, DatasetConfig
 from rollouts_core.config.deployment import DeploymentConfig
@@ -23,11 +23,12 @@ from rollouts_core.config.record import PARTS_ALONE, Record
 from rollouts_core.config.rl import RLTrainingConfig
 from rollouts_core.config.rollout import RolloutConfig
 from rollouts_core.config.sft import SFTTrainingConfig
-from rollouts_core.stages import trainings_of
+from rollouts_core.stages import PIPELINES, TRAININGS, capitalized, trainings_of
+from rollouts_core.stages.kind import load
 
 
 class TrainingConfig(Record):
-    """The two training stages."""
+    """The settings of each training."""
 
     sft: SFTTrainingConfig = SFTTrainingConfig()
     """Supervised fine-tuning."""
@@ -35,10 +36,29 @@ class TrainingConfig(Record):
     """Reinforcement learning."""
 
 
+def _with_stages(record: type[Record]) -> type[Record]:
+    """The record with a section for each training of STAGES that has none yet."""
+    sections: dict[str, Any] = {}  # Any: pydantic's pairs of type and default
+    for name, kind in TRAININGS.items():
+        if name not in record.model_fields:
+            settings = load(kind.settings)
+            sections[name] = (settings, Field(settings(), description=f"{capitalized(kind.title)}."))
+    if not sections:
+        return record
+    return create_model(record.__name__, __base__=record, __module__=__name__, __doc__=record.__doc__, **sections)
+
+
+if TYPE_CHECKING:
+    Mode = str
+else:
+    Mode = Literal[tuple(PIPELINES)]
+    TrainingConfig = _with_stages(TrainingConfig)
+
+
 class Config(Record):
     """Everything the training core needs to know for one pipeline."""
 
-    mode: Literal["sft", "rl", "sft+rl"] = "sft+rl"
+    mode: Mode = "sft+rl"
     """Which stages run: only SFT, only RL from `model.path`, or RL on the selected SFT checkpoint."""
     model: ModelConfig
     """The model that training starts from."""

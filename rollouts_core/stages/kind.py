@@ -53,6 +53,9 @@ class StageKind:
     """What the stage does, in a sentence."""
     leaves: str = ""
     """What its job reads and leaves in its directory, in sentences for a person who starts it by hand."""
+    settings: str = ""
+    """Class of a training's settings, `training.NAME`: a Record with the fields that SFTTrainingConfig and
+    RLTrainingConfig share."""
     job: str = ""
     """Class of a training's job: a TrainingJob whose kind is the name of the stage."""
     plan: str = ""
@@ -92,6 +95,8 @@ class StageKind:
 
 
 def load(name: str) -> Any:  # Any: functions and classes of many shapes
-    """The function or class of `package.module:name`."""
+    """The function or class of `package.module:name`. An empty name gives a function that returns nothing: ()."""
+    if not name:
+        return lambda *_: ()
     module, _, function = name.partition(":")
     return getattr(import_module(module), function)

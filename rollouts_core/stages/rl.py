@@ -13,6 +13,7 @@ RL = StageKind(
     leaves="Goes on from the newest whole checkpoint. Leaves checkpoints/, samples/ with what the policy said in every "
     "step, metrics.jsonl, events.jsonl and, at the end, result.json. The engines must be there already: a job `serve` "
     "is one.",
+    settings="rollouts_core.config.rl:RLTrainingConfig",
     job="rollouts_core.job:RLJob",
     plan="rollouts_core.stages.planning:rl_job",
     run="rollouts_core.jobs.rl_job:run_rl_job",

@@ -12,6 +12,7 @@ SFT = StageKind(
     purpose="Fine-tune a model on demonstrations.",
     leaves="Goes on from the newest whole checkpoint. Leaves checkpoints/, metrics.jsonl, events.jsonl and, at the "
     "end, result.json.",
+    settings="rollouts_core.config.sft:SFTTrainingConfig",
     job="rollouts_core.job:SFTJob",
     plan="rollouts_core.stages.planning:sft_job",
     run="rollouts_core.jobs.sft_job:run_sft_job",
