@@ -39,7 +39,7 @@ from tasks.records import EngineRecord, RunScope, Stage, StageRecord
 
 
 def plan_training(name: str, start: InputModel, config: Config, scope: RunScope, node: Node) -> Stage:
-    """Train the start model. `with_engines` adds engines, which are no part of the identity.
+    """Train the start model. `with_engines` adds engines. They do not enter the identity.
 
     Args:
         name: the stage's, which also names its settings.

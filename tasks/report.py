@@ -33,7 +33,7 @@ def write_report(
 ) -> tuple[str, Verdict | None]:
     """Write report.html, run.json and config.toml; returns the report's path and the verdict.
 
-    The verdict is None if no training of the run is judged.
+    The verdict is None if the last training is not judged.
     """
     by_stage = {record.stage: record for record in records}
     last = trainings_of(config.mode)[-1]

@@ -60,6 +60,7 @@ def test_heavy_libraries_stay_in_their_rooms() -> None:
         "rollouts_core.job",
         "rollouts_core.fingerprint",
         "rollouts_core.report",
+        "rollouts_core.stages.planning",
         "tasks.plan",
         "tasks.artifacts",
         "infra.jobs",
