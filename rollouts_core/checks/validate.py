@@ -65,7 +65,8 @@ from rollouts_core.model.loading import check_not_quantized, find_positions, loa
 from rollouts_core.rollout.generate import check_prompt_lengths
 from rollouts_core.rollout.offline_rollouts import OfflineRollouts, check_rollouts
 from rollouts_core.rollout.resolve import check_graded, resolve_environment
-from rollouts_core.stages import TRAININGS
+from rollouts_core.stages import TRAININGS, kind_of
+from rollouts_core.stages.kind import load
 from rollouts_core.types import Prompt
 
 if TYPE_CHECKING:
@@ -102,8 +103,8 @@ def validate_config(config: Config, mistakes: Mistakes | None = None, *, trains_
         findings += _check_data(config, tokenizer, noted, is_graded=is_graded)
     if mistakes is None:
         noted.check()
-    if not noted and config.is_graded:
-        findings += [*warn_of_own_generation(config), *warn_of_uncorrected_age(config)]
+    for name in config.trainings if not noted else ():
+        findings += load(kind_of(name).warn)(config)
     return findings
 
 
@@ -367,6 +368,11 @@ def _check_scored(config: Config, tokenizer: PreTrainedTokenizerBase, mistakes: 
     findings += [_count_prompts(prompts, heldout), *_warn_of_untold_tools(prompts, heldout)]
     findings += _warn_of_unwritten(prompts, heldout, config.model, tokenizer)
     return findings + warn_of_endless_turns(tokenizer)
+
+
+def warn_of_rl(config: Config) -> list[Caution]:
+    """The warnings of RL that need neither model nor data."""
+    return [*warn_of_own_generation(config), *warn_of_uncorrected_age(config)]
 
 
 def warn_of_own_generation(config: Config) -> list[Caution]:

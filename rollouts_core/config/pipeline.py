@@ -23,7 +23,7 @@ from rollouts_core.config.record import PARTS_ALONE, Record
 from rollouts_core.config.rl import RLTrainingConfig
 from rollouts_core.config.rollout import RolloutConfig
 from rollouts_core.config.sft import SFTTrainingConfig
-from rollouts_core.stages import PIPELINES, TRAININGS, capitalized, trainings_of
+from rollouts_core.stages import PIPELINES, TRAININGS, capitalized, kind_of, trainings_of
 from rollouts_core.stages.kind import load
 
 
@@ -108,47 +108,21 @@ class Config(Record):
     @model_validator(mode="after")
     def _check_rules(self, info: ValidationInfo) -> Self:
         """Refuse settings of several sections that do not go together, each rule in a line."""
-        rules = (self._check_mode, self._check_scores, self._check_temperatures, self._check_batch)
-        broken = [sentence for rule in (*rules, self._check_colocated) for sentence in rule()]
+        broken = list(self._check_data())
+        for name in self.trainings:
+            broken += load(kind_of(name).rules)(self)
+        broken += self._check_temperatures()
         if broken and info.context != PARTS_ALONE:
             raise ValueError("\n".join(broken))
         return self
 
-    def _check_mode(self) -> Iterator[str]:
+    def _check_data(self) -> Iterator[str]:
         if self.data.prompts and self.data.rollouts:
             yield "give data.prompts, to sample completions, or data.rollouts, to train on recorded ones"
         needed = [names for _, kind in trainings_of(self.mode) for names in kind.needs]
         for names in dict.fromkeys([*needed, ("selection",), ("heldout",)]):
             if not any(getattr(self.data, name) for name in names):
                 yield f'mode "{self.mode}" needs data.{names[0]}: {_what_belongs_in(names[0])}'
-        if self.is_graded and self.evaluation.metric == "loss":
-            yield f'mode "{self.mode}" compares checkpoints by accuracy: evaluation.metric cannot be "loss"'
-        if self.is_graded and self.rollout.sampling.temperature == 0:
-            yield "RL needs rollout.sampling.temperature above 0: greedy samples of a group are all equal"
-        advantage = self.training.rl.advantage
-        is_alone = self.rollout.n_samples_per_prompt == 1 and advantage.singleton == "zero"
-        if self.is_graded and is_alone and advantage.estimator not in ("constant", "batch_mean_std", "gae"):
-            yield (
-                f'training.rl.advantage.estimator "{advantage.estimator}" compares the completions of a prompt: it '
-                "needs rollout.n_samples_per_prompt of 2 or more, found 1"
-            )
-
-    def _check_scores(self) -> Iterator[str]:
-        """Each checkpoint that `keep_best` compares has an evaluation loss of its own."""
-        sft = self.training.sft
-        is_compared = self.reads("sft_eval") and self.data.sft_eval and sft.keep_best
-        if not is_compared or sft.checkpoint_every % sft.eval_every == 0:
-            return
-        below = sft.checkpoint_every // sft.eval_every * sft.eval_every
-        multiples = [below or sft.eval_every, (below or sft.eval_every) + sft.eval_every]
-        divisors = [each for each in range(1, sft.checkpoint_every + 1) if sft.checkpoint_every % each == 0]
-        nearest = sorted(divisors, key=lambda each: abs(each - sft.eval_every))[:2]
-        yield (
-            f"training.sft.keep_best {sft.keep_best} compares checkpoints by their own loss on data.sft_eval, and "
-            f"eval_every {sft.eval_every} does not divide checkpoint_every {sft.checkpoint_every}, so some are saved "
-            f"without one: set training.sft.checkpoint_every to {multiples[0]} or {multiples[1]}, or "
-            f"training.sft.eval_every to {' or '.join(map(str, sorted(nearest)))}"
-        )
 
     def _check_temperatures(self) -> Iterator[str]:
         """Those of completions that vLLM is asked for."""
@@ -164,54 +138,6 @@ class Config(Record):
                     f"{name} {temperature:g} is above {MAX_VLLM_TEMPERATURE:g}, and vLLM refuses such requests: lower "
                     "it, or choose another rollout.engine.kind"
                 )
-
-    def _check_batch(self) -> Iterator[str]:
-        rl, rollout = self.training.rl, self.rollout
-        if not self.samples_for_training:  # recorded batches are what they are
-            return
-        if rl.num_minibatches > rollout.batch_size:
-            yield (
-                f"training.rl.num_minibatches {rl.num_minibatches} are more than the {rollout.batch_size} groups of a "
-                "step (rollout.batch_size), and an update needs a whole one: lower the one or raise the other"
-            )
-        for name in (rollout.filter_fn, *(each.name for each in rollout.filters)):
-            if rollout.n_samples_per_prompt == 1 and name in ("reward_nonzero_std", "quality_and_diversity"):
-                yield (
-                    f'the filter "{name}" keeps prompts whose completions have different rewards, and '
-                    "rollout.n_samples_per_prompt 1 gives one of each: leave it out, or sample 2 or more"
-                )
-        shaping, max_new_tokens = rl.reward_shaping, rollout.sampling.max_new_tokens
-        penalty_start = shaping.max_response_tokens - shaping.overlong_buffer_tokens
-        if shaping.overlong_buffer_tokens and penalty_start >= max_new_tokens:
-            # A system's own buffer may be longer than all completions here.
-            smaller = f" and overlong_buffer_tokens to a part of it, like {max(1, max_new_tokens // 4)}"
-            yield (
-                f"training.rl.reward_shaping subtracts for more than {penalty_start} tokens (max_response_tokens - "
-                f"overlong_buffer_tokens), and rollout.sampling.max_new_tokens {max_new_tokens} lets no completion be "
-                f"so long: set max_response_tokens to {max_new_tokens}"
-                + smaller
-                * (shaping.overlong_buffer_tokens > max_new_tokens)
-            )
-
-    def _check_colocated(self) -> Iterator[str]:
-        if not self.deployment.colocated or not self.is_graded:
-            return
-        if self.rollout.max_staleness:
-            yield (
-                "with deployment.colocated the engines rest while the trainer trains, with rollout.max_staleness "
-                f"{self.rollout.max_staleness} they sample meanwhile: set one of them to its default"
-            )
-        if self.training.rl.sync_every > 1:
-            yield (
-                "with deployment.colocated the engines lose their weights in each step: training.rl.sync_every must "
-                f"be 1, found {self.training.rl.sync_every}"
-            )
-        if self.rollout.engine.weight_transfer == "nccl":
-            other = "tensors" if "tensors" in TRANSFERS[self.rollout.engine.kind] else "auto"
-            yield (
-                "with deployment.colocated engine and trainer share GPUs, and NCCL connects processes of different "
-                f'GPUs: set rollout.engine.weight_transfer = "{other}"'
-            )
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
@@ -234,3 +160,88 @@ def _what_belongs_in(name: str) -> str:
     about = " ".join((DataConfig.model_fields[name].description or "").split())
     sentence = about.partition(". ")[0].removesuffix(".")
     return sentence[:1].lower() + sentence[1:]
+
+
+def sft_rules(config: Config) -> Iterator[str]:
+    """A sentence if checkpoints that `keep_best` compares have no evaluation loss of their own."""
+    sft = config.training.sft
+    is_compared = config.data.sft_eval and sft.keep_best
+    if not is_compared or sft.checkpoint_every % sft.eval_every == 0:
+        return
+    below = sft.checkpoint_every // sft.eval_every * sft.eval_every
+    multiples = [below or sft.eval_every, (below or sft.eval_every) + sft.eval_every]
+    divisors = [each for each in range(1, sft.checkpoint_every + 1) if sft.checkpoint_every % each == 0]
+    nearest = sorted(divisors, key=lambda each: abs(each - sft.eval_every))[:2]
+    yield (
+        f"training.sft.keep_best {sft.keep_best} compares checkpoints by their own loss on data.sft_eval, and "
+        f"eval_every {sft.eval_every} does not divide checkpoint_every {sft.checkpoint_every}, so some are saved "
+        f"without one: set training.sft.checkpoint_every to {multiples[0]} or {multiples[1]}, or "
+        f"training.sft.eval_every to {' or '.join(map(str, sorted(nearest)))}"
+    )
+
+
+def rl_rules(config: Config) -> Iterator[str]:
+    """A sentence for each broken rule of RL."""
+    if config.evaluation.metric == "loss":
+        yield f'mode "{config.mode}" compares checkpoints by accuracy: evaluation.metric cannot be "loss"'
+    if config.rollout.sampling.temperature == 0:
+        yield "RL needs rollout.sampling.temperature above 0: greedy samples of a group are all equal"
+    advantage = config.training.rl.advantage
+    is_alone = config.rollout.n_samples_per_prompt == 1 and advantage.singleton == "zero"
+    if is_alone and advantage.estimator not in ("constant", "batch_mean_std", "gae"):
+        yield (
+            f'training.rl.advantage.estimator "{advantage.estimator}" compares the completions of a prompt: it '
+            "needs rollout.n_samples_per_prompt of 2 or more, found 1"
+        )
+    yield from _batch_rules(config)
+    yield from _colocated_rules(config)
+
+
+def _batch_rules(config: Config) -> Iterator[str]:
+    rl, rollout = config.training.rl, config.rollout
+    if not config.samples_for_training:  # recorded batches are what they are
+        return
+    if rl.num_minibatches > rollout.batch_size:
+        yield (
+            f"training.rl.num_minibatches {rl.num_minibatches} are more than the {rollout.batch_size} groups of a "
+            "step (rollout.batch_size), and an update needs a whole one: lower the one or raise the other"
+        )
+    for name in (rollout.filter_fn, *(each.name for each in rollout.filters)):
+        if rollout.n_samples_per_prompt == 1 and name in ("reward_nonzero_std", "quality_and_diversity"):
+            yield (
+                f'the filter "{name}" keeps prompts whose completions have different rewards, and '
+                "rollout.n_samples_per_prompt 1 gives one of each: leave it out, or sample 2 or more"
+            )
+    shaping, max_new_tokens = rl.reward_shaping, rollout.sampling.max_new_tokens
+    penalty_start = shaping.max_response_tokens - shaping.overlong_buffer_tokens
+    if shaping.overlong_buffer_tokens and penalty_start >= max_new_tokens:
+        # A system's own buffer may be longer than all completions here.
+        smaller = f" and overlong_buffer_tokens to a part of it, like {max(1, max_new_tokens // 4)}"
+        yield (
+            f"training.rl.reward_shaping subtracts for more than {penalty_start} tokens (max_response_tokens - "
+            f"overlong_buffer_tokens), and rollout.sampling.max_new_tokens {max_new_tokens} lets no completion be "
+            f"so long: set max_response_tokens to {max_new_tokens}"
+            + smaller
+            * (shaping.overlong_buffer_tokens > max_new_tokens)
+        )
+
+
+def _colocated_rules(config: Config) -> Iterator[str]:
+    if not config.deployment.colocated:
+        return
+    if config.rollout.max_staleness:
+        yield (
+            "with deployment.colocated the engines rest while the trainer trains, with rollout.max_staleness "
+            f"{config.rollout.max_staleness} they sample meanwhile: set one of them to its default"
+        )
+    if config.training.rl.sync_every > 1:
+        yield (
+            "with deployment.colocated the engines lose their weights in each step: training.rl.sync_every must "
+            f"be 1, found {config.training.rl.sync_every}"
+        )
+    if config.rollout.engine.weight_transfer == "nccl":
+        other = "tensors" if "tensors" in TRANSFERS[config.rollout.engine.kind] else "auto"
+        yield (
+            "with deployment.colocated engine and trainer share GPUs, and NCCL connects processes of different "
+            f'GPUs: set rollout.engine.weight_transfer = "{other}"'
+        )

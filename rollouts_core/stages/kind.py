@@ -70,6 +70,10 @@ class StageKind:
     """Whether a training learns from completions and their rewards: from engines, or recorded in `data.rollouts`."""
     is_judged: bool = False
     """Whether a run fails if this training does not improve on the model that it started from."""
+    rules: str = ""
+    """Function of a Config: a sentence for each rule between sections that the training's settings break."""
+    warn: str = ""
+    """Function of a Config without mistakes: a warning for each setting of the training that is probably one."""
     memory: str = ""
     """Function of a training's settings, the Config, the model's size and the number of processes: the parts of GPU
     memory that it takes."""

@@ -18,6 +18,7 @@ SFT = StageKind(
     run="rollouts_core.jobs.sft_job:run_sft_job",
     reads=("sft", "sft_eval"),
     needs=(("sft",),),
+    rules="rollouts_core.config.pipeline:sft_rules",
     memory="rollouts_core.checks.resource_needs:sft_memory",
     remedies="rollouts_core.checks.resource_needs:sft_remedies",
     find_unused="rollouts_core.checks.no_effect:sft_without_effect",

@@ -69,8 +69,10 @@ def test_the_stage_is_checked_interrupted_resumed_reused_and_reported(
     rollouts = replace(rollouts, code=code)
     polish = {"num_steps": 100, "num_rows": 24, "max_length": 128, "checkpoint_every": 1000, "log_every": 1}
     config = write_small_pipeline(tmp_path / "small", mode="sft+polish", training__polish=polish)
-    code_of, output = rollouts.run("validate", str(config))
+    small = write_small_pipeline(tmp_path / "checked", mode="sft+polish", training__polish={**polish, "num_steps": 2})
+    code_of, output = rollouts.run("validate", str(small))
     assert code_of == 0 and 'mode "sft+polish" has no RL' in output
+    assert "training.polish.num_steps 2 is less than num_rows 24" in output
 
     process, directory = run_until(rollouts, config, "polish", event="started")
     wait_until(lambda: len(read_metrics(directory / "metrics.jsonl")) >= 3, what="three steps")

@@ -18,6 +18,7 @@ POLISH = StageKind(
     job="rollouts_core.stages.polish.job:PolishJob",
     plan="rollouts_core.stages.polish.job:polish_job",
     run="rollouts_core.stages.polish.job:run_polish_job",
+    warn="rollouts_core.stages.polish.job:warn_of_few_steps",
     facts="rollouts_core.stages.polish.job:polish_facts",
     reads=("sft",),
     needs=(("sft",),),

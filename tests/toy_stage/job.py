@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal, cast
 from pydantic import Field
 
 from rollouts_core.config import Config
+from rollouts_core.findings import Caution
 from rollouts_core.fingerprint import digest_checkpoint, digest_datasets
 from rollouts_core.job import InputDataset, InputModel, TrainingJob
 from rollouts_core.metrics import EventLog, JSONLLogger
@@ -49,6 +50,13 @@ def polish_job(start: InputModel, config: Config) -> PolishJob:
         resume_digest=digest_checkpoint(training.resume_from),
         deployment=config.deployment,
     )
+
+
+def warn_of_few_steps(config: Config) -> list[Caution]:
+    """A warning for fewer steps than demonstrations."""
+    training = cast("PolishConfig", config.trainings["polish"])
+    found = f"training.polish.num_steps {training.num_steps} is less than num_rows {training.num_rows}"
+    return [Caution(found)] if training.num_steps < training.num_rows else []
 
 
 def polish_facts(job: PolishJob, run_dir: Path) -> list[tuple[str, str]]:
