@@ -33,9 +33,9 @@ from side_by_side import (
 )
 
 sys.path.insert(0, str(REPOSITORY))
-from infra.jobs import cancel_job, follow_job, job_status, start_or_attach
-from infra.node import SSHAccess
-from infra.ssh.ssh_session import SSHSession
+from rollouts.infra.jobs import cancel_job, follow_job, job_status, start_or_attach
+from rollouts.infra.node import SSHAccess
+from rollouts.infra.ssh.ssh_session import SSHSession
 from tests.infra.delay_proxy import delayed_port
 from tests.infra.shell_jobs import shell_spec
 from tests.infra.ssh_server import running_server

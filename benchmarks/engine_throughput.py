@@ -47,8 +47,8 @@ from side_by_side import (
     write_results,
 )
 
-from infra.ports import find_free_port
-from infra.session import LocalSession
+from rollouts.infra.ports import find_free_port
+from rollouts.infra.session import LocalSession
 from rollouts_core.backends.allocator import KEPT_MEMORY
 from rollouts_core.config import DeploymentConfig, EngineConfig, ModelConfig
 from rollouts_core.job import InputModel, ServeJob

@@ -37,8 +37,8 @@ from gpu_parts.device import Facts, find_problem, from_json
 from gpu_parts.record import NAME, TABLE_NAME, Record, describe
 from side_by_side import REPOSITORY, describe_machine, worker_environment
 
-from infra.supervisor.files import POLL_S
-from infra.supervisor.processes import UNKILLABLE_AFTER_S, become_subreaper, find_processes, send_signal
+from rollouts.infra.supervisor.files import POLL_S
+from rollouts.infra.supervisor.processes import UNKILLABLE_AFTER_S, become_subreaper, find_processes, send_signal
 
 BUDGETS_S = {"correctness": 120.0, "memory": 60.0, "backends": 60.0, "pipeline": 90.0, "speed": 150.0}
 """Wall-clock limit of each default part, imports included, in the order in which they run."""

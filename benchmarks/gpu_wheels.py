@@ -98,7 +98,7 @@ def link_packages(environment: Path) -> None:
 
     `system_site_packages` alone shows those of the Python below both.
     """
-    own = [REPOSITORY, *(Path(each) for each in sys.path if each.endswith("site-packages"))]
+    own = [REPOSITORY / "src", *(Path(each) for each in sys.path if each.endswith("site-packages"))]
     lines = "".join(f"{each}\n" for each in own)
     (site_packages(environment) / "seen.pth").write_text(lines, encoding="utf-8")
 

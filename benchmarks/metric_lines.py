@@ -87,7 +87,7 @@ def main() -> None:
 
 def run_followed(config: Path, store: Path) -> Path:
     """Run the pipeline in an empty store; returns the directory of its SFT."""
-    command = [sys.executable, "-m", "flows.cli", "run", str(config), "--store", str(store)]
+    command = [sys.executable, "-m", "rollouts.flows.cli", "run", str(config), "--store", str(store)]
     subprocess.run(command, check=True, capture_output=True)
     (stage,) = store.glob("stages/sft-*")
     return stage

@@ -22,8 +22,8 @@ from pathlib import Path
 
 import httpx
 
-from flows.prefect_api import ask
-from flows.server import local_server
+from rollouts.flows.prefect_api import ask
+from rollouts.flows.server import local_server
 
 STAGES = ("sft", "select-sft", "rl", "select-rl", "evaluate")
 ENGINE_START_TIMEOUT_S = 60.0
@@ -50,7 +50,7 @@ def main() -> None:
 
 def run_flow(store: Path) -> float:
     """Run the quickstart in an empty store; returns the run time that Prefect recorded, in seconds."""
-    command = [sys.executable, "-m", "flows.cli", "quickstart", "--store", str(store)]
+    command = [sys.executable, "-m", "rollouts.flows.cli", "quickstart", "--store", str(store)]
     subprocess.run(command, check=True, capture_output=True)
     with local_server(store) as address:
         (run,) = ask(address, "POST", "/flow_runs/filter", {})

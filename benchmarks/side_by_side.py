@@ -315,7 +315,7 @@ def need_programs(*names: str) -> None:
 
 def worker_environment(num_threads: int) -> dict[str, str]:
     """The environment of every worker: so many threads, and no hub."""
-    search_path = [os.environ.get("PYTHONPATH", ""), str(REPOSITORY)]
+    search_path = [os.environ.get("PYTHONPATH", ""), str(REPOSITORY / "src")]
     return {
         **os.environ,
         "OMP_NUM_THREADS": str(num_threads),

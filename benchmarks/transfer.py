@@ -37,10 +37,10 @@ from side_by_side import (
 )
 
 sys.path.insert(0, str(REPOSITORY))
-from infra.node import SSHAccess
-from infra.ssh.ssh_session import SSHSession
-from infra.sync.mirror import pull_run
-from infra.sync.push import publish_directory
+from rollouts.infra.node import SSHAccess
+from rollouts.infra.ssh.ssh_session import SSHSession
+from rollouts.infra.sync.mirror import pull_run
+from rollouts.infra.sync.push import publish_directory
 from tests.infra.delay_proxy import delayed_port
 from tests.infra.ssh_server import running_server
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from flows.deployments import EVALUATE_FLOW, FLOW, RETRAIN_FLOW
-from flows.prefect_api import ask
-from flows.server import ServerAddress
+from rollouts.flows.deployments import EVALUATE_FLOW, FLOW, RETRAIN_FLOW
+from rollouts.flows.prefect_api import ask
+from rollouts.flows.server import ServerAddress
 
 Automation = Mapping[str, Any]  # Any: JSON, as the server takes and gives it
 

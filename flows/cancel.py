@@ -20,16 +20,16 @@ from typing import Annotated, Any
 
 import typer
 
-from flows.finish import MIN_ID_CHARS
-from flows.models_cli import open_registry
-from flows.prefect_api import ask
-from flows.server import ServerAddress, local_server, named_url, prefect_environment, run_url
-from flows.status import FLOWS, NOT_ENDED, full_name, name_of_run, of_store, without_later_looks
-from flows.terminal import DEFAULT_STORE, Store, console
-from flows.up import check_server, find_serving
-from infra.jobs import MAX_GRACE_S
-from infra.ledger import Ledger
-from infra.renting.rentals import open_rentals
+from rollouts.flows.finish import MIN_ID_CHARS
+from rollouts.flows.models_cli import open_registry
+from rollouts.flows.prefect_api import ask
+from rollouts.flows.server import ServerAddress, local_server, named_url, prefect_environment, run_url
+from rollouts.flows.status import FLOWS, NOT_ENDED, full_name, name_of_run, of_store, without_later_looks
+from rollouts.flows.terminal import DEFAULT_STORE, Store, console
+from rollouts.flows.up import check_server, find_serving
+from rollouts.infra.jobs import MAX_GRACE_S
+from rollouts.infra.ledger import Ledger
+from rollouts.infra.renting.rentals import open_rentals
 from rollouts_core.errors import InputError, RolloutsError
 
 WAIT_S = 720.0
@@ -175,7 +175,7 @@ def _give_back_here(address: ServerAddress, store: Path, run: FlowRunJson) -> st
     os.environ.update(prefect_environment(store, address))
     from prefect.client.schemas.objects import FlowRun  # reads the environment that was just set
 
-    from flows.cancellation import release_for
+    from rollouts.flows.cancellation import release_for
 
     # The store may have been given as it is seen from another folder.
     settings = {**run["parameters"].get("run", {}), "store": str(store)}
@@ -189,7 +189,7 @@ def _give_back_deleted(address: ServerAddress, ledger: Ledger, store: Path, run:
         RolloutsError: something is left.
     """
     os.environ.update(prefect_environment(store, address))
-    from flows.cancellation import release_without_settings  # imports prefect, which reads what was just set
+    from rollouts.flows.cancellation import release_without_settings  # imports prefect, which reads what was just set
 
     said = release_without_settings(run.run_id, store)
     if left := sorted({lease.node for lease in ledger.leases_of(run.run_id)}):

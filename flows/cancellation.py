@@ -38,22 +38,22 @@ from prefect.logging.loggers import flow_run_logger
 from prefect.states import Cancelled, Running
 from pydantic import BaseModel, TypeAdapter
 
-from flows.credentials import run_with_credentials
-from flows.form import HeldNode
-from flows.silent_runs import was_silent
-from flows.store import with_store
-from infra.errors import InfraError, PermanentInfraError, TransientInfraError
-from infra.interrupts import interrupted_if
-from infra.ledger import LEDGER_FILE, Ledger
-from infra.node import LocalNode, NodeSettings, RentedNode, without_further_nodes
-from infra.providers import provision_node
-from infra.providers.rented import find_rented, release_rentals
-from infra.renting.rentals import open_rentals
-from infra.repeating import repeating
+from rollouts.flows.credentials import run_with_credentials
+from rollouts.flows.form import HeldNode
+from rollouts.flows.silent_runs import was_silent
+from rollouts.flows.store import with_store
+from rollouts.infra.errors import InfraError, PermanentInfraError, TransientInfraError
+from rollouts.infra.interrupts import interrupted_if
+from rollouts.infra.ledger import LEDGER_FILE, Ledger
+from rollouts.infra.node import LocalNode, NodeSettings, RentedNode, without_further_nodes
+from rollouts.infra.providers import provision_node
+from rollouts.infra.providers.rented import find_rented, release_rentals
+from rollouts.infra.renting.rentals import open_rentals
+from rollouts.infra.repeating import repeating
+from rollouts.tasks.provision import describe_given_up, give_back
+from rollouts.tasks.records import RunScope
+from rollouts.tasks.stage import drop_leases, stop_leased_jobs
 from rollouts_core.errors import ConfigError
-from tasks.provision import describe_given_up, give_back
-from tasks.records import RunScope
-from tasks.stage import drop_leases, stop_leased_jobs
 
 LOOK_S = 5.0
 SERVED_LOOK_S = 15.0

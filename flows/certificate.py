@@ -11,7 +11,7 @@ import ssl
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
-from infra.secret_file import own_secret
+from rollouts.infra.secret_file import own_secret
 
 HOST = "127.0.0.1"
 """The only address at which a store's own server listens."""

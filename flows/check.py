@@ -2,8 +2,8 @@
 
 Not here: the checks (preflight.py), runs of the command line, which are checked before Prefect hears of them (cli.py).
 
-    settings ──stdin──> python -m flows.check ──> lines: how far it is where that takes long, then what was found;
-                                                  exit code 2 and one sentence for a mistake
+    settings ──stdin──> python -m rollouts.flows.check ──> lines: how far it is where that takes long, then findings;
+                                                           exit code 2 and one sentence for a mistake
 
 The checks load torch and transformers; in a process of their own, so that the run's stays small.
 """
@@ -22,19 +22,19 @@ from typing import IO
 from prefect import task
 from pydantic import TypeAdapter
 
-from flows.evaluate_settings import EvaluateConfig
-from flows.form import FormNode, Pipeline, RunOptions
-from flows.preflight import check_evaluation, check_pipeline
-from flows.retrain_settings import RetrainConfig
-from flows.terminal import told_progress
-from flows.trusted_code import check_trusted
-from infra.errors import InfraError, PermanentInfraError, TransientInfraError
-from infra.node import NodeSettings
+from rollouts.flows.evaluate_settings import EvaluateConfig
+from rollouts.flows.form import FormNode, Pipeline, RunOptions
+from rollouts.flows.preflight import check_evaluation, check_pipeline
+from rollouts.flows.retrain_settings import RetrainConfig
+from rollouts.flows.terminal import told_progress
+from rollouts.flows.trusted_code import check_trusted
+from rollouts.infra.errors import InfraError, PermanentInfraError, TransientInfraError
+from rollouts.infra.node import NodeSettings
+from rollouts.tasks.progress import StageProgress
+from rollouts.tasks.retries import TRIED_AGAIN
 from rollouts_core.config import Config
 from rollouts_core.errors import InputError
 from rollouts_core.findings import count_cautions, split_findings
-from tasks.progress import StageProgress
-from tasks.retries import TRIED_AGAIN
 
 CODES: dict[type[Exception], int] = {InputError: 2, PermanentInfraError: 3, TransientInfraError: 4}
 """What went wrong, as the exit code of the process that checked."""
@@ -67,7 +67,7 @@ def check_settings(
 def _run_checks(settings: str, say: Callable[[str], None], refusal: IO[str]) -> int:
     """Check in a process of its own, and say what it prints; returns its exit code."""
     pipe = subprocess.PIPE
-    command = [sys.executable, "-P", "-m", "flows.check"]
+    command = [sys.executable, "-P", "-m", "rollouts.flows.check"]
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=refusal, text=True) as process:
         assert process.stdin is not None and process.stdout is not None
         try:

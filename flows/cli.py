@@ -29,35 +29,36 @@ from typing import TYPE_CHECKING, Annotated, Any, ParamSpec, TypeVar, cast
 
 import typer
 
-from flows.cancel import cancel
-from flows.command import INTERRUPTED_CODE, NO_IMPROVEMENT_CODE
-from flows.credentials_cli import credentials, with_credentials
-from flows.deployments import evaluation_options
-from flows.evaluate_settings import EvaluateConfig
-from flows.finish import finish
-from flows.form import Pipeline, RunOptions, load_pipeline
-from flows.live import find_live_pages, served_live_pages
-from flows.machines_cli import add_machine_commands
-from flows.models_cli import add_model_commands
-from flows.no_improvement import NoImprovementError
-from flows.notify import notify
-from flows.password import own_password
-from flows.prefect_yaml import prefect_yaml
-from flows.preflight import check_evaluation, check_files, check_pipeline, check_writable, load_checkable
-from flows.preset import preset
-from flows.prune_cli import prune
-from flows.quickstart_files import CONFIG_NAME, quickstart_folder, write_quickstart
-from flows.server import ServerAddress, ServerError, local_server, named_url, prefect_environment, run_url
-from flows.silent_runs import LEAST_MINUTES, SILENT_MINUTES, mark_silent_runs
-from flows.store import STORE_VARIABLE, from_home
-from flows.stores_cli import pull
-from flows.terminal import DEFAULT_STORE, LOOKING_FOR_SERVER, Port, Store, console, show_checks
-from flows.trigger import trigger_run
-from flows.up import down, status, up
-from flows.upkeep import look_after
-from infra.errors import JobFailedError, MachineGoneError, PermanentInfraError, TransientInfraError
-from infra.foreign_text import shown_lines
-from infra.ports import check_loopback
+from rollouts.flows.cancel import cancel
+from rollouts.flows.command import INTERRUPTED_CODE, NO_IMPROVEMENT_CODE
+from rollouts.flows.credentials_cli import credentials, with_credentials
+from rollouts.flows.deployments import evaluation_options
+from rollouts.flows.evaluate_settings import EvaluateConfig
+from rollouts.flows.finish import finish
+from rollouts.flows.form import Pipeline, RunOptions, load_pipeline
+from rollouts.flows.live import find_live_pages, served_live_pages
+from rollouts.flows.machines_cli import add_machine_commands
+from rollouts.flows.models_cli import add_model_commands
+from rollouts.flows.no_improvement import NoImprovementError
+from rollouts.flows.notify import notify
+from rollouts.flows.password import own_password
+from rollouts.flows.prefect_yaml import prefect_yaml
+from rollouts.flows.preflight import check_evaluation, check_files, check_pipeline, check_writable, load_checkable
+from rollouts.flows.preset import preset
+from rollouts.flows.prune_cli import prune
+from rollouts.flows.quickstart_files import CONFIG_NAME, quickstart_folder, write_quickstart
+from rollouts.flows.server import ServerAddress, ServerError, local_server, named_url, prefect_environment, run_url
+from rollouts.flows.silent_runs import LEAST_MINUTES, SILENT_MINUTES, mark_silent_runs
+from rollouts.flows.store import STORE_VARIABLE, from_home
+from rollouts.flows.stores_cli import pull
+from rollouts.flows.terminal import DEFAULT_STORE, LOOKING_FOR_SERVER, Port, Store, console, show_checks
+from rollouts.flows.trigger import trigger_run
+from rollouts.flows.up import down, status, up
+from rollouts.flows.upkeep import look_after
+from rollouts.infra.errors import JobFailedError, MachineGoneError, PermanentInfraError, TransientInfraError
+from rollouts.infra.foreign_text import shown_lines
+from rollouts.infra.ports import check_loopback
+from rollouts.tasks.inputs import bring_inputs
 from rollouts_core.config import Config, parse_config
 from rollouts_core.config.record import MAX_INTEGER
 from rollouts_core.errors import InputError, RolloutsError
@@ -65,14 +66,13 @@ from rollouts_core.mistakes import Mistakes
 from rollouts_core.stages import STAGE_NAMES
 from rollouts_core.system.open_files import raise_file_limit
 from rollouts_core.system.utf8 import ensure_utf8
-from tasks.inputs import bring_inputs
 
 if TYPE_CHECKING:
     from prefect import Flow
     from prefect.client.schemas.objects import FlowRun, State
 
-    from flows.evaluate import EvaluationResult
-    from flows.pipeline import PipelineResult
+    from rollouts.flows.evaluate import EvaluationResult
+    from rollouts.flows.pipeline import PipelineResult
 
 FAILED_CODE, USER_ERROR_CODE = 1, 2
 
@@ -463,7 +463,7 @@ def run_checked(
             except InputError:
                 raise
             except KeyboardInterrupt as interrupt:
-                from flows.cancellation import was_ended_by_state  # imports prefect, which the run has done
+                from rollouts.flows.cancellation import was_ended_by_state  # imports prefect, which the run has done
 
                 said = "the run was cancelled in Prefect, or set to an ended state there"
                 raise KeyboardInterrupt(*([said] if was_ended_by_state() else [])) from interrupt
@@ -481,7 +481,7 @@ def explain_server(error: Exception, address: ServerAddress) -> RolloutsError | 
     """The sentence for an error of a run whose server is gone, or that was deleted there; None for any other error."""
     import httpx
 
-    from flows.cancellation import is_of_deleted_run  # imports prefect, which the run has done
+    from rollouts.flows.cancellation import is_of_deleted_run  # imports prefect, which the run has done
 
     if is_of_deleted_run(error):
         return RolloutsError("the run was deleted in Prefect, and ended")
@@ -505,7 +505,7 @@ def own_command() -> str:
 
 def run_flow(pipeline: Pipeline, address: ServerAddress) -> PipelineResult:
     """Run the pipeline in this process; prints the link of its page first."""
-    from flows.pipeline import sft_rl  # imports prefect, which reads the environment that was just set
+    from rollouts.flows.pipeline import sft_rl  # imports prefect, which reads the environment that was just set
 
     announced = sft_rl.with_options(on_running=[announce_at(address)])
     # The flow returns a state, of which Prefect gives the caller the result.
@@ -514,7 +514,7 @@ def run_flow(pipeline: Pipeline, address: ServerAddress) -> PipelineResult:
 
 def run_evaluation_flow(pipeline: Pipeline, address: ServerAddress) -> EvaluationResult:
     """Run the evaluation in this process; prints the link of its page first."""
-    from flows.evaluate import evaluate_model  # imports prefect, which reads the environment that was just set
+    from rollouts.flows.evaluate import evaluate_model  # imports prefect, which reads the environment that was just set
 
     assert pipeline.evaluate is not None, "the command names a model"
     announced = evaluate_model.with_options(on_running=[announce_at(address)])

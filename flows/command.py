@@ -25,7 +25,7 @@ def main() -> None:
         sys.stderr.write(f"rollouts: {error}\n")
         sys.exit(USER_ERROR_CODE)
     try:
-        from flows.cli import main as run_command
+        from rollouts.flows.cli import main as run_command
     except KeyboardInterrupt:
         sys.stderr.write("\nrollouts: interrupted before it began.\n")
         sys.exit(INTERRUPTED_CODE)

@@ -23,10 +23,10 @@ from prefect.exceptions import PrefectHTTPStatusError
 from prefect.types import SecretDict
 from pydantic import Field, SecretStr
 
-from flows.credential_variables import check_carried
-from infra.errors import TransientInfraError
-from infra.foreign_text import shown_line
-from infra.providers.clouds import CREDENTIALS_VARIABLE
+from rollouts.flows.credential_variables import check_carried
+from rollouts.infra.errors import TransientInfraError
+from rollouts.infra.foreign_text import shown_line
+from rollouts.infra.providers.clouds import CREDENTIALS_VARIABLE
 from rollouts_core.errors import ConfigError
 
 TYPE_NAME, TYPE_SLUG = "Rollouts credentials", "rollouts-credentials"

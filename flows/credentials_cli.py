@@ -19,11 +19,11 @@ from typing import Annotated
 
 import typer
 
-from flows.credential_variables import check_carried
-from flows.form import CREDENTIALS_PATTERN
-from flows.preflight import check_writable
-from flows.server import local_server, prefect_environment, use_prefect
-from flows.terminal import DEFAULT_STORE, Store, console
+from rollouts.flows.credential_variables import check_carried
+from rollouts.flows.form import CREDENTIALS_PATTERN
+from rollouts.flows.preflight import check_writable
+from rollouts.flows.server import local_server, prefect_environment, use_prefect
+from rollouts.flows.terminal import DEFAULT_STORE, Store, console
 from rollouts_core.errors import ConfigError, InputError
 
 CredentialsName = Annotated[
@@ -78,7 +78,7 @@ def with_credentials(name: str, store: Path, *, port: int = 0) -> Iterator[None]
     before = dict(os.environ)
     with local_server(store, port=port) as address:
         os.environ.update(prefect_environment(store.resolve(), address))
-        from flows.credentials import take_credentials  # imports prefect, which reads the environment
+        from rollouts.flows.credentials import take_credentials  # imports prefect, which reads the environment
 
         take_credentials(name)
         try:
@@ -115,7 +115,7 @@ def read_variables(variables: Sequence[str]) -> dict[str, str]:
 
 def save_credentials(name: str, values: Mapping[str, str]) -> list[str]:
     """Save the values beside those that the block holds already; returns the variables that it holds then."""
-    from flows.credentials import block_of, find_credentials
+    from rollouts.flows.credentials import block_of, find_credentials
 
     held = {**find_credentials().get(name, {}), **values}
     block_of(held).save(name, overwrite=True)
@@ -128,7 +128,7 @@ def remove_credentials(name: str) -> None:
     Raises:
         ConfigError: there is none.
     """
-    from flows.credentials import Credentials, find_credentials
+    from rollouts.flows.credentials import Credentials, find_credentials
 
     if name not in find_credentials():
         raise ConfigError(f"Prefect has no credentials named {name}: rollouts credentials shows which there are")
@@ -137,7 +137,7 @@ def remove_credentials(name: str) -> None:
 
 def describe_credentials() -> list[str]:
     """A line for each: its name and the variables that it holds."""
-    from flows.credentials import find_credentials
+    from rollouts.flows.credentials import find_credentials
 
     found = find_credentials()
     lines = [f"{name}: {', '.join(sorted(variables)) or 'empty'}" for name, variables in sorted(found.items())]

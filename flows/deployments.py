@@ -19,16 +19,16 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from flows.form import Pipeline, RunOptions, load_pipeline, name_of, parse_pipeline
-from flows.server import named_url
-from flows.store import STORE_VARIABLE
-from flows.tools import TOOLS
-from infra.ledger import LEDGER_FILE, Ledger
+from rollouts.flows.form import Pipeline, RunOptions, load_pipeline, name_of, parse_pipeline
+from rollouts.flows.server import named_url
+from rollouts.flows.store import STORE_VARIABLE
+from rollouts.flows.tools import TOOLS
+from rollouts.infra.ledger import LEDGER_FILE, Ledger
+from rollouts.tasks.watch import check_sources, watched_sources
 from rollouts_core.algorithms.presets import ALGORITHMS
 from rollouts_core.config import read_settings
 from rollouts_core.errors import ConfigError
 from rollouts_core.system.files import write_json
-from tasks.watch import check_sources, watched_sources
 
 FLOW = "sft-rl"
 RETRAIN_FLOW = "retrain"

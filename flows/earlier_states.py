@@ -19,7 +19,7 @@ from prefect.client.orchestration import get_client
 from prefect.events import emit_event
 from prefect.exceptions import PrefectException
 
-from flows.server import named_url
+from rollouts.flows.server import named_url
 
 EVENT = "rollouts.flow-run.earlier-state"
 MAX_STATES = 20

@@ -18,20 +18,20 @@ from prefect.runtime import deployment
 from prefect.states import Completed
 from pydantic import BaseModel
 
-from flows.cancellation import cancelled_if_asked, release_after_cancellation
-from flows.check import check_settings
-from flows.credentials import take_credentials
-from flows.deployments import EVALUATE_FLOW
-from flows.form import FormConfig, FormEvaluate, FormNode, FormRun
-from flows.pipeline import known_to_live, link_live_page, live_url, machine_of_the_run, open_scope, run_on
-from flows.run_ends import with_noted_end
-from infra.node import Node, settings_of_engines, without_further_nodes
+from rollouts.flows.cancellation import cancelled_if_asked, release_after_cancellation
+from rollouts.flows.check import check_settings
+from rollouts.flows.credentials import take_credentials
+from rollouts.flows.deployments import EVALUATE_FLOW
+from rollouts.flows.form import FormConfig, FormEvaluate, FormNode, FormRun
+from rollouts.flows.pipeline import known_to_live, link_live_page, live_url, machine_of_the_run, open_scope, run_on
+from rollouts.flows.run_ends import with_noted_end
+from rollouts.infra.node import Node, settings_of_engines, without_further_nodes
+from rollouts.tasks.evaluation_report import as_inputs, find_inputs, write_evaluation
+from rollouts.tasks.finished import RunStage
+from rollouts.tasks.plan import plan_evaluation, with_engines_of_trainer
+from rollouts.tasks.records import RunScope, StageRecord
 from rollouts_core.config import Config
 from rollouts_core.job import InputModel
-from tasks.evaluation_report import as_inputs, find_inputs, write_evaluation
-from tasks.finished import RunStage
-from tasks.plan import plan_evaluation, with_engines_of_trainer
-from tasks.records import RunScope, StageRecord
 
 
 class EvaluationResult(BaseModel):

@@ -10,7 +10,7 @@ from typing import Self
 
 from pydantic import Field
 
-from infra.stores.object_store import is_url
+from rollouts.infra.stores.object_store import is_url
 from rollouts_core.config import Record
 
 

@@ -5,7 +5,7 @@ a timer with `rollouts reap --spare` would; the deployment `reap` looks when som
 
 Machines that were rented with named credentials are looked at by a program of their own, which has these:
 
-    python -m flows.expired_machines STORE [--spare] ──> the report as JSON
+    python -m rollouts.flows.expired_machines STORE [--spare] ──> the report as JSON
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
-from infra.cloud import Pace
-from infra.errors import InfraError, PermanentInfraError, TransientInfraError
-from infra.ledger import LEDGER_FILE, Ledger
-from infra.offers import CLOUD_NAMES
-from infra.providers.clouds import clouds_with_keys, credentials_in_use, open_usable_clouds
-from infra.renting.reaper import ReapReport, reap
-from infra.renting.rentals import Rental, given_up, open_rentals
+from rollouts.infra.cloud import Pace
+from rollouts.infra.errors import InfraError, PermanentInfraError, TransientInfraError
+from rollouts.infra.ledger import LEDGER_FILE, Ledger
+from rollouts.infra.offers import CLOUD_NAMES
+from rollouts.infra.providers.clouds import clouds_with_keys, credentials_in_use, open_usable_clouds
+from rollouts.infra.renting.reaper import ReapReport, reap
+from rollouts.infra.renting.rentals import Rental, given_up, open_rentals
 from rollouts_core.errors import ConfigError
 
 PACE = Pace(gone_within_s=60.0)
@@ -93,7 +93,7 @@ def _look_with(name: str, store: Path, *, spare: bool) -> ReapReport:
     """Look at the machines that were rented with other credentials."""
     if not name:
         return ReapReport(failures=["machines that were rented without named credentials are not looked at here"])
-    from flows.credentials import run_with_credentials  # imports prefect, which reads the environment
+    from rollouts.flows.credentials import run_with_credentials  # imports prefect, which reads the environment
 
     try:
         said = run_with_credentials(name, __spec__.name, [str(store), *([SPARE] if spare else [])])

@@ -10,12 +10,12 @@ from typing import Annotated
 
 import typer
 
-from flows.models_cli import open_registry
-from flows.terminal import DEFAULT_STORE, Store
-from infra.ledger import Ledger
+from rollouts.flows.models_cli import open_registry
+from rollouts.flows.terminal import DEFAULT_STORE, Store
+from rollouts.infra.ledger import Ledger
+from rollouts.tasks.early_end import ask_run_to_finish
 from rollouts_core.errors import InputError
 from rollouts_core.stages import TRAININGS, is_training
-from tasks.early_end import ask_run_to_finish
 
 MIN_ID_CHARS = 8
 """So many characters of a run's id stand for it."""

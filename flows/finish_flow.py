@@ -12,9 +12,9 @@ from prefect import flow, get_run_logger
 from prefect.client.schemas.objects import State
 from prefect.states import Completed
 
-from flows.finish import finish_training
-from flows.run_ends import known_tool, with_noted_end
-from flows.tools import FINISH_FLOW, FinishConfig
+from rollouts.flows.finish import finish_training
+from rollouts.flows.run_ends import known_tool, with_noted_end
+from rollouts.flows.tools import FINISH_FLOW, FinishConfig
 
 
 @flow(name=FINISH_FLOW, flow_run_name="finish {finish.run}", persist_result=False)

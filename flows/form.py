@@ -32,12 +32,13 @@ from pydantic import (
     model_validator,
 )
 
-from flows.evaluate_settings import EvaluateConfig
-from flows.retrain_settings import LINE_PATTERN, RetrainConfig, ScheduleConfig, check_retraining
-from flows.store import with_store
-from infra.node import NODE_TYPES, LocalNode, NodeSettings
-from infra.offers import CLOUD_NAMES, THROUGH_SKY, GPUQuery
-from infra.stores.object_store import check_url
+from rollouts.flows.evaluate_settings import EvaluateConfig
+from rollouts.flows.retrain_settings import LINE_PATTERN, RetrainConfig, ScheduleConfig, check_retraining
+from rollouts.flows.store import with_store
+from rollouts.infra.node import NODE_TYPES, LocalNode, NodeSettings
+from rollouts.infra.offers import CLOUD_NAMES, THROUGH_SKY, GPUQuery
+from rollouts.infra.stores.object_store import check_url
+from rollouts.tasks.trackers import TrackerName
 from rollouts_core.config import (
     Config,
     DataConfig,
@@ -55,7 +56,6 @@ from rollouts_core.stages import STAGE_NAMES
 from rollouts_core.user_code.code_folders import add_code_folders
 from rollouts_core.user_code.failures import describe_raised
 from rollouts_core.user_code.functions import resolve_function
-from tasks.trackers import TrackerName
 
 RecordT = TypeVar("RecordT", bound=BaseModel)
 OWN_TABLES = ("node", "run", "retrain", "schedule", "evaluate")
@@ -418,10 +418,16 @@ def _run_python_file(path: Path) -> Any:  # Any: whatever the user's file calls 
         place = " ".join([error.title, ".".join(str(part) for part in problem["loc"])]).rstrip()
         raise ConfigError(f"{path}: {place}: {reason_of(problem)}") from error
     except (Exception, SystemExit) as error:
-        raise ConfigError(f"{path} {describe_raised(error)}") from error
+        raise ConfigError(f"{path} {describe_raised(error)}{_name_moved(error)}") from error
     if not isinstance(names.get("config"), Pipeline | Config | dict):
         raise ConfigError(f"{path} must define `config`, a Config, a Pipeline or a dict of settings")
     return names["config"]
+
+
+def _name_moved(error: BaseException) -> str:
+    """What a configuration has to import instead of `infra.node`, as the module was called once; else nothing."""
+    name = error.name or "" if isinstance(error, ModuleNotFoundError) else ""
+    return f": import rollouts.{name} instead" if name.partition(".")[0] in ("flows", "tasks", "infra") else ""
 
 
 def name_of(path: Path) -> str:

@@ -22,10 +22,10 @@ from datetime import timedelta
 from pathlib import Path
 from typing import cast
 
-from flows.both_protocols import accept_both
-from flows.certificate import HOST, server_context
-from flows.pulse import Pulse
-from infra.locks import open_lock, try_lock
+from rollouts.flows.both_protocols import accept_both
+from rollouts.flows.certificate import HOST, server_context
+from rollouts.flows.pulse import Pulse
+from rollouts.infra.locks import open_lock, try_lock
 from rollouts_core.system.files import write_json
 
 STOP_TIMEOUT_S = 8.0
@@ -78,8 +78,8 @@ def _serve(home: Path, listener: socket.socket, pulse: Pulse) -> None:
     from prefect.server.api.server import create_app
     from prefect.server.events.ordering import memory
 
-    from flows.busy_database import patient
-    from flows.own_requests import asking_here_alone
+    from rollouts.flows.busy_database import patient
+    from rollouts.flows.own_requests import asking_here_alone
 
     tls = server_context(home)
 

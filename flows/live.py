@@ -24,18 +24,18 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flows.password import basic_authorization, own_password
-from infra.jobs import JobExit, describe_exit
-from infra.ledger import LEDGER_FILE, Ledger, StageUse
-from infra.process_identity import ProcessIdentity, identify
-from infra.renting.rentals import all_rentals, usd_spent
-from infra.secret_file import own_folder
-from infra.session import LOOPBACK
+from rollouts.flows.password import basic_authorization, own_password
+from rollouts.infra.jobs import JobExit, describe_exit
+from rollouts.infra.ledger import LEDGER_FILE, Ledger, StageUse
+from rollouts.infra.process_identity import ProcessIdentity, identify
+from rollouts.infra.renting.rentals import all_rentals, usd_spent
+from rollouts.infra.secret_file import own_folder
+from rollouts.infra.session import LOOPBACK
+from rollouts.tasks.places import EVALUATION_FILE
+from rollouts.tasks.spending import RUN_FILE
 from rollouts_core.report.live import LiveRun, LiveStage, render_live, render_runs
 from rollouts_core.run_directory import RunDirectory
 from rollouts_core.system.files import write_json
-from tasks.places import EVALUATION_FILE
-from tasks.spending import RUN_FILE
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette

@@ -42,15 +42,15 @@ from prefect.exceptions import ObjectNotFound, PrefectException
 from prefect.logging.loggers import flow_run_logger
 from prefect.states import Cancelled, Crashed, Scheduled
 
-from flows.cancellation import release_for
-from flows.earlier_states import recall_states
-from flows.form import RunOptions
-from flows.run_ends import RunEnd, forget_end, read_end, read_ends
-from flows.server import named_url
-from flows.silent_runs import was_silent
-from infra.errors import TransientInfraError
-from infra.ledger import Ledger
-from infra.renting.rentals import open_rentals
+from rollouts.flows.cancellation import release_for
+from rollouts.flows.earlier_states import recall_states
+from rollouts.flows.form import RunOptions
+from rollouts.flows.run_ends import RunEnd, forget_end, read_end, read_ends
+from rollouts.flows.server import named_url
+from rollouts.flows.silent_runs import was_silent
+from rollouts.infra.errors import TransientInfraError
+from rollouts.infra.ledger import Ledger
+from rollouts.infra.renting.rentals import open_rentals
 
 logger = logging.getLogger(__name__)
 

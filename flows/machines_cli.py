@@ -21,15 +21,15 @@ from typing import Annotated, Any, cast
 import typer
 from pydantic import ValidationError
 
-from flows.credentials_cli import CredentialsName, with_credentials
-from flows.expired_machines import looked_for
-from flows.store import STORE_VARIABLE, from_home
-from flows.terminal import DEFAULT_STORE
-from infra.cloud import Cloud, look_up
-from infra.errors import InfraError, PermanentInfraError, TransientInfraError
-from infra.foreign_text import shown_line, shown_lines
-from infra.ledger import LEDGER_FILE, Ledger
-from infra.offers import (
+from rollouts.flows.credentials_cli import CredentialsName, with_credentials
+from rollouts.flows.expired_machines import looked_for
+from rollouts.flows.store import STORE_VARIABLE, from_home
+from rollouts.flows.terminal import DEFAULT_STORE
+from rollouts.infra.cloud import Cloud, look_up
+from rollouts.infra.errors import InfraError, PermanentInfraError, TransientInfraError
+from rollouts.infra.foreign_text import shown_line, shown_lines
+from rollouts.infra.ledger import LEDGER_FILE, Ledger
+from rollouts.infra.offers import (
     CLOUD_NAMES,
     CUDA_PATTERN,
     THROUGH_SKY,
@@ -41,7 +41,7 @@ from infra.offers import (
     describe_closest,
     explain_through_sky,
 )
-from infra.providers.clouds import (
+from rollouts.infra.providers.clouds import (
     ENDPOINTS,
     account_of,
     clouds_with_keys,
@@ -49,10 +49,10 @@ from infra.providers.clouds import (
     open_usable_clouds,
     require_keys,
 )
-from infra.providers.instance import find_instance
-from infra.providers.rented import known_hosts_of
-from infra.renting.reaper import ReapReport, reap, release_named
-from infra.renting.rentals import (
+from rollouts.infra.providers.instance import find_instance
+from rollouts.infra.providers.rented import known_hosts_of
+from rollouts.infra.renting.reaper import ReapReport, reap, release_named
+from rollouts.infra.renting.rentals import (
     NAME_PREFIX,
     Rental,
     all_rentals,
@@ -325,7 +325,7 @@ def ssh(
     store: Store = DEFAULT_STORE,
 ) -> None:
     """Log in on a machine by your own ssh, wherever it is now; it has to show the host key that a run noted."""
-    from infra.ssh.openssh import login_command  # paramiko loads here
+    from rollouts.infra.ssh.openssh import login_command  # paramiko loads here
 
     if ":" in name:
         instance = find_instance(name)

@@ -20,12 +20,12 @@ from typing import Annotated, Any
 
 import typer
 
-from flows.machines_cli import Explained, at, open_ledger, render_table
-from flows.notify import RunState, tell_by_hand
-from flows.store import STORE_VARIABLE, from_home
-from flows.terminal import DEFAULT_STORE
-from infra.ledger import Ledger
-from infra.registry import (
+from rollouts.flows.machines_cli import Explained, at, open_ledger, render_table
+from rollouts.flows.notify import RunState, tell_by_hand
+from rollouts.flows.store import STORE_VARIABLE, from_home
+from rollouts.flows.terminal import DEFAULT_STORE
+from rollouts.infra.ledger import Ledger
+from rollouts.infra.registry import (
     Alias,
     Model,
     current,
@@ -37,9 +37,9 @@ from infra.registry import (
     promote,
     rollback,
 )
+from rollouts.tasks.candidate import check_whole
+from rollouts.tasks.model_aliases import note_in_reports
 from rollouts_core.errors import InputError
-from tasks.candidate import check_whole
-from tasks.model_aliases import note_in_reports
 
 Store = Annotated[
     Path, typer.Option(envvar=STORE_VARIABLE, callback=from_home, help="Folder whose ledger knows the models.")

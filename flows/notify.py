@@ -22,11 +22,11 @@ from urllib.parse import urlsplit
 
 import typer
 
-from flows.automations import EACH_RUN_OF_OURS, Automation, delete_automation, find_automations, put_automation
-from flows.prefect_api import RefusedError, ask
-from flows.preflight import check_writable
-from flows.server import ServerAddress, ServerError, local_server, named_url, use_prefect
-from flows.terminal import DEFAULT_STORE, Store, console
+from rollouts.flows.automations import EACH_RUN_OF_OURS, Automation, delete_automation, find_automations, put_automation
+from rollouts.flows.prefect_api import RefusedError, ask
+from rollouts.flows.preflight import check_writable
+from rollouts.flows.server import ServerAddress, ServerError, local_server, named_url, use_prefect
+from rollouts.flows.terminal import DEFAULT_STORE, Store, console
 from rollouts_core.config.messages import closest_name, first_line
 from rollouts_core.errors import ConfigError, InputError
 

@@ -9,7 +9,7 @@ import base64
 import secrets
 from pathlib import Path
 
-from infra.secret_file import own_secret
+from rollouts.infra.secret_file import own_secret
 
 FILE_NAME = "password"
 USER = "rollouts"

@@ -32,41 +32,36 @@ from prefect.runtime import deployment, flow_run
 from prefect.states import Completed, Failed
 from pydantic import BaseModel
 
-from flows.cancellation import (
+from rollouts.flows.cancellation import (
     cancelled_if_asked,
     ended_when_cancelled,
     is_cancelled,
     release_after_cancellation,
     release_beside,
 )
-from flows.check import check_settings
-from flows.credentials import take_credentials
-from flows.deployments import FLOW, folders_of_deployment
-from flows.form import FormConfig, FormNode, FormRun, RunOptions
-from flows.live import find_live_pages
-from flows.no_improvement import NO_IMPROVEMENT, NoImprovementError
-from flows.retrain_settings import RetrainConfig
-from flows.run_ends import with_noted_end
-from flows.server import held_server
-from infra.errors import BudgetUsedUpError, JobFailedError
-from infra.interrupts import interrupted_afterwards, noted_interrupts, uninterrupted
-from infra.ledger import Ledger
-from infra.node import Node, NodeSettings, RentedNode
-from infra.providers.rented import ended_when_expired
-from rollouts_core.config import Config
-from rollouts_core.job import InputModel
-from rollouts_core.stages import BASE, SELECT, stages_of
-from rollouts_core.stages.planning import base_model
-from rollouts_core.user_code.code_folders import add_code_folders
-from tasks.artifacts import is_finished
-from tasks.bootstrap import bootstrap
-from tasks.budget import stopped_in_time
-from tasks.candidate import register_candidate
-from tasks.engine import KeptEngine, any_lapsed, kept_alive, launch_engine, stop_engine
-from tasks.finished import RunStage, placeholder_if_finished, trainings_begun
-from tasks.inputs import named_urls
-from tasks.places import note_named
-from tasks.plan import (
+from rollouts.flows.check import check_settings
+from rollouts.flows.credentials import take_credentials
+from rollouts.flows.deployments import FLOW, folders_of_deployment
+from rollouts.flows.form import FormConfig, FormNode, FormRun, RunOptions
+from rollouts.flows.live import find_live_pages
+from rollouts.flows.no_improvement import NO_IMPROVEMENT, NoImprovementError
+from rollouts.flows.retrain_settings import RetrainConfig
+from rollouts.flows.run_ends import with_noted_end
+from rollouts.flows.server import held_server
+from rollouts.infra.errors import BudgetUsedUpError, JobFailedError
+from rollouts.infra.interrupts import interrupted_afterwards, noted_interrupts, uninterrupted
+from rollouts.infra.ledger import Ledger
+from rollouts.infra.node import Node, NodeSettings, RentedNode
+from rollouts.infra.providers.rented import ended_when_expired
+from rollouts.tasks.artifacts import is_finished
+from rollouts.tasks.bootstrap import bootstrap
+from rollouts.tasks.budget import stopped_in_time
+from rollouts.tasks.candidate import register_candidate
+from rollouts.tasks.engine import KeptEngine, any_lapsed, kept_alive, launch_engine, stop_engine
+from rollouts.tasks.finished import RunStage, placeholder_if_finished, trainings_begun
+from rollouts.tasks.inputs import named_urls
+from rollouts.tasks.places import note_named
+from rollouts.tasks.plan import (
     engine_ports,
     plan_evaluation,
     plan_selection,
@@ -74,14 +69,19 @@ from tasks.plan import (
     selected_model,
     with_engines,
 )
-from tasks.plan_node import with_enough_memory
-from tasks.provision import provision, release, release_now, release_unknown
-from tasks.records import EngineRecord, RunScope, Stage, StageRecord, artifact_key
-from tasks.report import write_report
-from tasks.stage_tasks import run_task
-from tasks.stores import publish_results, reach_stores, send_from_machine
-from tasks.sync import sync_results
-from tasks.watch import digest_sources, watched_sources
+from rollouts.tasks.plan_node import with_enough_memory
+from rollouts.tasks.provision import provision, release, release_now, release_unknown
+from rollouts.tasks.records import EngineRecord, RunScope, Stage, StageRecord, artifact_key
+from rollouts.tasks.report import write_report
+from rollouts.tasks.stage_tasks import run_task
+from rollouts.tasks.stores import publish_results, reach_stores, send_from_machine
+from rollouts.tasks.sync import sync_results
+from rollouts.tasks.watch import digest_sources, watched_sources
+from rollouts_core.config import Config
+from rollouts_core.job import InputModel
+from rollouts_core.stages import BASE, SELECT, stages_of
+from rollouts_core.stages.planning import base_model
+from rollouts_core.user_code.code_folders import add_code_folders
 
 MAX_LAPSES = 3
 """Most attempts in a row at a training that fails because the lease of an engine lapsed."""

@@ -13,9 +13,9 @@ from typing import Any
 
 import httpx
 
-from flows.certificate import client_context
-from flows.password import basic_authorization
-from flows.server import ServerAddress, ServerError
+from rollouts.flows.certificate import client_context
+from rollouts.flows.password import basic_authorization
+from rollouts.flows.server import ServerAddress, ServerError
 
 TIMEOUT_S = 30.0
 BUSY_TIMEOUT_S = 30.0
@@ -50,7 +50,7 @@ def ask(address: ServerAddress, method: str, path: str, question: Any = None) ->
 
 
 def _ask_named(address: ServerAddress, method: str, path: str, question: Any) -> httpx.Response:  # Any: JSON
-    from flows.named_client import FAILURES, describe_failure, request_named
+    from rollouts.flows.named_client import FAILURES, describe_failure, request_named
 
     try:
         answer = request_named(address.api_url, method, path, question, password=address.password)

@@ -18,7 +18,7 @@ from typing import Annotated, Any
 import typer
 import yaml
 
-from flows.deployments import (
+from rollouts.flows.deployments import (
     EVALUATE_FLOW,
     FLOW,
     RETRAIN_FLOW,
@@ -31,9 +31,9 @@ from rollouts_core.errors import ConfigError
 from rollouts_core.user_code.code_folders import VARIABLE as CODE_PATH
 
 ENTRYPOINTS = {
-    FLOW: "flows.pipeline.sft_rl",
-    RETRAIN_FLOW: "flows.retrain.retrain_model",
-    EVALUATE_FLOW: "flows.evaluate.evaluate_model",
+    FLOW: "rollouts.flows.pipeline.sft_rl",
+    RETRAIN_FLOW: "rollouts.flows.retrain.retrain_model",
+    EVALUATE_FLOW: "rollouts.flows.evaluate.evaluate_model",
 }
 
 
@@ -114,7 +114,7 @@ def _describe(deployment: Deployment, store: Path, work_pool: dict[str, Any]) ->
         "work_pool": {**work_pool, "job_variables": variables} if variables else work_pool,
     }
     if deployment.flow == RETRAIN_FLOW:
-        from flows.schedules import yaml_schedule_options  # imports prefect, which takes a second
+        from rollouts.flows.schedules import yaml_schedule_options  # imports prefect, which takes a second
 
         described |= yaml_schedule_options(deployment)
     if "{{" in json.dumps(described):

@@ -16,11 +16,11 @@ from typing import Any, TypeGuard
 
 import httpx
 
-from flows.form import Pipeline, read_draft
-from flows.server import check_path
-from infra.bootstrap import check_disk
-from infra.errors import PermanentInfraError, TransientInfraError
-from infra.node import (
+from rollouts.flows.form import Pipeline, read_draft
+from rollouts.flows.server import check_path
+from rollouts.infra.bootstrap import check_disk
+from rollouts.infra.errors import PermanentInfraError, TransientInfraError
+from rollouts.infra.node import (
     FurtherNode,
     InstanceNode,
     LocalNode,
@@ -32,15 +32,24 @@ from infra.node import (
     settings_of_trainers,
     without_further_nodes,
 )
-from infra.node_probe import LOCKLESS, NO_LOCKS
-from infra.offers import GPUQuery, Offer
-from infra.ports import check_port
-from infra.providers import open_session, provision_node
-from infra.providers.instance import find_instance
-from infra.providers.rented import describe_rentable, find_rentable
-from infra.session import LOOPBACK, Session
-from infra.stores.object_store import ObjectStore
-from infra.stores.publication import check_writable_store
+from rollouts.infra.node_probe import LOCKLESS, NO_LOCKS
+from rollouts.infra.offers import GPUQuery, Offer
+from rollouts.infra.ports import check_port
+from rollouts.infra.providers import open_session, provision_node
+from rollouts.infra.providers.instance import find_instance
+from rollouts.infra.providers.rented import describe_rentable, find_rentable
+from rollouts.infra.session import LOOPBACK, Session
+from rollouts.infra.stores.object_store import ObjectStore
+from rollouts.infra.stores.publication import check_writable_store
+from rollouts.tasks.closest_stage import find_older_version
+from rollouts.tasks.inputs import bring_inputs, named_urls
+from rollouts.tasks.installed_engines import check_installed, check_router, leads_engines
+from rollouts.tasks.model_names import find_named_model, with_heldout
+from rollouts.tasks.optional_packages import check_packages, check_sent_packages, needed_packages
+from rollouts.tasks.plan_node import with_enough_memory
+from rollouts.tasks.trackers import check_trackers
+from rollouts.tasks.unit_keys import own_unit_key
+from rollouts.tasks.watch import check_outside, check_sources, watched_sources
 from rollouts_core.checks.needed_part import GIB, sum_bytes
 from rollouts_core.checks.resource_needs import (
     checkpoint_disk_bytes,
@@ -50,6 +59,7 @@ from rollouts_core.checks.resource_needs import (
     training_needs,
 )
 from rollouts_core.config import Config, DataConfig, EngineConfig, ModelConfig
+from rollouts_core.engine_kinds import ENGINES
 from rollouts_core.errors import ConfigError, DataError, InputError
 from rollouts_core.findings import Caution
 from rollouts_core.keys import key_header, read_key
@@ -59,15 +69,6 @@ from rollouts_core.stages import kind_of
 from rollouts_core.stages.kind import load
 from rollouts_core.stages.planning import base_model
 from rollouts_core.system.private_files import keep_private
-from tasks.closest_stage import find_older_version
-from tasks.inputs import bring_inputs, named_urls
-from tasks.installed_engines import check_installed, check_router, leads_engines
-from tasks.model_names import find_named_model, with_heldout
-from tasks.optional_packages import check_packages, check_sent_packages, needed_packages
-from tasks.plan_node import with_enough_memory
-from tasks.trackers import check_trackers
-from tasks.unit_keys import own_unit_key
-from tasks.watch import check_outside, check_sources, watched_sources
 
 ENGINE_ANSWER_TIMEOUT_S = 2.0
 UNUSED_PORT = 1
@@ -408,11 +409,12 @@ def check_engine_nodes(config: Config, node: NodeSettings) -> None:
             f"{setting}: with deployment.colocated engines and trainer share GPUs, which they cannot on "
             "different nodes: leave one of them out"
         )
-    if engine.kind == "vllm":
+    if engine.spec.is_local_only:
+        others = " or ".join(name for name, each in ENGINES.items() if not each.is_local_only)
         raise ConfigError(
-            f"{setting}: an engine on another node is reached over the network, and vLLM's development endpoints, "
-            "which replace weights and run code, stay on their machine: choose the kind sglang or embedded, or "
-            "leave the nodes out"
+            f"{setting}: an engine on another node is reached over the network, and the development endpoints of "
+            f"{engine.spec.title}, which replace weights and run code, stay on their machine: choose the kind "
+            f"{others}, or leave the nodes out"
         )
     if engine.weight_transfer == "tensors":
         raise ConfigError(
@@ -515,7 +517,7 @@ def check_engine_port(session: Session, port: int, node: Node, *, trainer: Sessi
 
 def check_installed_engine(settings: NodeSettings | FurtherNode, node: Node, engine: EngineConfig) -> None:
     """Raise ConfigError when the engine is not installed; one that a run installs is seen when it has done so."""
-    if engine.kind == "embedded" or (is_installed_by_run(settings) and not engine.python):
+    if engine.spec.is_own or (is_installed_by_run(settings) and not engine.python):
         return
     with open_session(node) as session, as_config_errors():
         check_installed(session, node, engine)

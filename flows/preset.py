@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from flows.deployments import PRESETS
+from rollouts.flows.deployments import PRESETS
 from rollouts_core.config.messages import closest_name
 from rollouts_core.errors import InputError
 

@@ -12,10 +12,10 @@ from typing import Annotated
 
 import typer
 
-from flows.machines_cli import at, render_table
-from flows.models_cli import open_registry
-from flows.terminal import DEFAULT_STORE, Store
-from tasks.prune import FoundFolder, plan_prune, remove_folders
+from rollouts.flows.machines_cli import at, render_table
+from rollouts.flows.models_cli import open_registry
+from rollouts.flows.terminal import DEFAULT_STORE, Store
+from rollouts.tasks.prune import FoundFolder, plan_prune, remove_folders
 
 GB = 1e9
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from flows.deployments import PRESETS
+from rollouts.flows.deployments import PRESETS
 
 CONFIG_NAME = "quickstart.toml"
 

@@ -14,11 +14,11 @@ from prefect.client.schemas.objects import State
 from prefect.runtime import flow_run
 from prefect.states import Completed
 
-from flows.expired_machines import look_at_machines
-from flows.run_ends import known_tool, with_noted_end
-from flows.tools import REAP_FLOW, ReapConfig
-from infra.errors import TransientInfraError
-from infra.renting.reaper import ReapReport
+from rollouts.flows.expired_machines import look_at_machines
+from rollouts.flows.run_ends import known_tool, with_noted_end
+from rollouts.flows.tools import REAP_FLOW, ReapConfig
+from rollouts.infra.errors import TransientInfraError
+from rollouts.infra.renting.reaper import ReapReport
 from rollouts_core.report.markdown import escaped
 
 

@@ -24,31 +24,45 @@ from prefect.input import RunInput
 from prefect.states import Completed
 from pydantic import Field
 
-from flows.cancellation import cancelled_if_asked, release_after_cancellation
-from flows.credentials import take_credentials
-from flows.deployments import RETRAIN_FLOW
-from flows.evaluate import score_models
-from flows.form import FormConfig, FormNode, FormRetrain, FormRun, RunOptions
-from flows.pipeline import known_to_live, link_report, machine_of_the_run, open_scope, prepare, run_on, run_stages
-from flows.retrain_settings import RetrainConfig
-from flows.run_ends import with_noted_end
-from infra.ledger import Ledger
-from infra.node import NodeSettings, settings_of_engines, without_further_nodes
-from infra.registry import Alias, Model, current
-from infra.retrainings import Retraining, find_retraining
+from rollouts.flows.cancellation import cancelled_if_asked, release_after_cancellation
+from rollouts.flows.credentials import take_credentials
+from rollouts.flows.deployments import RETRAIN_FLOW
+from rollouts.flows.evaluate import score_models
+from rollouts.flows.form import FormConfig, FormNode, FormRetrain, FormRun, RunOptions
+from rollouts.flows.pipeline import (
+    known_to_live,
+    link_report,
+    machine_of_the_run,
+    open_scope,
+    prepare,
+    run_on,
+    run_stages,
+)
+from rollouts.flows.retrain_settings import RetrainConfig
+from rollouts.flows.run_ends import with_noted_end
+from rollouts.infra.ledger import Ledger
+from rollouts.infra.node import NodeSettings, settings_of_engines, without_further_nodes
+from rollouts.infra.registry import Alias, Model, current
+from rollouts.infra.retrainings import Retraining, find_retraining
+from rollouts.tasks.candidate import (
+    candidate_name,
+    judge_candidate,
+    register_candidate,
+    registered_input,
+    render_comparison,
+)
+from rollouts.tasks.model_aliases import note_in_reports
+from rollouts.tasks.plan import with_engines_of_trainer
+from rollouts.tasks.plan_node import with_enough_memory
+from rollouts.tasks.records import RunScope, StageRecord, artifact_key
+from rollouts.tasks.report import write_report
+from rollouts.tasks.retraining import Answer, Compared, Rules, retrain_once
+from rollouts.tasks.stores import publish_results
+from rollouts.tasks.sync import sync_results
+from rollouts.tasks.watch import digest_sources, watched_sources
 from rollouts_core.config import Config
 from rollouts_core.report.markdown import escaped
 from rollouts_core.stages.planning import base_model
-from tasks.candidate import candidate_name, judge_candidate, register_candidate, registered_input, render_comparison
-from tasks.model_aliases import note_in_reports
-from tasks.plan import with_engines_of_trainer
-from tasks.plan_node import with_enough_memory
-from tasks.records import RunScope, StageRecord, artifact_key
-from tasks.report import write_report
-from tasks.retraining import Answer, Compared, Rules, retrain_once
-from tasks.stores import publish_results
-from tasks.sync import sync_results
-from tasks.watch import digest_sources, watched_sources
 
 
 class Approval(RunInput):

@@ -11,12 +11,12 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from flows.cron import check_cron
-from infra.stores.object_store import is_url
+from rollouts.flows.cron import check_cron
+from rollouts.infra.stores.object_store import is_url
+from rollouts.tasks.watch import can_change, watched_sources
 from rollouts_core.config import Config, Record
 from rollouts_core.config.record import Finite
 from rollouts_core.errors import ConfigError
-from tasks.watch import can_change, watched_sources
 
 LINE_PATTERN = r"^([A-Za-z0-9][A-Za-z0-9._-]{0,63})?$"
 

@@ -22,9 +22,9 @@ from prefect.client.schemas.objects import State, StateType
 from prefect.exceptions import Pause, TerminationSignal
 from prefect.runtime import flow_run
 
-from flows.earlier_states import recall_states
-from flows.server import held_server
-from infra.ledger import LEDGER_FILE, Ledger
+from rollouts.flows.earlier_states import recall_states
+from rollouts.flows.server import held_server
+from rollouts.infra.ledger import LEDGER_FILE, Ledger
 from rollouts_core.config.messages import first_line
 from rollouts_core.system.files import write_json
 

@@ -18,8 +18,8 @@ from prefect.events import DeploymentEventTrigger, ResourceSpecification
 from prefect.exceptions import ObjectNotFound
 from prefect.schedules import Cron, Interval, Schedule
 
-from flows.deployments import RETRAIN_FLOW, Deployment, retraining_name
-from flows.retrain_settings import ScheduleConfig
+from rollouts.flows.deployments import RETRAIN_FLOW, Deployment, retraining_name
+from rollouts.flows.retrain_settings import ScheduleConfig
 
 ANCHOR = datetime(2020, 1, 1)
 """Where intervals are counted from: a fixed time, so that a restart does not shift them."""

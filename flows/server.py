@@ -39,14 +39,14 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
-from flows.certificate import HOST, client_context, own_certificate
-from flows.keeper import base_url
-from flows.password import own_password
-from flows.server_log import describe_death, log_tail, set_log_aside
-from infra.locks import lock_file, open_lock, try_lock
-from infra.ports import check_loopback
-from infra.repeating import repeating
-from infra.secret_file import open_own_log, own_folder
+from rollouts.flows.certificate import HOST, client_context, own_certificate
+from rollouts.flows.keeper import base_url
+from rollouts.flows.password import own_password
+from rollouts.flows.server_log import describe_death, log_tail, set_log_aside
+from rollouts.infra.locks import lock_file, open_lock, try_lock
+from rollouts.infra.ports import check_loopback
+from rollouts.infra.repeating import repeating
+from rollouts.infra.secret_file import open_own_log, own_folder
 from rollouts_core.keys import SENDABLE
 
 DEFAULT_PORT = 4200
@@ -67,11 +67,11 @@ looking for runs to cancel; a new server accepts connections at once, and answer
 AGAIN_S = 30.0
 """A server that was started again is given this long before the next one: it may die of what the first one died of."""
 
-ROOT = Path(__file__).resolve().parent.parent
-KEEPER_PROGRAM = "import sys; sys.path.append(sys.argv.pop(1)); from flows.keeper import main; main()"
+ROOT = Path(__file__).absolute().parents[2]
+KEEPER_PROGRAM = "import sys; sys.path.append(sys.argv.pop(1)); from rollouts.flows.keeper import main; main()"
 """This package need not be installed; where it lies comes last, and with -P, so that it shadows no module."""
 
-OWN_LOGGERS = ("flows", "tasks", "infra", "rollouts_core")
+OWN_LOGGERS = ("rollouts", "rollouts_core")
 """Their INFO lines, said inside a flow or a task, are stored with the run like those of Prefect's loggers."""
 
 NAMED_SERVER_RETRIES = "7"
@@ -312,7 +312,7 @@ def _used_server(
 
 def _named_status(api_url: str, path: str) -> int:
     """Return the code with which the server that the user named answers."""
-    from flows.named_client import FAILURES, describe_failure, request_named
+    from rollouts.flows.named_client import FAILURES, describe_failure, request_named
 
     try:
         return request_named(api_url, "GET", path).status_code

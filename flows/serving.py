@@ -34,14 +34,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
-from flows.deployments import EVALUATE_FLOW, FLOW, RETRAIN_FLOW, load_deployments, offered_name, parameters_for
-from flows.gpu_slots import load_gpu_slots
-from flows.live import served_live_pages
-from flows.server import ServerAddress, ServerError, local_server, named_url, prefect_environment
-from flows.store import STORE_VARIABLE
-from flows.tools import FINISH_FLOW, REAP_FLOW, TOOLS
-from flows.upkeep import look_after
-from infra.process_identity import identify
+from rollouts.flows.deployments import EVALUATE_FLOW, FLOW, RETRAIN_FLOW, load_deployments, offered_name, parameters_for
+from rollouts.flows.gpu_slots import load_gpu_slots
+from rollouts.flows.live import served_live_pages
+from rollouts.flows.server import ServerAddress, ServerError, local_server, named_url, prefect_environment
+from rollouts.flows.store import STORE_VARIABLE
+from rollouts.flows.tools import FINISH_FLOW, REAP_FLOW, TOOLS
+from rollouts.flows.upkeep import look_after
+from rollouts.infra.process_identity import identify
 from rollouts_core.errors import ConfigError
 from rollouts_core.system.files import write_json
 
@@ -84,11 +84,11 @@ def _load_flows(store: Path, address: ServerAddress) -> None:
 
 def offered_flows() -> dict[str, Flow[..., Any]]:  # Any: what they return
     """The flows by their names; Prefect, which is loaded here, reads the environment once."""
-    from flows.evaluate import evaluate_model
-    from flows.finish_flow import finish_run
-    from flows.pipeline import sft_rl
-    from flows.reap import reap_machines
-    from flows.retrain import retrain_model
+    from rollouts.flows.evaluate import evaluate_model
+    from rollouts.flows.finish_flow import finish_run
+    from rollouts.flows.pipeline import sft_rl
+    from rollouts.flows.reap import reap_machines
+    from rollouts.flows.retrain import retrain_model
 
     return {
         FLOW: sft_rl,
@@ -102,7 +102,7 @@ def offered_flows() -> dict[str, Flow[..., Any]]:  # Any: what they return
 async def _serve(store: Path) -> None:
     from prefect.runner import Runner
 
-    from flows.credentials import Credentials
+    from rollouts.flows.credentials import Credentials
 
     home = store / "prefect"
     # A run that says that another one is to finish must not be queued behind that one.
@@ -163,7 +163,7 @@ def apply_gpu_slots(runner: Runner, home: Path) -> int:
 
 async def _register(runner: Runner, tools: Runner, store: Path, served: dict[str, str], deployments: set[UUID]) -> None:
     """Make Prefect's deployments those of the store, and note them in `served` and, by their ids, `deployments`."""
-    from flows.schedules import drop_schedule, schedule_options
+    from rollouts.flows.schedules import drop_schedule, schedule_options
 
     flows = offered_flows()
     try:

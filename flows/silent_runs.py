@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from flows.automations import EACH_RUN_OF_OURS, Automation, put_automation
-from flows.server import ServerAddress
+from rollouts.flows.automations import EACH_RUN_OF_OURS, Automation, put_automation
+from rollouts.flows.server import ServerAddress
 
 if TYPE_CHECKING:
     from prefect.client.schemas.objects import State

@@ -13,25 +13,25 @@ from datetime import datetime
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from flows.deployments import EVALUATE_FLOW, FLOW, RETRAIN_FLOW
-from flows.live import load_run, verdict_of
-from flows.prefect_api import ask
-from flows.server import ServerAddress, run_url
-from infra.errors import PermanentInfraError, TransientInfraError
-from infra.foreign_text import shown_line, shown_lines
-from infra.jobs import JobState, job_status
-from infra.ledger import LEDGER_FILE, Lease, Ledger, StageUse
-from infra.node import LocalNode
-from infra.providers import open_session, provision_node
-from infra.renting.rentals import describe_keeping, open_rentals
-from infra.run_ids import short_id
+from rollouts.flows.deployments import EVALUATE_FLOW, FLOW, RETRAIN_FLOW
+from rollouts.flows.live import load_run, verdict_of
+from rollouts.flows.prefect_api import ask
+from rollouts.flows.server import ServerAddress, run_url
+from rollouts.infra.errors import PermanentInfraError, TransientInfraError
+from rollouts.infra.foreign_text import shown_line, shown_lines
+from rollouts.infra.jobs import JobState, job_status
+from rollouts.infra.ledger import LEDGER_FILE, Lease, Ledger, StageUse
+from rollouts.infra.node import LocalNode
+from rollouts.infra.providers import open_session, provision_node
+from rollouts.infra.renting.rentals import describe_keeping, open_rentals
+from rollouts.infra.run_ids import short_id
+from rollouts.tasks.early_end import read_early_end
+from rollouts.tasks.model_aliases import models_of_runs
 from rollouts_core.config.messages import first_line
 from rollouts_core.metrics import read_last_lines
 from rollouts_core.report.live import describe_readable
 from rollouts_core.run_directory import RunDirectory
 from rollouts_core.stopping import describe_stop
-from tasks.early_end import read_early_end
-from tasks.model_aliases import models_of_runs
 
 SUFFIX = re.compile(r"-[0-9a-f]{3}$")
 """What Prefect puts after the name of a task that gives none of its own."""

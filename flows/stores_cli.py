@@ -12,9 +12,9 @@ from typing import Annotated
 
 import typer
 
-from flows.terminal import console
-from infra.stores.download import download, find_wanted
-from infra.stores.object_store import ObjectStore, is_url
+from rollouts.flows.terminal import console
+from rollouts.infra.stores.download import download, find_wanted
+from rollouts.infra.stores.object_store import ObjectStore, is_url
 from rollouts_core.errors import InputError
 
 

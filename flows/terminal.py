@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from flows.store import STORE_VARIABLE, from_home
+from rollouts.flows.store import STORE_VARIABLE, from_home
 from rollouts_core.findings import count_cautions, split_findings
 from rollouts_core.system.standard_error import standard_error
 

@@ -15,8 +15,8 @@ from typing import Any
 
 from pydantic import Field, model_validator
 
-from flows.retrain_settings import ScheduleConfig
-from flows.store import with_store
+from rollouts.flows.retrain_settings import ScheduleConfig
+from rollouts.flows.store import with_store
 from rollouts_core.config import Record, parse_config
 from rollouts_core.errors import ConfigError
 

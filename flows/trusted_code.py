@@ -25,15 +25,15 @@ from typing import Any
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from flows.deployments import load_deployments
-from flows.evaluate_settings import EvaluateConfig
-from flows.store import STORE_VARIABLE
-from infra.node import SYSTEM_PYTHON, NodeSettings
-from infra.stores.object_store import is_url
+from rollouts.flows.deployments import load_deployments
+from rollouts.flows.evaluate_settings import EvaluateConfig
+from rollouts.flows.store import STORE_VARIABLE
+from rollouts.infra.node import SYSTEM_PYTHON, NodeSettings
+from rollouts.infra.stores.object_store import is_url
+from rollouts.tasks.model_names import BASE
+from rollouts.tasks.places import RUNS, STAGES
 from rollouts_core.config import Config, name_of_function
 from rollouts_core.errors import ConfigError
-from tasks.model_names import BASE
-from tasks.places import RUNS, STAGES
 
 VARIABLE = "ROLLOUTS_TRUSTED_CODE"
 OWN_MODULES = (

@@ -23,7 +23,7 @@ from typing import Annotated
 
 import typer
 
-from flows.deployments import (
+from rollouts.flows.deployments import (
     Deployment,
     check_names,
     deployments_of,
@@ -34,13 +34,13 @@ from flows.deployments import (
     save_deployments,
     tool_deployments,
 )
-from flows.gpu_slots import DEFAULT_GPU_SLOTS, save_gpu_slots
-from flows.live import find_live_pages
-from flows.notify import renew_notifications
-from flows.password import password_file
-from flows.preflight import check_writable
-from flows.quickstart_files import quickstart_folder, write_missing_quickstart
-from flows.server import (
+from rollouts.flows.gpu_slots import DEFAULT_GPU_SLOTS, save_gpu_slots
+from rollouts.flows.live import find_live_pages
+from rollouts.flows.notify import renew_notifications
+from rollouts.flows.password import password_file
+from rollouts.flows.preflight import check_writable
+from rollouts.flows.quickstart_files import quickstart_folder, write_missing_quickstart
+from rollouts.flows.server import (
     ROOT,
     ServerAddress,
     ServerError,
@@ -50,14 +50,14 @@ from flows.server import (
     remember_port,
     running_server,
 )
-from flows.server_log import log_tail
-from flows.status import describe_machines, describe_reports, describe_runs, going_jobs
-from flows.terminal import DEFAULT_STORE, LOOKING_FOR_SERVER, Port, Store, console
-from flows.tools import TOOLS
-from infra.locks import is_locked, lock_file, open_lock, try_lock
-from infra.process_identity import ProcessIdentity
-from infra.secret_file import open_own_log, own_folder
-from infra.supervisor.variables import with_absolute_paths
+from rollouts.flows.server_log import log_tail
+from rollouts.flows.status import describe_machines, describe_reports, describe_runs, going_jobs
+from rollouts.flows.terminal import DEFAULT_STORE, LOOKING_FOR_SERVER, Port, Store, console
+from rollouts.flows.tools import TOOLS
+from rollouts.infra.locks import is_locked, lock_file, open_lock, try_lock
+from rollouts.infra.process_identity import ProcessIdentity
+from rollouts.infra.secret_file import open_own_log, own_folder
+from rollouts.infra.supervisor.variables import with_absolute_paths
 from rollouts_core.errors import InputError
 
 READY_TIMEOUT_S = 180.0
@@ -374,7 +374,7 @@ def _start_serving(store: Path, home: Path) -> None:
         path = os.pathsep.join(filter(None, [variables.get("PYTHONPATH"), str(ROOT)]))
         with open_own_log(home / "serving.log") as log:
             subprocess.Popen(
-                [sys.executable, "-P", "-m", "flows.serving", str(store)],
+                [sys.executable, "-P", "-m", "rollouts.flows.serving", str(store)],
                 env={**variables, "PYTHONPATH": path},
                 stdin=subprocess.DEVNULL,
                 stdout=log,

@@ -30,8 +30,8 @@ async def look_after(store: Path, deployments: Collection[UUID] = ()) -> None:
 
     Prefect has to know its server by then: it reads the environment when it is imported, which is here.
     """
-    from flows.expired_machines import end_expired
-    from flows.lost_runs import LostRuns
+    from rollouts.flows.expired_machines import end_expired
+    from rollouts.flows.lost_runs import LostRuns
 
     lost, end = (
         LostRuns(store, deployments),

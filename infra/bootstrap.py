@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
-from infra import node_probe
-from infra.errors import PermanentInfraError
-from infra.node import Node
-from infra.session import Session, read_answer
+from rollouts.infra import node_probe
+from rollouts.infra.errors import PermanentInfraError
+from rollouts.infra.node import Node
+from rollouts.infra.session import Session, read_answer
 
 MIN_PYTHON = (3, 11)
 MIN_TORCH = (2, 6)

@@ -9,8 +9,8 @@ from io import FileIO
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from infra.errors import PermanentInfraError, TransientInfraError
-from infra.node_agent import DIGESTS
+from rollouts.infra.errors import PermanentInfraError, TransientInfraError
+from rollouts.infra.node_agent import DIGESTS
 
 CHUNK_BYTES = 8 << 20
 """Each chunk of a file has this size, but for the last one; so much is sent again where a bit differs."""

@@ -7,7 +7,7 @@ by which machines are rented and given back without losing one (provision.py, re
 from dataclasses import dataclass
 from typing import Protocol, Self
 
-from infra.offers import CloudName, GPUQuery, Instance, InstanceStatus, MachineSpec, Offer
+from rollouts.infra.offers import CloudName, GPUQuery, Instance, InstanceStatus, MachineSpec, Offer
 
 
 class Cloud(Protocol):

@@ -19,12 +19,12 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
-from infra import environment_builder
-from infra.errors import JobFailedError, PermanentInfraError
-from infra.jobs import JobSpec, follow_job, read_result, require_finished, start_or_attach
-from infra.node import Node
-from infra.node_agent import ISOLATED
-from infra.session import Session
+from rollouts.infra import environment_builder
+from rollouts.infra.errors import JobFailedError, PermanentInfraError
+from rollouts.infra.jobs import JobSpec, follow_job, read_result, require_finished, start_or_attach
+from rollouts.infra.node import Node
+from rollouts.infra.node_agent import ISOLATED
+from rollouts.infra.session import Session
 
 Installer = Literal["pip", "uv"]
 

@@ -39,7 +39,7 @@ Every exception keeps all its arguments in `args`, so that it can be pickled.
 import shlex
 from dataclasses import dataclass
 
-from infra.foreign_text import shown_lines
+from rollouts.infra.foreign_text import shown_lines
 
 _SHOWN_STDERR_CHARACTERS = 2000
 

@@ -20,8 +20,8 @@ from enum import StrEnum
 from pathlib import Path, PurePosixPath
 from typing import Any, NoReturn
 
-from infra import supervisor
-from infra.errors import (
+from rollouts.infra import supervisor
+from rollouts.infra.errors import (
     CommandFailedError,
     FileMissingError,
     JobFailedError,
@@ -29,13 +29,13 @@ from infra.errors import (
     PermanentInfraError,
     TransientInfraError,
 )
-from infra.foreign_text import shown_lines
-from infra.node_agent import ISOLATED
-from infra.session import Session, read_answer
-from infra.supervisor.files import parse_object
-from infra.supervisor.follow import NO_LOG
-from infra.supervisor.spec import FIRST_GPU, JobSpec
-from infra.supervisor.start import ENDING_WAIT_S
+from rollouts.infra.foreign_text import shown_lines
+from rollouts.infra.node_agent import ISOLATED
+from rollouts.infra.session import Session, read_answer
+from rollouts.infra.supervisor.files import parse_object
+from rollouts.infra.supervisor.follow import NO_LOG
+from rollouts.infra.supervisor.spec import FIRST_GPU, JobSpec
+from rollouts.infra.supervisor.start import ENDING_WAIT_S
 
 __all__ = [
     "FIRST_GPU",

@@ -24,8 +24,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from infra.ledger_file import LedgerFile
-from infra.locks import lock_file, locked, try_lock
+from rollouts.infra.ledger_file import LedgerFile
+from rollouts.infra.locks import lock_file, locked, try_lock
 
 LEDGER_FILE = "ledger.db"
 """Its name in a store."""

@@ -16,7 +16,7 @@ from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Self
 
-from infra.errors import LedgerUnwritableError, PermanentInfraError, TransientInfraError
+from rollouts.infra.errors import LedgerUnwritableError, PermanentInfraError, TransientInfraError
 
 BUSY_TIMEOUT_S = 30.0
 

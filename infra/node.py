@@ -13,7 +13,7 @@ from typing import Annotated, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 from pydantic.config import JsonDict
 
-from infra.offers import CLOUD_NAMES, NETWORKED_CLOUDS, GPUQuery
+from rollouts.infra.offers import CLOUD_NAMES, NETWORKED_CLOUDS, GPUQuery
 
 HOST = re.compile(
     r"""(?P<user>[A-Za-z0-9_][\w.-]*) @

@@ -10,7 +10,7 @@ import ast
 from functools import cache
 from pathlib import Path
 
-from infra import bundle
+from rollouts.infra import bundle
 
 _RUN = """
 main = import_main({sources!r}, "{package}.verbs")
@@ -30,8 +30,8 @@ def read_program(source: Path) -> str:
 
 @cache
 def _read_package(source: Path) -> str:
-    package = f"infra.{source.name}"
-    sources = {"infra": "", package: (source / "__init__.py").read_text(encoding="utf-8")}
+    package = f"rollouts.infra.{source.name}"
+    sources = {"rollouts": "", "rollouts.infra": "", package: (source / "__init__.py").read_text(encoding="utf-8")}
     _add_imported(f"{package}.verbs", source.parent, sources)
     loader = Path(bundle.__file__).read_text(encoding="utf-8")
     return loader + _RUN.format(sources=sources, package=package)
@@ -41,8 +41,8 @@ def _add_imported(module: str, root: Path, sources: dict[str, str]) -> None:
     """Add a module of `infra`, which lies in `root`, and all of ours that it imports."""
     if module in sources:
         return
-    path = root.joinpath(*module.split(".")[1:]).with_suffix(".py")
+    path = root.joinpath(*module.split(".")[2:]).with_suffix(".py")
     sources[module] = path.read_text(encoding="utf-8")
     for node in ast.walk(ast.parse(sources[module])):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("infra."):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("rollouts.infra."):
             _add_imported(str(node.module), root, sources)

@@ -5,9 +5,9 @@ A port that is free now may be taken a moment later: who binds it must still be 
 
 import socket
 
-from infra.errors import PermanentInfraError
-from infra.node_agent import ISOLATED
-from infra.session import LOOPBACK, Session, last_line
+from rollouts.infra.errors import PermanentInfraError
+from rollouts.infra.node_agent import ISOLATED
+from rollouts.infra.session import LOOPBACK, Session, last_line
 
 _FIND_FREE = """
 import socket, sys

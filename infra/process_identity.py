@@ -10,7 +10,7 @@ import socket
 from dataclasses import dataclass
 from pathlib import Path
 
-from infra.supervisor.processes import read_boot_id, read_start
+from rollouts.infra.supervisor.processes import read_boot_id, read_start
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

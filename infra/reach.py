@@ -7,10 +7,10 @@ Not here: what they say to each other later.
     one node     connects back, which answers both
 """
 
-from infra.errors import CommandFailedError, CommandTimeoutError, PermanentInfraError
-from infra.node import Node
-from infra.node_agent import ISOLATED
-from infra.session import Session, last_line
+from rollouts.infra.errors import CommandFailedError, CommandTimeoutError, PermanentInfraError
+from rollouts.infra.node import Node
+from rollouts.infra.node_agent import ISOLATED
+from rollouts.infra.session import Session, last_line
 
 PATIENCE_S = 10.0
 """For one connection to come about."""

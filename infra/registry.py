@@ -19,8 +19,8 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
-from infra.errors import PermanentInfraError
-from infra.ledger import Ledger
+from rollouts.infra.errors import PermanentInfraError
+from rollouts.infra.ledger import Ledger
 
 NOTHING = 0
 """In place of the id of a model where there is none; ids count from 1."""

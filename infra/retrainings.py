@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
-from infra.ledger import Ledger
+from rollouts.infra.ledger import Ledger
 
 
 class RetrainingState(StrEnum):

@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from infra.errors import PermanentInfraError
+from rollouts.infra.errors import PermanentInfraError
 
 OF_OTHERS = stat.S_IRWXG | stat.S_IRWXO
 """Bits of a mode that let other users than the owner in."""

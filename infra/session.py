@@ -25,9 +25,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, NoReturn, Protocol, Self
 
-from infra import node_agent
-from infra.chunks import CHUNK_BYTES, SHA256, Chunk
-from infra.errors import (
+from rollouts.infra import node_agent
+from rollouts.infra.chunks import CHUNK_BYTES, SHA256, Chunk
+from rollouts.infra.errors import (
     CommandFailedError,
     CommandTimeoutError,
     CompletedCommand,
@@ -37,8 +37,8 @@ from infra.errors import (
     PermanentInfraError,
     TransientInfraError,
 )
-from infra.node_agent import ISOLATED
-from infra.supervisor.files import parse_object
+from rollouts.infra.node_agent import ISOLATED
+from rollouts.infra.supervisor.files import parse_object
 
 MAX_READ_BYTES = 64 << 20
 """The largest file that `read_file` returns; what is larger is read by offset or copied."""

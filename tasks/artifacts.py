@@ -9,11 +9,11 @@ import logging
 from itertools import count
 from pathlib import Path
 
-from infra.locks import locked
+from rollouts.infra.locks import locked
+from rollouts.tasks.records import Stage
 from rollouts_core.checkpoint import STEP_NAME, list_checkpoints, verify_checkpoint
 from rollouts_core.errors import CheckpointError
 from rollouts_core.run_directory import RunDirectory
-from tasks.records import Stage
 
 logger = logging.getLogger(__name__)
 

@@ -13,13 +13,25 @@ from pathlib import Path
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
-from infra.bootstrap import NO_MODULES, NodeNeeds, NodeReport, check_alike, check_imports, check_node, probe_node
-from infra.environment import ensure_environment, installed_requirements, read_requirements
-from infra.errors import PermanentInfraError
-from infra.node import FurtherNode, LocalNode, Node, NodeSettings, settings_of_engines, settings_of_trainers
-from infra.providers import open_session
-from infra.reach import check_both_ways
-from infra.session import Session
+from rollouts.infra.bootstrap import (
+    NO_MODULES,
+    NodeNeeds,
+    NodeReport,
+    check_alike,
+    check_imports,
+    check_node,
+    probe_node,
+)
+from rollouts.infra.environment import ensure_environment, installed_requirements, read_requirements
+from rollouts.infra.errors import PermanentInfraError
+from rollouts.infra.node import FurtherNode, LocalNode, Node, NodeSettings, settings_of_engines, settings_of_trainers
+from rollouts.infra.providers import open_session
+from rollouts.infra.reach import check_both_ways
+from rollouts.infra.session import Session
+from rollouts.tasks.installed_engines import check_installed, check_router, leads_engines
+from rollouts.tasks.optional_packages import check_packages
+from rollouts.tasks.placement import place_code
+from rollouts.tasks.progress import StageProgress
 from rollouts_core.checks.needed_part import describe_parts
 from rollouts_core.checks.resource_needs import (
     checkpoint_disk_bytes,
@@ -32,10 +44,6 @@ from rollouts_core.config import Config, PolicyConfig
 from rollouts_core.keys import key_variables
 from rollouts_core.model.model_size import ModelSize, find_model_size
 from rollouts_core.run_directory import RunDirectory
-from tasks.installed_engines import check_installed, check_router, leads_engines
-from tasks.optional_packages import check_packages
-from tasks.placement import place_code
-from tasks.progress import StageProgress
 
 DISK_USE_TIMEOUT_S = 120.0
 

@@ -16,18 +16,18 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from infra.errors import BudgetUsedUpError, InfraError
-from infra.jobs import cancel_job
-from infra.ledger import Ledger
-from infra.node import Node
-from infra.providers import open_session
-from infra.providers.rented import rentals_of_unit
-from infra.repeating import repeating
-from tasks.leases import has_lease
-from tasks.node_job import GRACE_S, longest_grace_s
-from tasks.records import RunScope
-from tasks.salvage import SALVAGE_S
-from tasks.stage import leases_on
+from rollouts.infra.errors import BudgetUsedUpError, InfraError
+from rollouts.infra.jobs import cancel_job
+from rollouts.infra.ledger import Ledger
+from rollouts.infra.node import Node
+from rollouts.infra.providers import open_session
+from rollouts.infra.providers.rented import rentals_of_unit
+from rollouts.infra.repeating import repeating
+from rollouts.tasks.leases import has_lease
+from rollouts.tasks.node_job import GRACE_S, longest_grace_s
+from rollouts.tasks.records import RunScope
+from rollouts.tasks.salvage import SALVAGE_S
+from rollouts.tasks.stage import leases_on
 
 MARGIN_S = GRACE_S + SALVAGE_S
 MARGIN_SHARE = 0.2

@@ -12,16 +12,16 @@ from prefect import Task
 from prefect.cache_policies import CacheKeyFnPolicy
 from prefect.context import TaskRunContext
 
-from infra.ledger import Ledger
-from infra.node import Node
+from rollouts.infra.ledger import Ledger
+from rollouts.infra.node import Node
+from rollouts.tasks.artifacts import is_finished
+from rollouts.tasks.progress import StageProgress
+from rollouts.tasks.records import RunScope, Stage, StageRecord
+from rollouts.tasks.retries import is_worth_a_retry
+from rollouts.tasks.stage import why_so
+from rollouts.tasks.tracking import tracked
 from rollouts_core.report.results import describe_found
 from rollouts_core.run_directory import RunDirectory
-from tasks.artifacts import is_finished
-from tasks.progress import StageProgress
-from tasks.records import RunScope, Stage, StageRecord
-from tasks.retries import is_worth_a_retry
-from tasks.stage import why_so
-from tasks.tracking import tracked
 
 
 def cache_key(context: TaskRunContext, parameters: dict[str, Any]) -> str:  # Any: Prefect's signature

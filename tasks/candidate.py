@@ -10,8 +10,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from infra.ledger import Ledger
-from infra.registry import Model, models, move_model, register_model
+from rollouts.infra.ledger import Ledger
+from rollouts.infra.registry import Model, models, move_model, register_model
+from rollouts.tasks.artifacts import find_checkpoint_damage
+from rollouts.tasks.model_aliases import note_in_reports
+from rollouts.tasks.records import RunScope, StageRecord
+from rollouts.tasks.retraining import Compared
 from rollouts_core.checkpoint import load_manifest
 from rollouts_core.comparison import compare_paired, judge_improvement
 from rollouts_core.config import Config
@@ -19,10 +23,6 @@ from rollouts_core.errors import CheckpointError
 from rollouts_core.job import InputModel
 from rollouts_core.report.markdown import escaped
 from rollouts_core.system.files import new_directory
-from tasks.artifacts import find_checkpoint_damage
-from tasks.model_aliases import note_in_reports
-from tasks.records import RunScope, StageRecord
-from tasks.retraining import Compared
 
 
 def candidate_name(config: Config) -> str:

@@ -13,11 +13,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from rollouts.tasks.records import Stage
 from rollouts_core.errors import ConfigError
 from rollouts_core.fingerprint import FINGERPRINT_CHARS, SEMANTICS_VERSION, fingerprint_job, flat_settings
 from rollouts_core.job import Job, job_type, load_job
 from rollouts_core.run_directory import RunDirectory
-from tasks.records import Stage
 
 MAX_COMPARED = 50
 """Of the stages of the store, the newest."""

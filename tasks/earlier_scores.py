@@ -14,14 +14,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from infra.ledger import Ledger
-from infra.locks import locked
+from rollouts.infra.ledger import Ledger
+from rollouts.infra.locks import locked
+from rollouts.tasks.records import RunScope, Stage
 from rollouts_core.comparison import estimate_means, select_best
 from rollouts_core.fingerprint import fingerprint_job
 from rollouts_core.job import EvalJob, InputModel
 from rollouts_core.run_directory import RunDirectory
 from rollouts_core.system.files import link_or_copy, write_json
-from tasks.records import RunScope, Stage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

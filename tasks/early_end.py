@@ -20,16 +20,16 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
-from infra.errors import InfraError
-from infra.jobs import JobState, ask_to_finish
-from infra.locks import locked
-from infra.repeating import repeating
-from infra.session import Session
+from rollouts.infra.errors import InfraError
+from rollouts.infra.jobs import JobState, ask_to_finish
+from rollouts.infra.locks import locked
+from rollouts.infra.repeating import repeating
+from rollouts.infra.session import Session
+from rollouts.tasks.records import RunScope, Stage
 from rollouts_core.checkpoint import adopt_checkpoint, list_checkpoints, verify_checkpoint
 from rollouts_core.errors import CheckpointError, RolloutsError
 from rollouts_core.run_directory import RunDirectory
 from rollouts_core.system.files import write_atomically
-from tasks.records import RunScope, Stage
 
 REQUEST = "finish-asked"
 """In the stage's directory here: the id of the run that is to pass the request on to the job."""

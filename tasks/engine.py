@@ -13,26 +13,26 @@ from functools import partial
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
-from infra.engines import check_engine_installed, wait_until_engine_ready
-from infra.errors import FileMissingError, InfraError
-from infra.jobs import JobState, JobStatus, cancel_job, describe_exit, job_status, start_or_attach
-from infra.ledger import Ledger
-from infra.node import Node
-from infra.ports import check_port, find_free_port, is_port_free
-from infra.providers import open_session
-from infra.session import Session
-from infra.supervisor.files import parse_object
+from rollouts.infra.engines import check_engine_installed, wait_until_engine_ready
+from rollouts.infra.errors import FileMissingError, InfraError
+from rollouts.infra.jobs import JobState, JobStatus, cancel_job, describe_exit, job_status, start_or_attach
+from rollouts.infra.ledger import Ledger
+from rollouts.infra.node import Node
+from rollouts.infra.ports import check_port, find_free_port, is_port_free
+from rollouts.infra.providers import open_session
+from rollouts.infra.session import Session
+from rollouts.infra.supervisor.files import parse_object
+from rollouts.tasks.leases import LEASE_S, LeasedJob, lease_renewed
+from rollouts.tasks.node_job import GRACE_S, gpus_of, gpus_of_engines, job_spec, running_job
+from rollouts.tasks.placement import place_stage
+from rollouts.tasks.plan import plan_engine
+from rollouts.tasks.progress import StageProgress
+from rollouts.tasks.records import EngineRecord, RunScope, Stage
+from rollouts.tasks.stage import claim_stage
+from rollouts.tasks.unit_keys import own_keys
 from rollouts_core.engine_log import explain_engine_log
 from rollouts_core.job import ServeJob
 from rollouts_core.keys import read_key
-from tasks.leases import LEASE_S, LeasedJob, lease_renewed
-from tasks.node_job import GRACE_S, gpus_of, gpus_of_engines, job_spec, running_job
-from tasks.placement import place_stage
-from tasks.plan import plan_engine
-from tasks.progress import StageProgress
-from tasks.records import EngineRecord, RunScope, Stage
-from tasks.stage import claim_stage
-from tasks.unit_keys import own_keys
 
 MAX_RESTARTS = 3
 """In a row: of an engine that ran for an hour they are counted anew."""
@@ -62,7 +62,8 @@ def launch_engine(rl: Stage, wanted_port: int, scope: RunScope, node: Node, inde
         with lease_renewed(LeasedJob(own, run_dir)):
             wait_until_engine_ready(
                 session,
-                kind=job.engine.kind,
+                probe=job.engine.spec.probe,
+                resume_paths=job.engine.spec.resume_paths,
                 port=job.port,
                 host=job.host,
                 trainer=sessions[node.name],
@@ -116,8 +117,8 @@ def start_engine(
     placement = place_stage(session, plan_engine(rl, wanted_port, own, index), own, say=say)
     stage = placement.stage
     job = ServeJob.model_validate(stage.job)
-    if job.engine.kind != "embedded":
-        check_engine_installed(session, job.engine.kind, python=job.engine.python)
+    if package := job.engine.spec.package:
+        check_engine_installed(session, package, python=job.engine.python)
     with Ledger(scope.ledger_path) as ledger:
         ledger.add_lease(stage.run_dir, scope.run_id, own.name)
     running = running_job(session, stage.run_dir)

@@ -13,7 +13,12 @@ from prefect import task
 from prefect.artifacts import create_markdown_artifact, create_table_artifact
 from prefect.cache_policies import NO_CACHE
 
-from infra.foreign_text import shown_line
+from rollouts.infra.foreign_text import shown_line
+from rollouts.tasks.model_names import NamedModel, find_named_model, with_heldout
+from rollouts.tasks.places import EVALUATION_FILE, note_named
+from rollouts.tasks.progress import StageProgress
+from rollouts.tasks.records import RunScope, StageRecord, artifact_key
+from rollouts.tasks.retries import TRIED_AGAIN
 from rollouts_core.comparison import compare_paired
 from rollouts_core.config import Config
 from rollouts_core.fingerprint import digest_model
@@ -21,11 +26,6 @@ from rollouts_core.job import InputModel
 from rollouts_core.report import describe_results, render_results_markdown
 from rollouts_core.report.markdown import as_code, escaped
 from rollouts_core.system.files import write_json
-from tasks.model_names import NamedModel, find_named_model, with_heldout
-from tasks.places import EVALUATION_FILE, note_named
-from tasks.progress import StageProgress
-from tasks.records import RunScope, StageRecord, artifact_key
-from tasks.retries import TRIED_AGAIN
 
 BASELINE, MODEL = "baseline", "model"
 """What an evaluation calls its models, whatever they were named by: who scores the same again finds it."""

@@ -12,16 +12,16 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from infra.errors import InfraError
-from infra.ledger import Ledger
-from infra.node import Node, NodeSettings, RentedNode, no_machine
-from infra.providers.rented import end_left_machines, is_left_for
-from infra.renting.rentals import open_rentals
+from rollouts.infra.errors import InfraError
+from rollouts.infra.ledger import Ledger
+from rollouts.infra.node import Node, NodeSettings, RentedNode, no_machine
+from rollouts.infra.providers.rented import end_left_machines, is_left_for
+from rollouts.infra.renting.rentals import open_rentals
+from rollouts.tasks.artifacts import is_finished
+from rollouts.tasks.earlier_scores import take_earlier_scores
+from rollouts.tasks.progress import StageProgress
+from rollouts.tasks.records import RunScope, Stage, StageRecord
 from rollouts_core.run_directory import RunDirectory
-from tasks.artifacts import is_finished
-from tasks.earlier_scores import take_earlier_scores
-from tasks.progress import StageProgress
-from tasks.records import RunScope, Stage, StageRecord
 
 RunStage = Callable[[Stage], StageRecord]
 """Does a stage, or takes it from somewhere."""

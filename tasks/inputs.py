@@ -18,14 +18,14 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
-from infra.errors import InfraError, StoreUnavailableError
-from infra.ledger import LEDGER_FILE, Ledger
-from infra.stores.download import WantedFile, digest_of, download, find_wanted
-from infra.stores.object_store import ObjectStore, is_url
+from rollouts.infra.errors import InfraError, StoreUnavailableError
+from rollouts.infra.ledger import LEDGER_FILE, Ledger
+from rollouts.infra.stores.download import WantedFile, digest_of, download, find_wanted
+from rollouts.infra.stores.object_store import ObjectStore, is_url
+from rollouts.tasks.places import INPUTS
 from rollouts_core.config import Config
 from rollouts_core.mistakes import Mistakes
 from rollouts_core.system.files import write_json
-from tasks.places import INPUTS
 
 _DIGEST_CHARS = 16
 _MAX_NAME_CHARS = 60

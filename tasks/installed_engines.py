@@ -5,9 +5,9 @@ Not here: starting engines (engine.py), or having a job start them (rollouts_cor
 
 from __future__ import annotations
 
-from infra.engines import check_engine_installed, check_router_installed
-from infra.node import Node
-from infra.session import Session
+from rollouts.infra.engines import check_engine_installed, check_router_installed
+from rollouts.infra.node import Node
+from rollouts.infra.session import Session
 from rollouts_core.config import Config, EngineConfig
 
 
@@ -24,8 +24,8 @@ def leads_engines(config: Config, node: Node, *, trains: bool) -> bool:
 
 def check_installed(session: Session, node: Node, engine: EngineConfig) -> None:
     """Raise PermanentInfraError when the engine is not installed where the stages of a node expect it."""
-    if engine.kind != "embedded":
-        check_engine_installed(session, engine.kind, python=engine.python or node.python)
+    if package := engine.spec.package:
+        check_engine_installed(session, package, python=engine.python or node.python)
 
 
 def check_router(session: Session, config: Config, *, trains: bool) -> None:

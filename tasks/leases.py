@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from infra.errors import InfraError
-from infra.jobs import JobStatus, renew_lease
-from infra.node import Node
-from infra.providers import open_session
-from infra.repeating import repeating
-from infra.session import Session
+from rollouts.infra.errors import InfraError
+from rollouts.infra.jobs import JobStatus, renew_lease
+from rollouts.infra.node import Node
+from rollouts.infra.providers import open_session
+from rollouts.infra.repeating import repeating
+from rollouts.infra.session import Session
 
 LEASE_S = 60.0
 """A job ends by itself when its lease was not renewed for this long."""

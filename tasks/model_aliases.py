@@ -10,11 +10,11 @@ from __future__ import annotations
 from contextlib import suppress
 from pathlib import Path
 
-from infra.ledger import LEDGER_FILE, Ledger
-from infra.registry import Alias, Model, current, models
-from infra.run_ids import short_id
+from rollouts.infra.ledger import LEDGER_FILE, Ledger
+from rollouts.infra.registry import Alias, Model, current, models
+from rollouts.infra.run_ids import short_id
+from rollouts.tasks.places import RUNS, places_in
 from rollouts_core.system.files import write_atomically
-from tasks.places import RUNS, places_in
 
 
 def describe_models(ledger: Ledger) -> list[tuple[Model, str]]:

@@ -17,15 +17,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from infra.ledger import LEDGER_FILE, Ledger
-from infra.registry import Alias, Model, current, models
-from infra.stores.object_store import is_url
+from rollouts.infra.ledger import LEDGER_FILE, Ledger
+from rollouts.infra.registry import Alias, Model, current, models
+from rollouts.infra.stores.object_store import is_url
+from rollouts.tasks.candidate import check_whole
+from rollouts.tasks.inputs import bring_input
 from rollouts_core.checkpoint import MANIFEST, find_checkpoint
 from rollouts_core.config import Config, DataConfig, ModelConfig
 from rollouts_core.config.messages import closest_name
 from rollouts_core.errors import ConfigError
-from tasks.candidate import check_whole
-from tasks.inputs import bring_input
 
 BASE = "base"
 ALIAS = re.compile(rf"(?:(?P<line>[^/]+)/)?(?P<alias>{'|'.join(Alias)})")

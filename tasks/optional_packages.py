@@ -14,10 +14,10 @@ from pathlib import Path
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from infra.environment import NODE_EXTRAS, installed_requirements, read_requirements
-from infra.errors import PermanentInfraError
-from infra.node import Node, PackageSettings, RentedNode
-from infra.session import Session
+from rollouts.infra.environment import NODE_EXTRAS, installed_requirements, read_requirements
+from rollouts.infra.errors import PermanentInfraError
+from rollouts.infra.node import Node, PackageSettings, RentedNode
+from rollouts.infra.session import Session
 from rollouts_core.config import Config
 
 CHECK_TIMEOUT_S = 60.0

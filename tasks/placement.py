@@ -22,16 +22,19 @@ from pathlib import Path, PurePosixPath
 from typing import TypeVar, cast
 
 import rollouts_core
-from infra.errors import InfraError, StoreUnavailableError, TransientInfraError
-from infra.jobs import JobState, cancel_job, job_status
-from infra.node import Node
-from infra.session import Session
-from infra.stores.direct import fetch_on_node
-from infra.stores.object_store import ObjectStore
-from infra.stores.presigned import can_presign
-from infra.stores.shared_folder import real_path
-from infra.sync.mirror import LOCK, is_behind
-from infra.sync.push import has_files, is_executable, publish_files
+from rollouts.infra.errors import InfraError, StoreUnavailableError, TransientInfraError
+from rollouts.infra.jobs import JobState, cancel_job, job_status
+from rollouts.infra.node import Node
+from rollouts.infra.session import Session
+from rollouts.infra.stores.direct import fetch_on_node
+from rollouts.infra.stores.object_store import ObjectStore
+from rollouts.infra.stores.presigned import can_presign
+from rollouts.infra.stores.shared_folder import real_path
+from rollouts.infra.sync.mirror import LOCK, is_behind
+from rollouts.infra.sync.push import has_files, is_executable, publish_files
+from rollouts.tasks.inputs import find_origin, keys_at_origin
+from rollouts.tasks.node_job import GRACE_S, USER_ERROR_CODE
+from rollouts.tasks.records import Stage
 from rollouts_core.checkpoint import find_checkpoint, list_checkpoints
 from rollouts_core.config import RewardConfig, RLTrainingConfig, RolloutConfig, SFTTrainingConfig
 from rollouts_core.data.rows import KEPT_BESIDE, WEIGHTS, digest_path
@@ -48,9 +51,6 @@ from rollouts_core.job import (
     job_type,
 )
 from rollouts_core.user_code.own_files import own_code
-from tasks.inputs import find_origin, keys_at_origin
-from tasks.node_job import GRACE_S, USER_ERROR_CODE
-from tasks.records import Stage
 
 TrainingT = TypeVar("TrainingT", bound=SFTTrainingConfig | RLTrainingConfig)
 

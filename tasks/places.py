@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from infra.ledger import LEDGER_FILE, Ledger
+from rollouts.infra.ledger import LEDGER_FILE, Ledger
 
 STAGES, RUNS, INPUTS = "stages", "runs", "inputs"
 EVALUATION_FILE = "evaluation.json"

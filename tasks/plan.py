@@ -8,8 +8,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from infra.node import Node
-from infra.session import LOOPBACK
+from rollouts.infra.node import Node
+from rollouts.infra.session import LOOPBACK
+from rollouts.tasks.early_end import is_left_behind
+from rollouts.tasks.leases import ENGINE, FOLLOWER
+from rollouts.tasks.records import EngineRecord, RunScope, Stage, StageRecord
 from rollouts_core.config import (
     Config,
     EngineConfig,
@@ -33,9 +36,6 @@ from rollouts_core.keys import OWN_KEY_VARIABLE
 from rollouts_core.stages import EVALUATE, kind_of, selection_of
 from rollouts_core.stages.kind import load
 from rollouts_core.stages.planning import input_file, plugin_digest
-from tasks.early_end import is_left_behind
-from tasks.leases import ENGINE, FOLLOWER
-from tasks.records import EngineRecord, RunScope, Stage, StageRecord
 
 
 def plan_training(name: str, start: InputModel, config: Config, scope: RunScope, node: Node) -> Stage:

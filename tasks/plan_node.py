@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from pydantic import BaseModel
 
-from infra.node import RentedNode
+from rollouts.infra.node import RentedNode
 from rollouts_core.checks.resource_needs import least_memory_bytes
 from rollouts_core.config import Config
 from rollouts_core.model.model_size import ModelSize, find_model_size

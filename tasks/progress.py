@@ -14,7 +14,7 @@ from prefect.logging import get_run_logger
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from infra.foreign_text import shown_lines
+from rollouts.infra.foreign_text import shown_lines
 from rollouts_core.system.standard_error import standard_error
 
 LINE_INTERVAL_S = 5.0

@@ -9,18 +9,18 @@ from pathlib import Path
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
-from infra.cloud import Pace
-from infra.errors import InfraError
-from infra.ledger import Lease, Ledger
-from infra.node import Node, NodeSettings
-from infra.providers import provision_node, release_node
-from infra.providers.rented import keep_rented, release_rentals
-from infra.renting.rentals import usd_spent
-from tasks.progress import StageProgress
-from tasks.records import RunScope
-from tasks.salvage import salvage
-from tasks.spending import note_spending
-from tasks.stage import GivenUp, drop_leases, leases_on, stop_leased_jobs
+from rollouts.infra.cloud import Pace
+from rollouts.infra.errors import InfraError
+from rollouts.infra.ledger import Lease, Ledger
+from rollouts.infra.node import Node, NodeSettings
+from rollouts.infra.providers import provision_node, release_node
+from rollouts.infra.providers.rented import keep_rented, release_rentals
+from rollouts.infra.renting.rentals import usd_spent
+from rollouts.tasks.progress import StageProgress
+from rollouts.tasks.records import RunScope
+from rollouts.tasks.salvage import salvage
+from rollouts.tasks.spending import note_spending
+from rollouts.tasks.stage import GivenUp, drop_leases, leases_on, stop_leased_jobs
 
 LOOKED_ALREADY = Pace(looks_s=(0.0,))
 """Where renting breaks off, what was being asked for has been looked for again and again by then."""

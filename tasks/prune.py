@@ -30,14 +30,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from infra.ledger import Ledger
-from infra.registry import Model, models, select_models
-from infra.run_ids import short_id
-from infra.stores.download import is_being_fetched
-from infra.supervisor.status import is_supervised
+from rollouts.infra.ledger import Ledger
+from rollouts.infra.registry import Model, models, select_models
+from rollouts.infra.run_ids import short_id
+from rollouts.infra.stores.download import is_being_fetched
+from rollouts.infra.supervisor.status import is_supervised
+from rollouts.tasks.places import INPUTS, NAMES, RUNS, STAGES, is_place, places_in
 from rollouts_core.run_directory import RunDirectory
 from rollouts_core.system.files import remove_partial_directories
-from tasks.places import INPUTS, NAMES, RUNS, STAGES, is_place, places_in
 
 DAY_S = 86_400.0
 

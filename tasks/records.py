@@ -11,11 +11,11 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from infra.ledger import LEDGER_FILE
-from infra.run_ids import short_id
+from rollouts.infra.ledger import LEDGER_FILE
+from rollouts.infra.run_ids import short_id
+from rollouts.tasks.trackers import TrackerName
 from rollouts_core.config import EngineKind
 from rollouts_core.stages import TRAININGS
-from tasks.trackers import TrackerName
 
 How = Literal["ran", "attached", "reused"]
 

@@ -13,18 +13,18 @@ from prefect import task
 from prefect.artifacts import create_markdown_artifact
 from prefect.cache_policies import NO_CACHE
 
-from infra.foreign_text import shown_line
-from infra.node import NodeSettings
+from rollouts.infra.foreign_text import shown_line
+from rollouts.infra.node import NodeSettings
+from rollouts.tasks.early_end import EarlyEnd
+from rollouts.tasks.progress import StageProgress
+from rollouts.tasks.records import RunScope, StageRecord, artifact_key
+from rollouts.tasks.spending import RUN_FILE, Spending, spending_of_records, with_spending
 from rollouts_core.comparison import Verdict, judge_improvement
 from rollouts_core.config import Config
 from rollouts_core.report import ReportInput, StageSummary, TrainedStage, render_report, render_summary_markdown
 from rollouts_core.report.markdown import as_code
 from rollouts_core.stages import BASE, EVALUATE, is_training, label_of, selection_of, trainings_of
 from rollouts_core.system.files import write_atomically, write_json
-from tasks.early_end import EarlyEnd
-from tasks.progress import StageProgress
-from tasks.records import RunScope, StageRecord, artifact_key
-from tasks.spending import RUN_FILE, Spending, spending_of_records, with_spending
 
 
 @task(name="report", cache_policy=NO_CACHE)

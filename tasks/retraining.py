@@ -18,9 +18,9 @@ from enum import StrEnum
 from functools import partial
 from typing import Any, Protocol
 
-from infra.errors import MachineGoneError, TransientInfraError
-from infra.ledger import Ledger
-from infra.registry import (
+from rollouts.infra.errors import MachineGoneError, TransientInfraError
+from rollouts.infra.ledger import Ledger
+from rollouts.infra.registry import (
     NOTHING,
     Alias,
     Model,
@@ -31,7 +31,7 @@ from infra.registry import (
     promote,
     reject,
 )
-from infra.retrainings import (
+from rollouts.infra.retrainings import (
     Retraining,
     RetrainingState,
     begin_retraining,

@@ -7,7 +7,7 @@ from typing import Any
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State
 
-from infra.errors import TransientInfraError
+from rollouts.infra.errors import TransientInfraError
 
 
 def is_worth_a_retry(task: Any, task_run: Any, state: State[Any]) -> bool:  # Any: Prefect's signature

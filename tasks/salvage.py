@@ -11,16 +11,16 @@ import threading
 import time
 from pathlib import Path
 
-from infra.errors import InfraError
-from infra.jobs import JobState, job_status
-from infra.ledger import Ledger
-from infra.node import Node
-from infra.providers import open_session
-from infra.session import Session
-from infra.sync.mirror import is_behind, pull_run
+from rollouts.infra.errors import InfraError
+from rollouts.infra.jobs import JobState, job_status
+from rollouts.infra.ledger import Ledger
+from rollouts.infra.node import Node
+from rollouts.infra.providers import open_session
+from rollouts.infra.session import Session
+from rollouts.infra.sync.mirror import is_behind, pull_run
+from rollouts.tasks.records import RunScope
 from rollouts_core.checkpoint import list_checkpoints
 from rollouts_core.run_directory import RunDirectory
-from tasks.records import RunScope
 
 SALVAGE_S = 600.0
 """A machine costs money, and its connection may be dead: so long it is kept for what is still on it."""

@@ -16,10 +16,10 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from infra.ledger import Ledger
-from infra.renting.rentals import rentals_of
+from rollouts.infra.ledger import Ledger
+from rollouts.infra.renting.rentals import rentals_of
+from rollouts.tasks.records import RunScope, StageRecord, TaskRecord
 from rollouts_core.system.files import write_json
-from tasks.records import RunScope, StageRecord, TaskRecord
 
 RUN_FILE = "run.json"
 

@@ -17,9 +17,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from infra.errors import PermanentInfraError, TransientInfraError
-from infra.foreign_text import shown_lines
-from infra.jobs import (
+from rollouts.infra.errors import PermanentInfraError, TransientInfraError
+from rollouts.infra.foreign_text import shown_lines
+from rollouts.infra.jobs import (
     JobState,
     JobStatus,
     cancel_job,
@@ -29,30 +29,30 @@ from infra.jobs import (
     require_finished,
     start_or_attach,
 )
-from infra.ledger import Lease, Ledger
-from infra.node import Node
-from infra.providers import open_session
-from infra.session import Session
-from infra.stores.checkpoint_uploads import checkpoints_published
-from infra.sync.mirror import mirrored, pull_run
+from rollouts.infra.ledger import Lease, Ledger
+from rollouts.infra.node import Node
+from rollouts.infra.providers import open_session
+from rollouts.infra.session import Session
+from rollouts.infra.stores.checkpoint_uploads import checkpoints_published
+from rollouts.infra.sync.mirror import mirrored, pull_run
+from rollouts.tasks.artifacts import find_damage, is_finished, set_damage_aside
+from rollouts.tasks.closest_stage import describe_difference
+from rollouts.tasks.earlier_scores import take_earlier_scores
+from rollouts.tasks.early_end import begin_with_earlier, check_own_end, read_early_end, requests_passed_on
+from rollouts.tasks.leases import has_lease
+from rollouts.tasks.node_job import GRACE_S, USER_ERROR_CODE, gpus_of, job_spec, longest_grace_s
+from rollouts.tasks.placement import place_stage
+from rollouts.tasks.plan import check_plugins
+from rollouts.tasks.progress import StageProgress
+from rollouts.tasks.records import How, RunScope, Stage, StageRecord
+from rollouts.tasks.tracking import tracked
+from rollouts.tasks.trainer_nodes import start_in_turn, trainers_beside
+from rollouts.tasks.unit_keys import own_keys
 from rollouts_core.backends.unit import MACHINE_LOST_CODE
 from rollouts_core.errors import InputError
 from rollouts_core.report.results import describe_found
 from rollouts_core.run_directory import RunDirectory
 from rollouts_core.stopping import describe_stop
-from tasks.artifacts import find_damage, is_finished, set_damage_aside
-from tasks.closest_stage import describe_difference
-from tasks.earlier_scores import take_earlier_scores
-from tasks.early_end import begin_with_earlier, check_own_end, read_early_end, requests_passed_on
-from tasks.leases import has_lease
-from tasks.node_job import GRACE_S, USER_ERROR_CODE, gpus_of, job_spec, longest_grace_s
-from tasks.placement import place_stage
-from tasks.plan import check_plugins
-from tasks.progress import StageProgress
-from tasks.records import How, RunScope, Stage, StageRecord
-from tasks.tracking import tracked
-from tasks.trainer_nodes import start_in_turn, trainers_beside
-from tasks.unit_keys import own_keys
 
 logger = logging.getLogger(__name__)
 

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from prefect import task
 
-from infra.node import Node
+from rollouts.infra.node import Node
+from rollouts.tasks.caching import STAGE_OPTIONS, run_cached
+from rollouts.tasks.records import RunScope, Stage, StageRecord
+from rollouts.tasks.stage import run_stage
 from rollouts_core.stages import STAGES, kind_of
-from tasks.caching import STAGE_OPTIONS, run_cached
-from tasks.records import RunScope, Stage, StageRecord
-from tasks.stage import run_stage
 
 
 def do_stage(stage: Stage, scope: RunScope, node: Node) -> StageRecord:

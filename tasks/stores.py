@@ -12,20 +12,20 @@ from pathlib import Path
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
-from infra.errors import InfraError
-from infra.node import Node
-from infra.providers import open_session
-from infra.stores.direct import send_checkpoint_from_node
-from infra.stores.object_store import ObjectStore
-from infra.stores.presigned import can_presign
-from infra.stores.publication import check_writable_store, publish_run
+from rollouts.infra.errors import InfraError
+from rollouts.infra.node import Node
+from rollouts.infra.providers import open_session
+from rollouts.infra.stores.direct import send_checkpoint_from_node
+from rollouts.infra.stores.object_store import ObjectStore
+from rollouts.infra.stores.presigned import can_presign
+from rollouts.infra.stores.publication import check_writable_store, publish_run
+from rollouts.tasks.inputs import bring_inputs
+from rollouts.tasks.placement import exists_on_node
+from rollouts.tasks.progress import StageProgress
+from rollouts.tasks.records import RunScope
+from rollouts.tasks.retries import TRIED_AGAIN
 from rollouts_core.config import Config
 from rollouts_core.job import InputModel
-from tasks.inputs import bring_inputs
-from tasks.placement import exists_on_node
-from tasks.progress import StageProgress
-from tasks.records import RunScope
-from tasks.retries import TRIED_AGAIN
 
 RECORDS = ("report.html", "run.json", "config.toml")
 

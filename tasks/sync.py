@@ -8,12 +8,12 @@ from pathlib import Path
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
-from infra.session import LocalSession
-from infra.sync.push import publish_directory
+from rollouts.infra.session import LocalSession
+from rollouts.infra.sync.push import publish_directory
+from rollouts.tasks.candidate import keep_registered
+from rollouts.tasks.progress import StageProgress
+from rollouts.tasks.records import RunScope
 from rollouts_core.job import InputModel
-from tasks.candidate import keep_registered
-from tasks.progress import StageProgress
-from tasks.records import RunScope
 
 
 @task(name="sync", cache_policy=NO_CACHE)

@@ -24,13 +24,13 @@ from contextvars import copy_context
 from pathlib import Path
 from typing import Any
 
-from infra.locks import locked
+from rollouts.infra.locks import locked
+from rollouts.tasks.records import RunScope, Stage
+from rollouts.tasks.trackers import TRACKERS, TrackedStage, Tracker
 from rollouts_core.config.messages import first_line
 from rollouts_core.metrics import parse_line, read_metrics
 from rollouts_core.run_directory import RunDirectory
 from rollouts_core.system.files import write_json
-from tasks.records import RunScope, Stage
-from tasks.trackers import TRACKERS, TrackedStage, Tracker
 
 SEND_EVERY_S = 5.0
 FINISH_TIMEOUT_S = 90.0
@@ -88,7 +88,7 @@ def _process_beside(training: TrackedStage, say: Callable[[str], None]) -> Itera
     training.state.parent.mkdir(parents=True, exist_ok=True)
     with training.state.with_suffix(".log").open("ab") as log:
         process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "tasks.tracking"],
+            [sys.executable, "-P", "-m", "rollouts.tasks.tracking"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log,

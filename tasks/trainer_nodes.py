@@ -17,21 +17,21 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from infra.errors import InfraError
-from infra.jobs import JobState, cancel_job, job_status, start_or_attach
-from infra.ledger import Ledger
-from infra.locks import lock_file, try_lock
-from infra.node import Node
-from infra.ports import find_free_port
-from infra.providers import open_session
-from infra.session import Session
+from rollouts.infra.errors import InfraError
+from rollouts.infra.jobs import JobState, cancel_job, job_status, start_or_attach
+from rollouts.infra.ledger import Ledger
+from rollouts.infra.locks import lock_file, try_lock
+from rollouts.infra.node import Node
+from rollouts.infra.ports import find_free_port
+from rollouts.infra.providers import open_session
+from rollouts.infra.session import Session
+from rollouts.tasks.leases import LEASE_S, LeasedJob, lease_renewed
+from rollouts.tasks.node_job import GRACE_S, gpus_of, job_spec, running_job
+from rollouts.tasks.placement import place_stage
+from rollouts.tasks.plan import plan_follower
+from rollouts.tasks.records import RunScope, Stage
+from rollouts.tasks.unit_keys import own_keys
 from rollouts_core.job import FurtherTrainer
-from tasks.leases import LEASE_S, LeasedJob, lease_renewed
-from tasks.node_job import GRACE_S, gpus_of, job_spec, running_job
-from tasks.placement import place_stage
-from tasks.plan import plan_follower
-from tasks.records import RunScope, Stage
-from tasks.unit_keys import own_keys
 
 GPU_POLL_S = 2.0
 TURN_POLL_S = 0.5

@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from infra.secret_file import own_secret
+from rollouts.infra.secret_file import own_secret
+from rollouts.tasks.records import RunScope
 from rollouts_core.keys import OWN_KEY_VARIABLE, engine_key_variable
-from tasks.records import RunScope
 
 KEY_FILE = "unit-key"
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from infra.stores.download import digest_of, find_wanted
-from infra.stores.object_store import ObjectStore, is_url
+from rollouts.infra.stores.download import digest_of, find_wanted
+from rollouts.infra.stores.object_store import ObjectStore, is_url
 from rollouts_core.config import Config
 from rollouts_core.data.rows import COMMIT, digest_path, resolve_revision
 from rollouts_core.errors import DataError

@@ -104,8 +104,9 @@ def pytest_xdist_auto_num_workers() -> int:
 @pytest.hookimpl(trylast=True)  # when the tests that `-m` leaves out are gone
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Let the files with most runs of pipelines begin: short ones fill up the end, where all would wait for one."""
-    num_runs = Counter(item.path for item in items if "flows" in item.path.parts and item.get_closest_marker("slow"))
-    items.sort(key=lambda item: -num_runs[item.path])
+    slow = [item.path for item in items if item.get_closest_marker("slow")]
+    num_runs, num_slow = Counter(path for path in slow if "flows" in path.parts), Counter(slow)
+    items.sort(key=lambda item: (-num_runs[item.path], -num_slow[item.path]))
 
 
 @pytest.hookimpl(wrapper=True)

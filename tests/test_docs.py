@@ -20,10 +20,10 @@ from pydantic import BaseModel
 from transformers import PreTrainedTokenizerBase
 
 import rollouts_core
-from flows.evaluate_settings import EvaluateConfig
-from flows.retrain_settings import RetrainConfig, ScheduleConfig
-from infra.node import FurtherNode, InstanceNode, RentedNode, SSHNode
-from infra.offers import GPUQuery
+from rollouts.flows.evaluate_settings import EvaluateConfig
+from rollouts.flows.retrain_settings import RetrainConfig, ScheduleConfig
+from rollouts.infra.node import FurtherNode, InstanceNode, RentedNode, SSHNode
+from rollouts.infra.offers import GPUQuery
 from rollouts_core.algorithms.presets import AlgorithmName
 from rollouts_core.config import RolloutConfig, algorithm_preset
 from rollouts_core.data.dataset import load_prompts_from_jsonl

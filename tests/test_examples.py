@@ -31,7 +31,7 @@ STEP_LINE = re.compile(r"^step +(\d+)  (?:loss|reward) +([\d.]+)", re.MULTILINE)
 def start_example(name: str, *arguments: str | Path, timeout_s: float = TIMEOUT_S) -> str:
     """What the example printed."""
     command = [sys.executable, str(ROOT / "examples" / name), *map(str, arguments)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "HF_HUB_OFFLINE": "1"}
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout_s, check=False)
     assert ended.returncode == 0, ended.stderr
     return ended.stdout

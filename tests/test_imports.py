@@ -35,10 +35,15 @@ def test_packages_import_only_what_lies_below_them() -> None:
     wrong = [
         f"{path} imports {module}"
         for path, module in _imports()
-        for package in [module.partition(".")[0]]
+        for package in [module.removeprefix("rollouts.").partition(".")[0]]
         if package in PACKAGES and package not in ALLOWED_OWN[path.partition("/")[0]]
     ]
     assert wrong == []
+
+
+def test_no_package_is_imported_by_a_name_that_others_may_have() -> None:
+    generic = {"flows", "tasks", "infra"}
+    assert [f"{path} imports {module}" for path, module in _imports() if module.partition(".")[0] in generic] == []
 
 
 def test_heavy_libraries_stay_in_their_rooms() -> None:
@@ -61,10 +66,10 @@ def test_heavy_libraries_stay_in_their_rooms() -> None:
         "rollouts_core.fingerprint",
         "rollouts_core.report",
         "rollouts_core.stages.planning",
-        "tasks.plan",
-        "tasks.artifacts",
-        "infra.jobs",
-        "flows.cli",
+        "rollouts.tasks.plan",
+        "rollouts.tasks.artifacts",
+        "rollouts.infra.jobs",
+        "rollouts.flows.cli",
     ],
 )
 def test_the_orchestrator_stays_light(module: str) -> None:
@@ -91,7 +96,7 @@ def test_a_job_does_not_load_what_it_can_spare(job: str, spared: str) -> None:
 IMPORT_EACH_FIRST = """
 import importlib, sys
 for module in sys.argv[2:]:
-    for name in [each for each in sys.modules if each.partition(".")[0] == sys.argv[1]]:
+    for name in [each for each in sys.modules if f"{each}.".startswith(f"{sys.argv[1]}.")]:
         del sys.modules[name]
     try:
         importlib.import_module(module)
@@ -104,15 +109,15 @@ for module in sys.argv[2:]:
 @pytest.mark.parametrize("package", ["infra", "tasks"])
 def test_every_module_can_be_the_first_that_is_imported(package: str) -> None:
     files = [path.relative_to(ROOT) for path in sorted((ROOT / package).rglob("*.py")) if path.stem != "__init__"]
-    modules = [".".join(path.with_suffix("").parts) for path in files]
-    command = [sys.executable, "-c", IMPORT_EACH_FIRST, package, *modules]
+    modules = [".".join(("rollouts", *path.with_suffix("").parts)) for path in files]
+    command = [sys.executable, "-c", IMPORT_EACH_FIRST, f"rollouts.{package}", *modules]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout == "", "modules that import each other in a circle"
 
 
 @pytest.mark.slow
 def test_prefect_is_not_imported_before_its_environment_is_set() -> None:
-    code = "import sys, flows.cli, flows.preflight; sys.exit('prefect' in sys.modules)"
+    code = "import sys, rollouts.flows.cli, rollouts.flows.preflight; sys.exit('prefect' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
 
 

@@ -28,9 +28,9 @@ from transformers import (
 )
 from typer.testing import CliRunner
 
-from flows.cli import app
-from flows.deployments import PRESETS
-from flows.form import load_pipeline, parse_pipeline
+from rollouts.flows.cli import app
+from rollouts.flows.deployments import PRESETS
+from rollouts.flows.form import load_pipeline, parse_pipeline
 from rollouts_core.algorithms.loss import Metrics, create_cross_entropy_loss, create_policy_loss
 from rollouts_core.backends.pytorch import create_pytorch_backend
 from rollouts_core.checkpoint import step_directory

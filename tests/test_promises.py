@@ -8,6 +8,6 @@ TESTS = Path(__file__).parent
 MARK = "pytest.mark.promise"
 
 
-def test_at_most_twenty_slow_tests_are_promises() -> None:
+def test_at_most_ten_slow_tests_are_promises() -> None:
     files = [path for path in TESTS.rglob("test_*.py") if path != Path(__file__)]
-    assert 10 < sum(path.read_text(encoding="utf-8").count(MARK) for path in files) <= 20
+    assert 5 < sum(path.read_text(encoding="utf-8").count(MARK) for path in files) <= 10

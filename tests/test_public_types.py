@@ -50,7 +50,7 @@ def users_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "right.py").write_text(USERS_CODE)
     for name, code in MISTAKES.items():
         (folder / f"{name}.py").write_text(code)
-    (folder / "pyrightconfig.json").write_text(json.dumps({"extraPaths": [str(ROOT)]}))
+    (folder / "pyrightconfig.json").write_text(json.dumps({"extraPaths": [str(ROOT / "src")]}))
     return folder
 
 
@@ -69,7 +69,7 @@ def test_a_type_checker_finds_the_mistakes_in_a_users_file(users_folder: Path, c
     outcome = subprocess.run(
         [program, *command[1:], *files],
         cwd=users_folder,
-        env={**os.environ, "MYPYPATH": str(ROOT)},
+        env={**os.environ, "MYPYPATH": str(ROOT / "src")},
         capture_output=True,
         text=True,
     )

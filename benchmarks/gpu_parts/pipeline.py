@@ -20,7 +20,7 @@ from gpu_parts.record import Figures
 from rollouts_core.quickstart import SMALL_SIZE, QuickstartSize, write_quickstart_files
 
 PRESET = REPOSITORY / "flows/presets/quickstart.toml"
-ROLLOUTS = "from flows.command import main; main()"
+ROLLOUTS = "from rollouts.flows.command import main; main()"
 """The command `rollouts`, which is not installed where only wheels of what it needs are."""
 
 

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from infra.errors import PermanentInfraError
-from infra.node import NO_PROVIDER, Node, NodeSettings
-from infra.providers.instance import open_instance_session, provision_instance, release_instance
-from infra.providers.local import open_local_session, provision_local, release_local
-from infra.providers.rented import open_rented_session, provision_rented, release_rented
-from infra.providers.ssh import open_ssh_session, provision_ssh, release_ssh
-from infra.session import Session
+from rollouts.infra.errors import PermanentInfraError
+from rollouts.infra.node import NO_PROVIDER, Node, NodeSettings
+from rollouts.infra.providers.instance import open_instance_session, provision_instance, release_instance
+from rollouts.infra.providers.local import open_local_session, provision_local, release_local
+from rollouts.infra.providers.rented import open_rented_session, provision_rented, release_rented
+from rollouts.infra.providers.ssh import open_ssh_session, provision_ssh, release_ssh
+from rollouts.infra.session import Session
 
 Say = Callable[[str], None]
 

@@ -6,7 +6,7 @@ Not here: the settings' own addresses (infra/node.py).
 import re
 from urllib.parse import quote
 
-from infra.node import SSH_PORT
+from rollouts.infra.node import SSH_PORT
 
 _HOST = re.compile(r"[A-Za-z0-9][\w.-]*|[0-9a-fA-F:.]+", re.ASCII)
 _PORT = re.compile(r"\d{1,5}", re.ASCII)

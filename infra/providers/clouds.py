@@ -11,17 +11,17 @@ from contextlib import ExitStack, contextmanager
 
 import httpx
 
-from infra.cloud import Cloud
-from infra.errors import MissingKeyError, PermanentInfraError
-from infra.offers import CloudName
-from infra.providers.http import Endpoint
-from infra.providers.lambda_cloud import Lambda
-from infra.providers.prime import Prime
-from infra.providers.runpod import RunPod
-from infra.providers.shadeform import Shadeform
-from infra.providers.sky import Sky
-from infra.providers.vast import Vast
-from infra.renting.rentals import Rental
+from rollouts.infra.cloud import Cloud
+from rollouts.infra.errors import MissingKeyError, PermanentInfraError
+from rollouts.infra.offers import CloudName
+from rollouts.infra.providers.http import Endpoint
+from rollouts.infra.providers.lambda_cloud import Lambda
+from rollouts.infra.providers.prime import Prime
+from rollouts.infra.providers.runpod import RunPod
+from rollouts.infra.providers.shadeform import Shadeform
+from rollouts.infra.providers.sky import Sky
+from rollouts.infra.providers.vast import Vast
+from rollouts.infra.renting.rentals import Rental
 
 CREDENTIALS_VARIABLE = "ROLLOUTS_CREDENTIALS"
 """Names the credentials from which the keys in the environment came."""

@@ -26,9 +26,9 @@ from typing import Annotated, Any, ClassVar, Self, TypeVar
 import httpx
 from pydantic import BaseModel, Field, ValidationError
 
-from infra.errors import OfferGoneError, ProviderRefusedError, ProviderUnavailableError, UnclearAnswerError
-from infra.foreign_text import shown_line
-from infra.offers import CloudName
+from rollouts.infra.errors import OfferGoneError, ProviderRefusedError, ProviderUnavailableError, UnclearAnswerError
+from rollouts.infra.foreign_text import shown_line
+from rollouts.infra.offers import CloudName
 
 TIMEOUT_S = 30.0
 CREATE_TIMEOUT_S = 90.0

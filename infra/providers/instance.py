@@ -15,15 +15,15 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from infra.cloud import look_up
-from infra.errors import MachineGoneError, PermanentInfraError, TransientInfraError
-from infra.node import InstanceNode, Node
-from infra.offers import Instance, InstanceStatus
-from infra.providers.clouds import open_account
-from infra.providers.rented import access_now, access_to, known_hosts_of, open_ssh
-from infra.providers.ssh import expand_root, open_ssh_session
-from infra.session import Session
-from infra.ssh.host_keys import noted_fingerprint
+from rollouts.infra.cloud import look_up
+from rollouts.infra.errors import MachineGoneError, PermanentInfraError, TransientInfraError
+from rollouts.infra.node import InstanceNode, Node
+from rollouts.infra.offers import Instance, InstanceStatus
+from rollouts.infra.providers.clouds import open_account
+from rollouts.infra.providers.rented import access_now, access_to, known_hosts_of, open_ssh
+from rollouts.infra.providers.ssh import expand_root, open_ssh_session
+from rollouts.infra.session import Session
+from rollouts.infra.ssh.host_keys import noted_fingerprint
 
 STARTED_WITHIN_S = 900.0
 POLL_S = 5.0

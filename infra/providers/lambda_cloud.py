@@ -14,10 +14,10 @@ from typing import ClassVar
 
 from pydantic import BaseModel, Field
 
-from infra.errors import OfferGoneError
-from infra.offers import CloudName, GPUQuery, HostKeyPair, Instance, InstanceStatus, MachineSpec, Offer
-from infra.providers.addresses import quoted, usable_host
-from infra.providers.http import Account, Endpoint, InstanceId, Json, key_blob, key_name
+from rollouts.infra.errors import OfferGoneError
+from rollouts.infra.offers import CloudName, GPUQuery, HostKeyPair, Instance, InstanceStatus, MachineSpec, Offer
+from rollouts.infra.providers.addresses import quoted, usable_host
+from rollouts.infra.providers.http import Account, Endpoint, InstanceId, Json, key_blob, key_name
 
 USER = "ubuntu"
 STATUS = {

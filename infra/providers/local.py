@@ -4,9 +4,9 @@ import logging
 import sys
 from pathlib import Path
 
-from infra.errors import PermanentInfraError
-from infra.node import LocalNode, Node
-from infra.session import LocalSession, Session
+from rollouts.infra.errors import PermanentInfraError
+from rollouts.infra.node import LocalNode, Node
+from rollouts.infra.session import LocalSession, Session
 
 logger = logging.getLogger(__name__)
 

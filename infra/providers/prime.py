@@ -15,10 +15,10 @@ from urllib.parse import quote, unquote
 
 from pydantic import BaseModel, Field
 
-from infra.errors import ProviderUnavailableError
-from infra.offers import CloudName, GPUQuery, Instance, InstanceStatus, MachineSpec, Offer
-from infra.providers.addresses import quoted, usable_host, usable_port, usable_user
-from infra.providers.http import Account, Endpoint, InstanceId, Json, key_blob, key_name
+from rollouts.infra.errors import ProviderUnavailableError
+from rollouts.infra.offers import CloudName, GPUQuery, Instance, InstanceStatus, MachineSpec, Offer
+from rollouts.infra.providers.addresses import quoted, usable_host, usable_port, usable_user
+from rollouts.infra.providers.http import Account, Endpoint, InstanceId, Json, key_blob, key_name
 
 DEFAULT_IMAGE = "ubuntu_22_cuda_12"
 _NO_GPU = "CPU_NODE"

@@ -21,32 +21,32 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from infra.cloud import PATIENT, Cloud, Pace, look_up
-from infra.errors import (
+from rollouts.infra.cloud import PATIENT, Cloud, Pace, look_up
+from rollouts.infra.errors import (
     InfraError,
     MachineGoneError,
     PermanentInfraError,
     ProviderUnavailableError,
     TransientInfraError,
 )
-from infra.ledger import LEDGER_FILE, Ledger
-from infra.node import InstanceNode, Node, RentedNode, SSHAccess
-from infra.offers import NETWORKED_CLOUDS, CloudName, Instance, Offer, describe_closest
-from infra.providers.clouds import account_of, credentials_in_use, open_clouds, require_keys
-from infra.providers.ssh import CALL_TIMEOUT_S, expand_root, open_ssh_session
-from infra.reach import own_address
-from infra.renting.acceptance import require_gpus, require_peers, require_speed
-from infra.renting.provision import given_back_on_failure, rent_machines, search_offers
-from infra.renting.reaper import ReapReport, reap
-from infra.renting.release import release_all, release_machines
-from infra.renting.rentals import Rental, RentalState, change_rental, find_rental, in_utc, rentals_of
-from infra.renting.request import Renting, RentRequest
-from infra.repeating import repeating
-from infra.session import Session
-from infra.ssh.host_keys import HostKeyPolicy
+from rollouts.infra.ledger import LEDGER_FILE, Ledger
+from rollouts.infra.node import InstanceNode, Node, RentedNode, SSHAccess
+from rollouts.infra.offers import NETWORKED_CLOUDS, CloudName, Instance, Offer, describe_closest
+from rollouts.infra.providers.clouds import account_of, credentials_in_use, open_clouds, require_keys
+from rollouts.infra.providers.ssh import CALL_TIMEOUT_S, expand_root, open_ssh_session
+from rollouts.infra.reach import own_address
+from rollouts.infra.renting.acceptance import require_gpus, require_peers, require_speed
+from rollouts.infra.renting.provision import given_back_on_failure, rent_machines, search_offers
+from rollouts.infra.renting.reaper import ReapReport, reap
+from rollouts.infra.renting.release import release_all, release_machines
+from rollouts.infra.renting.rentals import Rental, RentalState, change_rental, find_rental, in_utc, rentals_of
+from rollouts.infra.renting.request import Renting, RentRequest
+from rollouts.infra.repeating import repeating
+from rollouts.infra.session import Session
+from rollouts.infra.ssh.host_keys import HostKeyPolicy
 
 if TYPE_CHECKING:
-    from infra.ssh.ssh_session import SSHSession
+    from rollouts.infra.ssh.ssh_session import SSHSession
 
 SETUP_PYTHON = "/usr/bin/python3"
 """Where there is something to set up, `python` may not exist before; this one is on every image that we know."""
@@ -333,7 +333,7 @@ def build_request(settings: RentedNode, run_id: str) -> RentRequest:
     Raises:
         PermanentInfraError: the key to log in with cannot be used.
     """
-    from infra.ssh.login_keys import read_public_key, require_login_key  # paramiko loads here
+    from rollouts.infra.ssh.login_keys import read_public_key, require_login_key  # paramiko loads here
 
     query = settings.query
     if settings.num_machines > 1:
@@ -443,7 +443,7 @@ def set_up(session: Session, settings: RentedNode, *, until: float) -> None:
 
 def open_ssh(access: SSHAccess, *, python: str) -> "SSHSession":
     """A session before there is a node."""
-    from infra.ssh.ssh_session import SSHSession  # paramiko loads here
+    from rollouts.infra.ssh.ssh_session import SSHSession  # paramiko loads here
 
     return SSHSession(access, python=python, programs_dir="")
 

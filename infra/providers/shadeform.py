@@ -10,9 +10,9 @@ from typing import ClassVar
 
 from pydantic import BaseModel
 
-from infra.offers import CloudName, GPUQuery, Instance, InstanceStatus, MachineSpec, Offer
-from infra.providers.addresses import quoted, usable_host, usable_port, usable_user
-from infra.providers.http import Account, Endpoint, InstanceId, Json, key_blob, key_name
+from rollouts.infra.offers import CloudName, GPUQuery, Instance, InstanceStatus, MachineSpec, Offer
+from rollouts.infra.providers.addresses import quoted, usable_host, usable_port, usable_user
+from rollouts.infra.providers.http import Account, Endpoint, InstanceId, Json, key_blob, key_name
 
 STATUS = {
     "creating": InstanceStatus.STARTING,

@@ -32,7 +32,7 @@ from typing import ClassVar, Self, TypeVar
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from infra.errors import (
+from rollouts.infra.errors import (
     InfraError,
     MissingKeyError,
     OfferGoneError,
@@ -40,11 +40,11 @@ from infra.errors import (
     ProviderUnavailableError,
     UnclearAnswerError,
 )
-from infra.foreign_text import shown_line, shown_lines
-from infra.offers import MAKERS_WORDS, CloudName, GPUQuery, Instance, InstanceStatus, MachineSpec, Offer
-from infra.providers.addresses import usable_host, usable_port, usable_user
-from infra.providers.http import Endpoint
-from infra.session import LOOPBACK
+from rollouts.infra.foreign_text import shown_line, shown_lines
+from rollouts.infra.offers import MAKERS_WORDS, CloudName, GPUQuery, Instance, InstanceStatus, MachineSpec, Offer
+from rollouts.infra.providers.addresses import usable_host, usable_port, usable_user
+from rollouts.infra.providers.http import Endpoint
+from rollouts.infra.session import LOOPBACK
 
 ANSWER_TIMEOUT_S = 300.0
 LAUNCH_TIMEOUT_S = 1800.0

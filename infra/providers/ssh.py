@@ -9,11 +9,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from infra.errors import PermanentInfraError
-from infra.node import HOST, Node, SSHAccess, SSHMachine, SSHNode
-from infra.node_agent import ISOLATED
-from infra.session import Session, last_line
-from infra.ssh.ssh_config import read_ssh_config
+from rollouts.infra.errors import PermanentInfraError
+from rollouts.infra.node import HOST, Node, SSHAccess, SSHMachine, SSHNode
+from rollouts.infra.node_agent import ISOLATED
+from rollouts.infra.session import Session, last_line
+from rollouts.infra.ssh.ssh_config import read_ssh_config
 
 FIRST_USE_FILE = "known_hosts"
 SYSTEM_KNOWN_HOSTS = "/etc/ssh/ssh_known_hosts"
@@ -48,7 +48,7 @@ def reach_machine(settings: SSHMachine, store: Path) -> Node:
         NodeUnreachableError, HostKeyError, LoginError: one sentence about the connection.
         PermanentInfraError: its interpreter cannot be run, or `root` is not a usable path.
     """
-    from infra.ssh.ssh_session import SSHSession  # paramiko loads here
+    from rollouts.infra.ssh.ssh_session import SSHSession  # paramiko loads here
 
     access = read_access(settings, store)
     with SSHSession(access, python=settings.python, programs_dir="") as session:
@@ -129,7 +129,7 @@ def open_ssh_session(node: Node, *, find_access: Callable[[], SSHAccess] | None 
     Args:
         find_access: asked before every connection where the machine's address may change.
     """
-    from infra.ssh.ssh_session import SSHSession  # paramiko loads here
+    from rollouts.infra.ssh.ssh_session import SSHSession  # paramiko loads here
 
     assert node.access is not None, f"{node.name} has no address"
     programs_dir = f"{node.root}/{PROGRAMS_DIR}"

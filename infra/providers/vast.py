@@ -14,10 +14,10 @@ from typing import ClassVar
 
 from pydantic import BaseModel, Field
 
-from infra.errors import ProviderUnavailableError
-from infra.offers import CloudName, GPUQuery, Instance, InstanceStatus, MachineSpec, Offer, is_gpu_type
-from infra.providers.addresses import quoted, usable_host, usable_port
-from infra.providers.http import Account, Endpoint, Json
+from rollouts.infra.errors import ProviderUnavailableError
+from rollouts.infra.offers import CloudName, GPUQuery, Instance, InstanceStatus, MachineSpec, Offer, is_gpu_type
+from rollouts.infra.providers.addresses import quoted, usable_host, usable_port
+from rollouts.infra.providers.http import Account, Endpoint, Json
 
 DEFAULT_IMAGE = "vastai/pytorch:@vastai-automatic-tag"
 _PAGE, _MAX_PAGES = 25, 200

@@ -15,11 +15,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from infra.errors import CommandFailedError, CommandTimeoutError, TransientInfraError, UnfitMachineError
-from infra.node_agent import ISOLATED
-from infra.offers import is_same_model
-from infra.renting import gpu_trial, peer_trial
-from infra.session import Session, last_line, read_answer
+from rollouts.infra.errors import CommandFailedError, CommandTimeoutError, TransientInfraError, UnfitMachineError
+from rollouts.infra.node_agent import ISOLATED
+from rollouts.infra.offers import is_same_model
+from rollouts.infra.renting import gpu_trial, peer_trial
+from rollouts.infra.session import Session, last_line, read_answer
 
 LINK_BYTES = 4 << 20
 DISK_BYTES = 64 << 20

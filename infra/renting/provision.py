@@ -21,8 +21,8 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import replace
 
-from infra.cloud import Cloud
-from infra.errors import (
+from rollouts.infra.cloud import Cloud
+from rollouts.infra.errors import (
     InfraError,
     MissingKeyError,
     NoMachineError,
@@ -33,8 +33,8 @@ from infra.errors import (
     TransientInfraError,
     UnclearAnswerError,
 )
-from infra.interrupts import uninterrupted
-from infra.offers import (
+from rollouts.infra.interrupts import uninterrupted
+from rollouts.infra.offers import (
     CloudName,
     GPUQuery,
     HostKeyPair,
@@ -43,8 +43,8 @@ from infra.offers import (
     Offered,
     describe_closest,
 )
-from infra.renting.release import release_all, release_machines
-from infra.renting.rentals import (
+from rollouts.infra.renting.release import release_all, release_machines
+from rollouts.infra.renting.rentals import (
     Rental,
     RentalState,
     add_rental,
@@ -58,10 +58,10 @@ from infra.renting.rentals import (
     unfit_hosts,
     usd_spent,
 )
-from infra.renting.request import Renting, RentRequest, is_in_use
-from infra.renting.unanswered import FOUND_NOTE, find_machine
-from infra.renting.usable import PRICE_TOLERANCE, wait_until_usable
-from infra.ssh.host_keys import HostKeyEvidence, fingerprint_of, make_host_key
+from rollouts.infra.renting.request import Renting, RentRequest, is_in_use
+from rollouts.infra.renting.unanswered import FOUND_NOTE, find_machine
+from rollouts.infra.renting.usable import PRICE_TOLERANCE, wait_until_usable
+from rollouts.infra.ssh.host_keys import HostKeyEvidence, fingerprint_of, make_host_key
 
 MAX_OFFERS = 6
 UNFIT_FOR_S = 24 * 3600.0

@@ -23,12 +23,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from infra.cloud import PATIENT, Cloud, Pace
-from infra.errors import InfraError, LedgerUnwritableError, PermanentInfraError, ProviderUnavailableError
-from infra.ledger import Ledger
-from infra.offers import CloudName, Instance, InstanceStatus
-from infra.renting.release import end_unnoted, release_machine, status_of
-from infra.renting.rentals import (
+from rollouts.infra.cloud import PATIENT, Cloud, Pace
+from rollouts.infra.errors import InfraError, LedgerUnwritableError, PermanentInfraError, ProviderUnavailableError
+from rollouts.infra.ledger import Ledger
+from rollouts.infra.offers import CloudName, Instance, InstanceStatus
+from rollouts.infra.renting.release import end_unnoted, release_machine, status_of
+from rollouts.infra.renting.rentals import (
     NAME,
     NAME_PREFIX,
     NEVER_SEEN,
@@ -40,7 +40,7 @@ from infra.renting.rentals import (
     note_found,
     open_rentals,
 )
-from infra.renting.unanswered import FOUND_NOTE, find_machine
+from rollouts.infra.renting.unanswered import FOUND_NOTE, find_machine
 
 UNSEEN_AFTER_S = 3600.0
 """A requested machine that has not appeared after this time counts as not created. If it appears later, it is ended."""

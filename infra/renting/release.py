@@ -16,12 +16,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NoReturn
 
-from infra.cloud import PATIENT, Cloud, Pace, look_up
-from infra.errors import InfraError, PermanentInfraError, StillRentedError, TransientInfraError
-from infra.ledger import Ledger
-from infra.offers import CloudName, InstanceStatus
-from infra.renting.rentals import Rental, RentalState, change_rental, find_rental
-from infra.renting.unanswered import find_machine
+from rollouts.infra.cloud import PATIENT, Cloud, Pace, look_up
+from rollouts.infra.errors import InfraError, PermanentInfraError, StillRentedError, TransientInfraError
+from rollouts.infra.ledger import Ledger
+from rollouts.infra.offers import CloudName, InstanceStatus
+from rollouts.infra.renting.rentals import Rental, RentalState, change_rental, find_rental
+from rollouts.infra.renting.unanswered import find_machine
 
 _SIGHTINGS = 2
 """A machine is gone when it was not there this many times in a row."""

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from infra.ledger import Ledger
-from infra.offers import CloudName
-from infra.run_ids import short_id
+from rollouts.infra.ledger import Ledger
+from rollouts.infra.offers import CloudName
+from rollouts.infra.run_ids import short_id
 
 NAME_PREFIX = "rollouts-"
 TOO_LATE_S = 1200.0

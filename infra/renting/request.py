@@ -7,11 +7,11 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from infra.cloud import PATIENT, Cloud, Pace
-from infra.ledger import Ledger
-from infra.offers import CloudName, GPUQuery, Instance
-from infra.renting.release import release_machine
-from infra.renting.rentals import Rental, RentalState, rentals_of
+from rollouts.infra.cloud import PATIENT, Cloud, Pace
+from rollouts.infra.ledger import Ledger
+from rollouts.infra.offers import CloudName, GPUQuery, Instance
+from rollouts.infra.renting.release import release_machine
+from rollouts.infra.renting.rentals import Rental, RentalState, rentals_of
 
 logger = logging.getLogger(__name__)
 

@@ -6,9 +6,9 @@ Not here: asking (provision.py), giving back (release.py), when one that does no
 import time
 from dataclasses import replace
 
-from infra.cloud import Cloud, Pace
-from infra.offers import InstanceStatus
-from infra.renting.rentals import Rental
+from rollouts.infra.cloud import Cloud, Pace
+from rollouts.infra.offers import InstanceStatus
+from rollouts.infra.renting.rentals import Rental
 
 FOUND_NOTE = "found by its name"
 

@@ -5,13 +5,13 @@ Not here: renting it (provision.py), logging in (providers/rented.py).
 
 import time
 
-from infra.cloud import Cloud, look_up
-from infra.errors import LoginError, NameUnknownError, TransientInfraError, UnfitMachineError
-from infra.foreign_text import shown_line
-from infra.ledger import Ledger
-from infra.renting.rentals import Rental, RentalState, change_rental
-from infra.renting.request import Renting
-from infra.ssh.host_keys import HostKeyEvidence
+from rollouts.infra.cloud import Cloud, look_up
+from rollouts.infra.errors import LoginError, NameUnknownError, TransientInfraError, UnfitMachineError
+from rollouts.infra.foreign_text import shown_line
+from rollouts.infra.ledger import Ledger
+from rollouts.infra.renting.rentals import Rental, RentalState, change_rental
+from rollouts.infra.renting.request import Renting
+from rollouts.infra.ssh.host_keys import HostKeyEvidence
 
 UNSEEN_S = 60.0
 """A machine that was created this recently may not be shown yet by its provider."""

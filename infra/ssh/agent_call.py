@@ -16,10 +16,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from infra import node_agent
-from infra.errors import LoginShellError, NodeUnreachableError, PermanentInfraError, RequestCutError
-from infra.foreign_text import shown_lines
-from infra.node_agent import (
+from rollouts.infra import node_agent
+from rollouts.infra.errors import LoginShellError, NodeUnreachableError, PermanentInfraError, RequestCutError
+from rollouts.infra.foreign_text import shown_lines
+from rollouts.infra.node_agent import (
     ALIVE,
     DATA,
     DONE,
@@ -32,9 +32,9 @@ from infra.node_agent import (
     STDERR,
     STDOUT,
 )
-from infra.session import MAX_GREETING_BYTES, Answer
-from infra.ssh.connection import Channel
-from infra.supervisor.files import parse_object
+from rollouts.infra.session import MAX_GREETING_BYTES, Answer
+from rollouts.infra.ssh.connection import Channel
+from rollouts.infra.supervisor.files import parse_object
 
 CLOSE_TIMEOUT_S = 10.0
 MAX_ANSWER_BYTES = 64 << 20

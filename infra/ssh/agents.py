@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Literal, TypeVar, get_args
 
-from infra.errors import (
+from rollouts.infra.errors import (
     BannedError,
     InfraError,
     NodeUnreachableError,
@@ -27,12 +27,12 @@ from infra.errors import (
     RequestCutError,
     TransientInfraError,
 )
-from infra.node import SSHAccess
-from infra.ssh import openssh
-from infra.ssh.agent_call import Agent, AgentCall, JsonObject
-from infra.ssh.connection import SSHConnection, connect
-from infra.ssh.openssh import OpenSSH
-from infra.ssh.parallel_write import MAX_SENDERS
+from rollouts.infra.node import SSHAccess
+from rollouts.infra.ssh import openssh
+from rollouts.infra.ssh.agent_call import Agent, AgentCall, JsonObject
+from rollouts.infra.ssh.connection import SSHConnection, connect
+from rollouts.infra.ssh.openssh import OpenSSH
+from rollouts.infra.ssh.parallel_write import MAX_SENDERS
 
 AnswerT = TypeVar("AnswerT")
 Purpose = Literal["control", "beside", "bulk", "pieces 0", "pieces 1", "pieces 2", "pieces 3", "pieces 4", "pieces 5"]

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 import paramiko
 
-from infra.errors import (
+from rollouts.infra.errors import (
     BannedError,
     KeyAgentError,
     LoginError,
@@ -28,13 +28,13 @@ from infra.errors import (
     PermanentInfraError,
     TransientInfraError,
 )
-from infra.foreign_text import shown_line
-from infra.node import SSHAccess
-from infra.ssh.heard_socket import HeardSocket
-from infra.ssh.host_keys import HostKey, HostKeyEvidence, HostKeyPolicy
-from infra.ssh.key_agent import SIGNING_TIMEOUT_S, KeyOfAgent, SigningRefusedError, public_half
-from infra.ssh.login_keys import LoginKeys, load_keys
-from infra.ssh.proxy_jump import explain_proxy, open_proxy
+from rollouts.infra.foreign_text import shown_line
+from rollouts.infra.node import SSHAccess
+from rollouts.infra.ssh.heard_socket import HeardSocket
+from rollouts.infra.ssh.host_keys import HostKey, HostKeyEvidence, HostKeyPolicy
+from rollouts.infra.ssh.key_agent import SIGNING_TIMEOUT_S, KeyOfAgent, SigningRefusedError, public_half
+from rollouts.infra.ssh.login_keys import LoginKeys, load_keys
+from rollouts.infra.ssh.proxy_jump import explain_proxy, open_proxy
 
 CONNECT_TIMEOUT_S = 15.0
 CHANNEL_TIMEOUT_S = 30.0

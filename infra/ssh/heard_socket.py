@@ -7,7 +7,7 @@ import socket
 import time
 from typing import Any
 
-from infra.foreign_text import shown_line
+from rollouts.infra.foreign_text import shown_line
 
 GREETING = b"SSH-"
 MAX_FIRST_BYTES = 4096

@@ -21,9 +21,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from infra.errors import HostKeyError, PermanentInfraError
-from infra.node import SSH_PORT
-from infra.offers import HostKeyPair
+from rollouts.infra.errors import HostKeyError, PermanentInfraError
+from rollouts.infra.node import SSH_PORT
+from rollouts.infra.offers import HostKeyPair
 
 
 class HostKeyEvidence(StrEnum):

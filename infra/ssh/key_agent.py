@@ -14,7 +14,7 @@ from typing import Any
 import paramiko
 from paramiko.agent import SSH2_AGENT_IDENTITIES_ANSWER, AgentKey, AgentSSH, cSSH2_AGENTC_REQUEST_IDENTITIES
 
-from infra.node import NO_AGENT
+from rollouts.infra.node import NO_AGENT
 
 _CERTIFICATE = "-cert-v01@openssh.com"
 _NUM_PUBLIC_FIELDS = {"ssh-ed25519": 1, "ssh-rsa": 2}

@@ -20,9 +20,9 @@ from typing import Any
 import paramiko
 from cryptography.exceptions import UnsupportedAlgorithm
 
-from infra.errors import LoginError, PermanentInfraError
-from infra.node import SSHAccess
-from infra.ssh.key_agent import agent_keys, public_half
+from rollouts.infra.errors import LoginError, PermanentInfraError
+from rollouts.infra.node import SSHAccess
+from rollouts.infra.ssh.key_agent import agent_keys, public_half
 
 _DEFAULT_KEY_FILES = ("id_ed25519", "id_ecdsa", "id_rsa")
 _KEY_TYPES = (paramiko.Ed25519Key, paramiko.ECDSAKey, paramiko.RSAKey)

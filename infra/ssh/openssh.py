@@ -24,11 +24,11 @@ from io import FileIO
 from pathlib import Path
 from typing import IO
 
-from infra.errors import NodeUnreachableError, PermanentInfraError
-from infra.node import SSHAccess
-from infra.node_agent import widen_pipe
-from infra.offers import Instance
-from infra.ssh.connection import (
+from rollouts.infra.errors import NodeUnreachableError, PermanentInfraError
+from rollouts.infra.node import SSHAccess
+from rollouts.infra.node_agent import widen_pipe
+from rollouts.infra.offers import Instance
+from rollouts.infra.ssh.connection import (
     CIPHERS,
     CONNECT_TIMEOUT_S,
     EXIT_CODE_TIMEOUT_S,
@@ -36,7 +36,7 @@ from infra.ssh.connection import (
     SIGNATURES,
     SSHConnection,
 )
-from infra.ssh.proxy_jump import proxy_option
+from rollouts.infra.ssh.proxy_jump import proxy_option
 
 PROGRAM = "ssh"
 QUESTION_TIMEOUT_S = 5.0

@@ -11,9 +11,9 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from infra.chunks import CHUNK_BYTES, Chunk
-from infra.errors import PermanentInfraError
-from infra.ssh.agent_call import AgentCall, JsonObject
+from rollouts.infra.chunks import CHUNK_BYTES, Chunk
+from rollouts.infra.errors import PermanentInfraError
+from rollouts.infra.ssh.agent_call import AgentCall, JsonObject
 
 MAX_SENDERS = 6
 

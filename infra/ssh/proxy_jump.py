@@ -18,9 +18,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
 
-from infra.errors import LoginError, NameUnknownError, NodeUnreachableError, PermanentInfraError
-from infra.node import SSHAccess
-from infra.ssh.heard_socket import HeardSocket
+from rollouts.infra.errors import LoginError, NameUnknownError, NodeUnreachableError, PermanentInfraError
+from rollouts.infra.node import SSHAccess
+from rollouts.infra.ssh.heard_socket import HeardSocket
 
 PROGRAM = "ssh"
 CONNECT_TIMEOUT_S = 15

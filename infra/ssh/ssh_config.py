@@ -16,8 +16,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from infra.errors import PermanentInfraError
-from infra.node import NO_AGENT
+from rollouts.infra.errors import PermanentInfraError
+from rollouts.infra.node import NO_AGENT
 
 PROGRAM = "ssh"
 TIMEOUT_S = 15.0

@@ -16,8 +16,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from infra.chunks import SHA256, Chunk
-from infra.errors import (
+from rollouts.infra.chunks import SHA256, Chunk
+from rollouts.infra.errors import (
     CommandFailedError,
     CommandTimeoutError,
     CompletedCommand,
@@ -27,10 +27,10 @@ from infra.errors import (
     PermanentInfraError,
     TransientInfraError,
 )
-from infra.node import SSHAccess
-from infra.node_agent import ISOLATED, STDERR, STDOUT
-from infra.node_programs import read_program
-from infra.session import (
+from rollouts.infra.node import SSHAccess
+from rollouts.infra.node_agent import ISOLATED, STDERR, STDOUT
+from rollouts.infra.node_programs import read_program
+from rollouts.infra.session import (
     LOOPBACK,
     MAX_OUTPUT_BYTES,
     MAX_READ_BYTES,
@@ -39,12 +39,12 @@ from infra.session import (
     refusal_to_write,
     split_lines,
 )
-from infra.ssh import openssh
-from infra.ssh.agent_call import AgentCall, JsonObject
-from infra.ssh.agents import ANSWER_MARGIN_S, PIECES, Agents, Purpose
-from infra.ssh.host_keys import HostKeyEvidence
-from infra.ssh.parallel_write import ParallelWrite
-from infra.ssh.tunnel import forwarded_port
+from rollouts.infra.ssh import openssh
+from rollouts.infra.ssh.agent_call import AgentCall, JsonObject
+from rollouts.infra.ssh.agents import ANSWER_MARGIN_S, PIECES, Agents, Purpose
+from rollouts.infra.ssh.host_keys import HostKeyEvidence
+from rollouts.infra.ssh.parallel_write import ParallelWrite
+from rollouts.infra.ssh.tunnel import forwarded_port
 
 _MAX_STDERR_BYTES = 64 << 10
 _INLINE_BYTES = 256 << 10

@@ -13,9 +13,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
-from infra.errors import InfraError, NodeUnreachableError, TransientInfraError
-from infra.session import LOOPBACK
-from infra.ssh.connection import SSHChannel
+from rollouts.infra.errors import InfraError, NodeUnreachableError, TransientInfraError
+from rollouts.infra.session import LOOPBACK
+from rollouts.infra.ssh.connection import SSHChannel
 
 _PIECE_BYTES = 64 << 10
 _PASSING = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.ECONNABORTED)

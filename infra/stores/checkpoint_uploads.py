@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from infra.errors import InfraError
-from infra.repeating import repeating
-from infra.stores.object_store import ObjectStore
-from infra.stores.publication import MANIFEST, send_folder
-from infra.sync.push import list_files
+from rollouts.infra.errors import InfraError
+from rollouts.infra.repeating import repeating
+from rollouts.infra.stores.object_store import ObjectStore
+from rollouts.infra.stores.publication import MANIFEST, send_folder
+from rollouts.infra.sync.push import list_files
 
 UPLOAD_INTERVAL_S = 30.0
 

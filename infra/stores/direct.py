@@ -15,14 +15,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from infra.errors import StoreUnavailableError
-from infra.session import Session, read_answer
-from infra.stores import node_transfer
-from infra.stores.object_store import ObjectStore
-from infra.stores.presigned import LIFETIME_S, PresignedUpload, presigned_get
-from infra.stores.publication import CHECKPOINT_FOLDER, MANIFEST, digest_folder, find_missing
-from infra.sync import receiver
-from infra.sync.push import list_files, publish_filled
+from rollouts.infra.errors import StoreUnavailableError
+from rollouts.infra.session import Session, read_answer
+from rollouts.infra.stores import node_transfer
+from rollouts.infra.stores.object_store import ObjectStore
+from rollouts.infra.stores.presigned import LIFETIME_S, PresignedUpload, presigned_get
+from rollouts.infra.stores.publication import CHECKPOINT_FOLDER, MANIFEST, digest_folder, find_missing
+from rollouts.infra.sync import receiver
+from rollouts.infra.sync.push import list_files, publish_filled
 
 PROBE_S = 5.0
 """A store that has not answered a node within this time is out of its reach."""

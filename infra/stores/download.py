@@ -26,18 +26,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from infra.errors import (
+from rollouts.infra.errors import (
     DiskFullError,
     ObjectDamagedError,
     ObjectMissingError,
     PermanentInfraError,
     StoreUnavailableError,
 )
-from infra.locks import is_locked, locked
-from infra.stores.object_store import ObjectStore, StoredObject
-from infra.stores.publication import MANIFEST, read_manifest_digests, read_publication
-from infra.stores.shared_folder import PRIVATE
-from infra.sync import receiver
+from rollouts.infra.locks import is_locked, locked
+from rollouts.infra.stores.object_store import ObjectStore, StoredObject
+from rollouts.infra.stores.publication import MANIFEST, read_manifest_digests, read_publication
+from rollouts.infra.stores.shared_folder import PRIVATE
+from rollouts.infra.sync import receiver
 
 PIECE_BYTES = 8 << 20
 NUM_STREAMS = 8

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from infra.errors import (
+from rollouts.infra.errors import (
     DiskFullError,
     InfraError,
     ObjectMissingError,

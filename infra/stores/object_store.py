@@ -28,9 +28,9 @@ import fsspec
 import fsspec.callbacks
 import fsspec.core
 
-from infra.errors import ObjectMissingError, StoreRefusedError, StoreUnavailableError
-from infra.stores.object_errors import missing_bucket, sorted_failures
-from infra.stores.shared_folder import READABLE, SharedFolder
+from rollouts.infra.errors import ObjectMissingError, StoreRefusedError, StoreUnavailableError
+from rollouts.infra.stores.object_errors import missing_bucket, sorted_failures
+from rollouts.infra.stores.shared_folder import READABLE, SharedFolder
 
 PART_BYTES = 16 << 20
 """What is larger than two of these goes to S3 in parts, several at a time; so many of them are in memory then."""

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
-from infra.errors import InfraError
-from infra.stores.object_store import ObjectStore, part_bytes
+from rollouts.infra.errors import InfraError
+from rollouts.infra.stores.object_store import ObjectStore, part_bytes
 
 LIFETIME_S = 3600
 

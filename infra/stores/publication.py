@@ -24,12 +24,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from infra.errors import ObjectDamagedError, StoreRefusedError, StoreUnavailableError, TransientInfraError
-from infra.foreign_text import shown_line
-from infra.run_ids import short_id
-from infra.stores.object_store import MAX_OBJECTS, FileDigest, ObjectStore
-from infra.sync import receiver
-from infra.sync.push import list_files
+from rollouts.infra.errors import ObjectDamagedError, StoreRefusedError, StoreUnavailableError, TransientInfraError
+from rollouts.infra.foreign_text import shown_line
+from rollouts.infra.run_ids import short_id
+from rollouts.infra.stores.object_store import MAX_OBJECTS, FileDigest, ObjectStore
+from rollouts.infra.sync import receiver
+from rollouts.infra.sync.push import list_files
 
 FORMAT = 1
 PUBLICATION, MANIFEST = "publication.json", "manifest.json"

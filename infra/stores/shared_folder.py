@@ -19,7 +19,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from infra.errors import PermanentInfraError, StoreUnavailableError
+from rollouts.infra.errors import PermanentInfraError, StoreUnavailableError
 
 READABLE, PRIVATE = 0o666, 0o600
 """Permissions of a file, before the process's umask is applied."""

@@ -5,12 +5,12 @@ import types
 from pathlib import Path
 
 if __name__ == "__main__":
-    # Of the package around this one nothing is known: its other modules may need more than the standard library.
-    infra = types.ModuleType("infra")
+    # Of the packages around this one nothing is known: their other modules may need more than the standard library.
+    sys.modules["rollouts"] = types.ModuleType("rollouts")
+    infra = sys.modules["rollouts.infra"] = types.ModuleType("rollouts.infra")
     infra.__path__ = [str(Path(__file__).parents[1])]
-    sys.modules["infra"] = infra
     del sys.path[0]  # this folder, in which modules have names that others may mean
 
-    from infra.supervisor.verbs import main
+    from rollouts.infra.supervisor.verbs import main
 
     sys.exit(main(sys.argv))

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from infra.locks import locked
-from infra.supervisor.files import (
+from rollouts.infra.locks import locked
+from rollouts.infra.supervisor.files import (
     INTERNAL_DIR,
     POLL_S,
     JsonObject,
@@ -21,10 +21,10 @@ from infra.supervisor.files import (
     read_json,
     read_text,
 )
-from infra.supervisor.follow import is_followed_elsewhere
-from infra.supervisor.processes import end_orphans
-from infra.supervisor.spec import JobError
-from infra.supervisor.status import is_supervised, read_status
+from rollouts.infra.supervisor.follow import is_followed_elsewhere
+from rollouts.infra.supervisor.processes import end_orphans
+from rollouts.infra.supervisor.spec import JobError
+from rollouts.infra.supervisor.status import is_supervised, read_status
 
 CANCEL_MARGIN_S = 15.0
 

@@ -13,8 +13,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from infra.locks import is_locked
-from infra.supervisor.files import (
+from rollouts.infra.locks import is_locked
+from rollouts.infra.supervisor.files import (
     INTERNAL_DIR,
     POLL_S,
     READ_BYTES,
@@ -24,7 +24,7 @@ from infra.supervisor.files import (
     parse_object,
     read_from,
 )
-from infra.supervisor.status import is_supervised, read_status
+from rollouts.infra.supervisor.status import is_supervised, read_status
 
 NO_LOG = -1
 """In place of an offset in the log, from which on it is followed."""

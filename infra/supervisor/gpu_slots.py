@@ -17,10 +17,10 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from infra.locks import locked
-from infra.supervisor.files import READ_BYTES, parse_object
-from infra.supervisor.processes import find_processes
-from infra.supervisor.spec import FIRST_GPU, JobSpec
+from rollouts.infra.locks import locked
+from rollouts.infra.supervisor.files import READ_BYTES, parse_object
+from rollouts.infra.supervisor.processes import find_processes
+from rollouts.infra.supervisor.spec import FIRST_GPU, JobSpec
 
 GPU_LOCKS_VARIABLE = "ROLLOUTS_GPU_LOCKS"
 """Another folder for the locks of GPUs, for instance one that containers share."""

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from infra.supervisor.files import POLL_S, READ_BYTES
+from rollouts.infra.supervisor.files import POLL_S, READ_BYTES
 
 if TYPE_CHECKING:
     from typing import Self  # Python 3.10, which a node may begin with, does not have it

@@ -16,8 +16,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from infra.supervisor.files import POLL_S, internal_path, latest_attempt, read_json, read_text
-from infra.supervisor.spec import JobError
+from rollouts.infra.supervisor.files import POLL_S, internal_path, latest_attempt, read_json, read_text
+from rollouts.infra.supervisor.spec import JobError
 
 JOB_VARIABLE = "ROLLOUTS_JOB"
 UNKILLABLE_AFTER_S = 10.0

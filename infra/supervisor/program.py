@@ -12,12 +12,12 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 
-from infra.supervisor.files import internal_path
-from infra.supervisor.output import CappedLog, ProgramOutput
-from infra.supervisor.processes import UNKILLABLE_AFTER_S, count_oom_kills, find_processes, send_signal
-from infra.supervisor.spec import JobSpec
-from infra.supervisor.stop_requests import Grant, StopRequests
-from infra.supervisor.variables import build_environment
+from rollouts.infra.supervisor.files import internal_path
+from rollouts.infra.supervisor.output import CappedLog, ProgramOutput
+from rollouts.infra.supervisor.processes import UNKILLABLE_AFTER_S, count_oom_kills, find_processes, send_signal
+from rollouts.infra.supervisor.spec import JobSpec
+from rollouts.infra.supervisor.stop_requests import Grant, StopRequests
+from rollouts.infra.supervisor.variables import build_environment
 
 LEFTOVER_GRACE_S = 2.0
 """What outlives the program itself gets this long between SIGTERM and SIGKILL."""

@@ -14,8 +14,8 @@ import time
 import traceback
 from pathlib import Path
 
-from infra.locks import locked
-from infra.supervisor.files import (
+from rollouts.infra.locks import locked
+from rollouts.infra.supervisor.files import (
     INTERNAL_DIR,
     POLL_S,
     JsonObject,
@@ -24,12 +24,12 @@ from infra.supervisor.files import (
     read_text,
     write_json,
 )
-from infra.supervisor.processes import become_subreaper, end_orphans
-from infra.supervisor.program import LEFTOVER_GRACE_S
-from infra.supervisor.spec import JobError, JobSpec
-from infra.supervisor.status import read_status, renew_lease
-from infra.supervisor.supervise import supervise
-from infra.supervisor.variables import with_absolute_paths
+from rollouts.infra.supervisor.processes import become_subreaper, end_orphans
+from rollouts.infra.supervisor.program import LEFTOVER_GRACE_S
+from rollouts.infra.supervisor.spec import JobError, JobSpec
+from rollouts.infra.supervisor.status import read_status, renew_lease
+from rollouts.infra.supervisor.supervise import supervise
+from rollouts.infra.supervisor.variables import with_absolute_paths
 
 ENDING_WAIT_S = 60.0
 """A start waits this long for the end of an attempt, and longer if the attempt has time to save what it has."""

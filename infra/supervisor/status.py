@@ -8,9 +8,17 @@ import fcntl
 import os
 from pathlib import Path
 
-from infra.locks import is_locked
-from infra.supervisor.files import JsonObject, exit_path, file_size, internal_path, latest_attempt, read_from, read_json
-from infra.supervisor.processes import find_recorded, read_boot_id
+from rollouts.infra.locks import is_locked
+from rollouts.infra.supervisor.files import (
+    JsonObject,
+    exit_path,
+    file_size,
+    internal_path,
+    latest_attempt,
+    read_from,
+    read_json,
+)
+from rollouts.infra.supervisor.processes import find_recorded, read_boot_id
 
 
 def is_supervised(run_dir: str) -> bool:

@@ -7,8 +7,8 @@ import math
 import time
 from typing import NamedTuple
 
-from infra.supervisor.files import POLL_S, granted_path, internal_path, read_stop_state
-from infra.supervisor.spec import JobSpec
+from rollouts.infra.supervisor.files import POLL_S, granted_path, internal_path, read_stop_state
+from rollouts.infra.supervisor.spec import JobSpec
 
 
 class Grant(NamedTuple):

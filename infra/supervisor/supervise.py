@@ -16,7 +16,7 @@ import traceback
 from datetime import datetime, timezone
 from pathlib import Path
 
-from infra.supervisor.files import (
+from rollouts.infra.supervisor.files import (
     INTERNAL_DIR,
     JsonObject,
     append_event,
@@ -26,12 +26,12 @@ from infra.supervisor.files import (
     read_stop_state,
     write_json,
 )
-from infra.supervisor.gpu_slots import GPUSlots, find_gpu_slots
-from infra.supervisor.output import CappedLog
-from infra.supervisor.processes import read_boot_id, read_start
-from infra.supervisor.program import Ending, Program, spawn_program, watch_program
-from infra.supervisor.spec import JobSpec
-from infra.supervisor.stop_requests import StopRequests
+from rollouts.infra.supervisor.gpu_slots import GPUSlots, find_gpu_slots
+from rollouts.infra.supervisor.output import CappedLog
+from rollouts.infra.supervisor.processes import read_boot_id, read_start
+from rollouts.infra.supervisor.program import Ending, Program, spawn_program, watch_program
+from rollouts.infra.supervisor.spec import JobSpec
+from rollouts.infra.supervisor.stop_requests import StopRequests
 
 GPU_POLL_S = 0.5
 CANNOT_START_CODE = 127

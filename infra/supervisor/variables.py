@@ -6,8 +6,8 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from infra.supervisor.processes import JOB_VARIABLE
-from infra.supervisor.spec import JobSpec
+from rollouts.infra.supervisor.processes import JOB_VARIABLE
+from rollouts.infra.supervisor.spec import JobSpec
 
 ATTEMPT_VARIABLE = "ROLLOUTS_ATTEMPT"
 _INHERITED_NAMES = """

@@ -9,12 +9,12 @@ import os
 import sys
 from collections.abc import Callable
 
-from infra.supervisor.cancel import CancelRequest, ask_to_finish, cancel_job
-from infra.supervisor.files import JsonObject
-from infra.supervisor.follow import follow_job, marked_as_followed
-from infra.supervisor.spec import JobError, parse_spec
-from infra.supervisor.start import start_job
-from infra.supervisor.status import read_log_tail, read_status, renew_lease
+from rollouts.infra.supervisor.cancel import CancelRequest, ask_to_finish, cancel_job
+from rollouts.infra.supervisor.files import JsonObject
+from rollouts.infra.supervisor.follow import follow_job, marked_as_followed
+from rollouts.infra.supervisor.spec import JobError, parse_spec
+from rollouts.infra.supervisor.start import start_job
+from rollouts.infra.supervisor.status import read_log_tail, read_status, renew_lease
 
 
 def main(argv: list[str]) -> int:

@@ -24,13 +24,19 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from infra.chunks import CHUNK_BYTES, DIRECT_BYTES, Chunk, SourceFile, checked_digest
-from infra.errors import DiskFullError, InfraError, NodeUnreachableError, PermanentInfraError, TransientInfraError
-from infra.node_agent import ISOLATED
-from infra.secret_file import OF_OTHERS
-from infra.session import Session, read_answer
-from infra.supervisor.files import parse_object
-from infra.sync import receiver
+from rollouts.infra.chunks import CHUNK_BYTES, DIRECT_BYTES, Chunk, SourceFile, checked_digest
+from rollouts.infra.errors import (
+    DiskFullError,
+    InfraError,
+    NodeUnreachableError,
+    PermanentInfraError,
+    TransientInfraError,
+)
+from rollouts.infra.node_agent import ISOLATED
+from rollouts.infra.secret_file import OF_OTHERS
+from rollouts.infra.session import Session, read_answer
+from rollouts.infra.supervisor.files import parse_object
+from rollouts.infra.sync import receiver
 
 CALL_TIMEOUT_S = 3600.0
 """The node hashes the whole directory within one call: about 1 GB/s."""
@@ -152,7 +158,7 @@ def _publish(session: Session, files: Mapping[str, Path], sizes: Mapping[str, in
     sources = {name: SourceFile(files[name], size) for name, size in sizes.items()}
     copy = secrets.token_hex(8)
     num_missing: list[float] = []
-    """Bytes that were not there when each attempt began to send; infinite where it did not come so far."""
+    """Bytes that were not there when each attempt began to send; infinite if it did not come so far."""
     while True:
         incoming = _incoming_of(destination, copy, len(num_missing))
         num_missing.append(math.inf)

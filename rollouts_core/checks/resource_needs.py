@@ -35,7 +35,6 @@ ENGINE_SHARE = 0.9
 """About the share of a GPU's memory that SGLang and vLLM take where nothing is said."""
 SMALLER_ENGINE_ARGUMENTS = ("--dtype", "quantization", "torchao", "offload")
 """Parts of the names of arguments with which an engine may hold less than its weights."""
-SHARE_ARGUMENT = {"sglang": "--mem-fraction-static", "vllm": "--gpu-memory-utilization"}
 
 
 def stored_weight_bytes(policy: PolicyConfig) -> int:
@@ -199,7 +198,7 @@ def engine_weight_bytes(config: Config, size: ModelSize) -> int:
     """What the weights of an engine take on each of its GPUs; 0 for one that has none, or may hold fewer bytes."""
     engine, placement = config.rollout.engine, config.deployment
     num_gpus = len(placement.engine_gpu_ranks) // placement.num_engines
-    if not config.samples_for_training or engine.kind == "embedded" or not num_gpus:
+    if not config.samples_for_training or engine.spec.is_own or not num_gpus:
         return 0
     if "quantization_config" in size.settings or any(
         name in argument for argument in engine.extra_args for name in SMALLER_ENGINE_ARGUMENTS
@@ -214,7 +213,7 @@ def engine_share(config: Config) -> float:
     """The share of a GPU's memory that an engine takes."""
     arguments = [part for each in config.rollout.engine.extra_args for part in each.split("=", 1)]
     for name, value in itertools.pairwise(arguments):
-        if name in SHARE_ARGUMENT.values():
+        if name == config.rollout.engine.spec.memory_argument:
             try:
                 return float(value)
             except ValueError:  # the engine says so
@@ -248,7 +247,7 @@ def engine_warning(config: Config, size: ModelSize, gpu_bytes: float, *, num_mac
         return (
             f"weights and moments of the trainer ({resident / GIB:.1f} GiB) stay on the GPU beside an engine that "
             f"takes {share:.0%} of its {gpu_bytes / GIB:.1f} GiB: lower "
-            f"{SHARE_ARGUMENT[config.rollout.engine.kind]} in rollout.engine.extra_args"
+            f"{config.rollout.engine.spec.memory_argument} in rollout.engine.extra_args"
         )
     return ""
 
@@ -256,7 +255,7 @@ def engine_warning(config: Config, size: ModelSize, gpu_bytes: float, *, num_mac
 def shared_gpu_warning(config: Config) -> str:
     """A sentence where an engine beside the trainer keeps most of a GPU on which that trains; else empty."""
     placement, engine = config.deployment, config.rollout.engine
-    has_engines = config.samples_for_training and engine.kind != "embedded"
+    has_engines = config.samples_for_training and not engine.spec.is_own
     if not has_engines or placement.colocated or placement.shares_cpu or engine_share(config) < ENGINE_SHARE:
         return ""
     shared = {*(placement.trainer_gpu_ranks or (0,))} & {*(placement.engine_gpu_ranks or (0,))}
@@ -265,7 +264,7 @@ def shared_gpu_warning(config: Config) -> str:
     return (
         f"an engine takes {ENGINE_SHARE:.0%} of GPU {min(shared)} and keeps it while the trainer trains there, which "
         "may run out of memory: set deployment.colocated, so that they have it in turns, give engines other GPUs "
-        f"(deployment.engine_gpu_ranks), or lower {SHARE_ARGUMENT[engine.kind]} in rollout.engine.extra_args"
+        f"(deployment.engine_gpu_ranks), or lower {engine.spec.memory_argument} in rollout.engine.extra_args"
     )
 
 
@@ -293,7 +292,7 @@ def checkpoint_disk_bytes(config: Config, size: ModelSize) -> int:
 def publication_disk_bytes(config: Config, size: ModelSize) -> int:
     """What weights come to that are published as files: the embedded engine reads memory, others may be sent them."""
     engine, rl = config.rollout.engine, config.training.rl
-    has_files = engine.kind != "embedded" and engine.weight_transfer == "auto" and not config.data.rollouts
+    has_files = not engine.spec.is_own and engine.weight_transfer == "auto" and not config.data.rollouts
     if not config.is_graded or not has_files:
         return 0
     num_versions = min(KEPT_PUBLICATIONS, rl.num_steps // rl.sync_every)

@@ -501,9 +501,9 @@ def _load_checked_prompts(
                 longest = check_prompt_lengths(prompts, tokenizer, max_tokens=limit, source=path, tools=tools, bad=bad)
             check_answers(prompts, config, source=path, bad=bad)
         bad.check()
-    kind = config.evaluation_engine.kind
     if tokenizer is not None:
-        check_positions(f"{path}: prompts of {longest} tokens", longest, count_positions(config), config, engine=kind)
+        prompts_of = f"{path}: prompts of {longest} tokens"
+        check_positions(prompts_of, longest, count_positions(config), config, engine=config.evaluation_engine)
     return prompts
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
+from rollouts_core.engine_kinds import ENGINES
 from rollouts_core.stages import TRAININGS
 
 STAGE = "training.STAGE"
@@ -146,8 +147,8 @@ FOREIGN_NAMES: Mapping[str, str] = {
     **_all("partial_rollout", "rollout.max_partial_staleness"),
     **_all("update_weights_interval", "training.rl.sync_every"),
     **_all("vllm_max_model_length max_model_len rollout_max_context_len", "rollout.engine.context_length"),
-    **_all("use_vllm rollout.vllm", 'rollout.engine.kind = "vllm"'),
-    **_all("use_sglang rollout.sglang", 'rollout.engine.kind = "sglang"'),
+    **{f"use_{name}": f'rollout.engine.kind = "{name}"' for name, each in ENGINES.items() if not each.is_own},
+    **{f"rollout.{name}": f'rollout.engine.kind = "{name}"' for name, each in ENGINES.items() if not each.is_own},
     "rollout.name": "rollout.engine.kind",
     **_all("engine.url engine.base_url engine.host engine.port", OWN_ENGINE),
     **_all("vllm_gpu_memory_utilization gpu_memory_utilization", "rollout.engine.extra_args"),

@@ -15,7 +15,7 @@ from pydantic import Field, ValidationInfo, create_model, model_validator
 
 from rollouts_core.config.data import DataConfig, DatasetConfig
 from rollouts_core.config.deployment import DeploymentConfig
-from rollouts_core.config.engine import MAX_VLLM_TEMPERATURE, TRANSFERS, EngineConfig
+from rollouts_core.config.engine import EngineConfig
 from rollouts_core.config.evaluation import EvaluationConfig
 from rollouts_core.config.files import parse_config, read_settings, resolve_paths
 from rollouts_core.config.model import ModelConfig
@@ -23,6 +23,7 @@ from rollouts_core.config.record import PARTS_ALONE, Record
 from rollouts_core.config.rl import RLTrainingConfig
 from rollouts_core.config.rollout import RolloutConfig
 from rollouts_core.config.sft import SFTTrainingConfig
+from rollouts_core.engine_kinds import EngineSpec
 from rollouts_core.stages import PIPELINES, TRAININGS, capitalized, kind_of, trainings_of
 from rollouts_core.stages.kind import load
 
@@ -102,7 +103,7 @@ class Config(Record):
     def evaluation_engine(self) -> EngineConfig:
         """The engine that completes the prompts on which checkpoints are compared."""
         engine = self.rollout.engine
-        is_server = self.evaluation.engine == "rollout" and engine.kind != "embedded"
+        is_server = self.evaluation.engine == "rollout" and not engine.spec.is_own
         return engine if is_server else EngineConfig()
 
     @model_validator(mode="after")
@@ -125,18 +126,18 @@ class Config(Record):
                 yield f'mode "{self.mode}" needs data.{names[0]}: {_what_belongs_in(names[0])}'
 
     def _check_temperatures(self) -> Iterator[str]:
-        """Those of completions that vLLM is asked for."""
+        """Those of completions that engines are asked for."""
         rollout, evaluation = self.rollout, self.evaluation
-        asked: dict[str, float] = {}
-        if self.samples_for_training and rollout.engine.kind == "vllm":
-            asked["rollout.sampling.temperature"] = rollout.sampling.temperature
-        if evaluation.metric == "accuracy" and self.evaluation_engine.kind == "vllm":
-            asked["evaluation.temperature"] = evaluation.temperature
-        for name, temperature in asked.items():
-            if temperature > MAX_VLLM_TEMPERATURE:
+        asked: list[tuple[str, float, EngineSpec]] = []
+        if self.samples_for_training:
+            asked.append(("rollout.sampling.temperature", rollout.sampling.temperature, rollout.engine.spec))
+        if evaluation.metric == "accuracy":
+            asked.append(("evaluation.temperature", evaluation.temperature, self.evaluation_engine.spec))
+        for name, temperature, engine in asked:
+            if temperature > engine.max_temperature:
                 yield (
-                    f"{name} {temperature:g} is above {MAX_VLLM_TEMPERATURE:g}, and vLLM refuses such requests: lower "
-                    "it, or choose another rollout.engine.kind"
+                    f"{name} {temperature:g} is above {engine.max_temperature:g}, and {engine.title} refuses such "
+                    "requests: lower it, or choose another rollout.engine.kind"
                 )
 
     @classmethod
@@ -240,7 +241,7 @@ def _colocated_rules(config: Config) -> Iterator[str]:
             f"be 1, found {config.training.rl.sync_every}"
         )
     if config.rollout.engine.weight_transfer == "nccl":
-        other = "tensors" if "tensors" in TRANSFERS[config.rollout.engine.kind] else "auto"
+        other = "tensors" if "tensors" in config.rollout.engine.spec.transfers else "auto"
         yield (
             "with deployment.colocated engine and trainer share GPUs, and NCCL connects processes of different "
             f'GPUs: set rollout.engine.weight_transfer = "{other}"'

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from rollouts_core.config.engine import ENGINE_MARGINS, MIN_ENGINE_CONTEXT, EngineConfig
+from rollouts_core.config.engine import MIN_ENGINE_CONTEXT, EngineConfig
 from rollouts_core.config.filter import FilterConfig
 from rollouts_core.config.record import PLACEMENT, EnvironmentName, Finite, FunctionName, Record, name_of_function
 from rollouts_core.config.reward import RewardConfig
@@ -153,10 +153,10 @@ class RolloutConfig(Record):
                 f"max_partial_staleness {self.max_partial_staleness} keeps what is under way when a batch is full: set "
                 "over_sampling_factor above 1 or a filter, else nothing is"
             )
-        if self.in_flight == "continue" and self.engine.kind == "vllm":
+        if self.in_flight == "continue" and not self.engine.spec.can_continue:
             raise ValueError(
-                'in_flight "continue" needs an engine that says of each token which weights sampled it, and vLLM does '
-                'not: set in_flight = "finish" or "abort"'
+                'in_flight "continue" needs an engine that says of each token which weights sampled it, and '
+                f'{self.engine.spec.title} does not: set in_flight = "finish" or "abort"'
             )
         return self
 
@@ -174,8 +174,8 @@ class RolloutConfig(Record):
         """Tokens for which the engine must have room: of a prompt, and of its completion or conversation."""
         if self.engine.context_length:
             return self.engine.context_length
-        longest = num_prompt_tokens + self.sampling.max_new_tokens + ENGINE_MARGINS[self.engine.kind]
-        return longest if self.engine.kind == "embedded" else max(longest, MIN_ENGINE_CONTEXT)
+        longest = num_prompt_tokens + self.sampling.max_new_tokens + self.engine.spec.reserved_tokens
+        return longest if self.engine.spec.is_own else max(longest, MIN_ENGINE_CONTEXT)
 
     @property
     def environment_name(self) -> str:

@@ -22,7 +22,8 @@ import torch
 
 from rollouts_core.backends.threaded import ThreadedBackend
 from rollouts_core.batch import build_batch, place_samples, split_by_sample
-from rollouts_core.config import ENGINE_MARGINS, MIN_ENGINE_CONTEXT, ModelConfig, SamplingConfig
+from rollouts_core.config import MIN_ENGINE_CONTEXT, ModelConfig, SamplingConfig
+from rollouts_core.engine_kinds import ENGINES
 from rollouts_core.engines.completion import Completion, GenerationRequest
 from rollouts_core.engines.sent import SentWeights
 from rollouts_core.errors import EngineUnavailableError, WeightSyncError
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 PROMPT_TOKENS = list(range(2, 10))
 """Any prompt will do; every model has these tokens."""
 NUM_COMPLETIONS = 4
-NUM_TOKENS = MIN_ENGINE_CONTEXT - len(PROMPT_TOKENS) - max(ENGINE_MARGINS.values())
+NUM_TOKENS = MIN_ENGINE_CONTEXT - len(PROMPT_TOKENS) - max(each.reserved_tokens for each in ENGINES.values())
 """16."""
 MAX_GAP_NATS = 0.1
 """Mean difference of the log-probs of a token that number formats may explain."""

@@ -22,9 +22,6 @@ from rollouts_core.engines.sent import BUCKET_BYTES, split_buckets
 from rollouts_core.errors import WeightSyncError
 from rollouts_core.system.concurrency import gather
 
-RECEIVER = "rollouts_receiver.WeightReceiver"
-"""What vLLM adds to its workers, from the folder in_vllm."""
-
 
 class VLLMWeightSender(GroupSender):
     """Sends weights to one server."""

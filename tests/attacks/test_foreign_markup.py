@@ -9,14 +9,14 @@ import jinja2.sandbox
 import pytest
 from markdown_it import MarkdownIt
 
-from flows.notify import BODY, SUBJECT
-from flows.reap import table_of
-from infra.foreign_text import shown_line
-from infra.renting.reaper import ReapReport
+from rollouts.flows.notify import BODY, SUBJECT
+from rollouts.flows.reap import table_of
+from rollouts.infra.foreign_text import shown_line
+from rollouts.infra.renting.reaper import ReapReport
+from rollouts.tasks.candidate import render_comparison
 from rollouts_core.report import render_results_markdown
 from rollouts_core.report.markdown import as_code, escaped
 from rollouts_core.report.results import Results, ScoreDisplay, ShownDifference, ShownScore
-from tasks.candidate import render_comparison
 
 ATTACKS = (
     *("[click](https://evil.example)", "![](https://evil.example/x.png)", "<img src=x onerror=alert(1)>", "# heading"),

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from flows.cli import app
-from infra.errors import InfraError, ObjectDamagedError
-from infra.stores.download import find_wanted
-from infra.stores.object_store import ObjectStore
-from infra.stores.publication import parse_publication, publish_run
+from rollouts.flows.cli import app
+from rollouts.infra.errors import InfraError, ObjectDamagedError
+from rollouts.infra.stores.download import find_wanted
+from rollouts.infra.stores.object_store import ObjectStore
+from rollouts.infra.stores.publication import parse_publication, publish_run
 from rollouts_core.checkpoint import adopt_checkpoint, load_manifest, new_checkpoint
 from rollouts_core.errors import CheckpointError
 

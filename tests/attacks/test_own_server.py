@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from flows.certificate import client_context
-from flows.cli import app
-from flows.password import basic_authorization
-from flows.server import ServerAddress, local_server
+from rollouts.flows.certificate import client_context
+from rollouts.flows.cli import app
+from rollouts.flows.password import basic_authorization
+from rollouts.flows.server import ServerAddress, local_server
 
 pytestmark = pytest.mark.slow
 

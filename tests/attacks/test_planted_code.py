@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from infra.errors import DiskFullError, PermanentInfraError
-from infra.jobs import JobSpec, start_or_attach
-from infra.session import LocalSession
-from infra.sync import mirror
-from infra.sync.mirror import is_job_file, pull_run
+from rollouts.infra.errors import DiskFullError, PermanentInfraError
+from rollouts.infra.jobs import JobSpec, start_or_attach
+from rollouts.infra.session import LocalSession
+from rollouts.infra.sync import mirror
+from rollouts.infra.sync.mirror import is_job_file, pull_run
 from rollouts_core.run_directory import RunDirectory
 from tests.infra.shell_jobs import wait_for_end
 
@@ -107,7 +107,7 @@ def test_a_machine_cannot_fill_the_disk_here(
     manifest.parent.mkdir(parents=True)
     manifest.write_text("{}")
     answer = {"files": {name: [size, 1], "checkpoints/step_000001/manifest.json": [2, 1]}, "digest": "sha256"}
-    monkeypatch.setattr("infra.sync.mirror.read_answer", lambda _: json.loads(json.dumps(answer)))
+    monkeypatch.setattr("rollouts.infra.sync.mirror.read_answer", lambda _: json.loads(json.dumps(answer)))
     with pytest.raises(PermanentInfraError if sentence else DiskFullError, match=sentence):
         pull_run(LocalSession(sys.executable), str(there), tmp_path / "here")
     assert [path.name for path in (tmp_path / "here").rglob("[!.]*")] == []

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from flows.certificate import own_certificate
-from flows.password import own_password
-from infra.errors import PermanentInfraError
-from infra.secret_file import own_folder, own_secret
-from tasks.unit_keys import own_unit_key
+from rollouts.flows.certificate import own_certificate
+from rollouts.flows.password import own_password
+from rollouts.infra.errors import PermanentInfraError
+from rollouts.infra.secret_file import own_folder, own_secret
+from rollouts.tasks.unit_keys import own_unit_key
 
 SECRETS: dict[str, Callable[[Path], object]] = {
     "password": own_password,

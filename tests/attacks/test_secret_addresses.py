@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
-from flows.form import RunOptions
-from flows.retrain_settings import RetrainConfig
-from infra.node import NodeSettings
+from rollouts.flows.form import RunOptions
+from rollouts.flows.retrain_settings import RetrainConfig
+from rollouts.infra.node import NodeSettings
 from rollouts_core.config import Config, EngineConfig, RewardConfig
 from rollouts_core.config.secret_addresses import refuse_secrets
 from rollouts_core.errors import ConfigError

@@ -14,14 +14,14 @@ from pathlib import Path
 
 import pytest
 
-from infra.errors import PermanentInfraError
-from infra.session import LocalSession
-from infra.stores import shared_folder
-from infra.stores.download import digest_of, download, find_wanted
-from infra.stores.object_store import ObjectStore
-from infra.sync.push import publish_files
-from tasks.inputs import bring_input
-from tasks.placement import files_below
+from rollouts.infra.errors import PermanentInfraError
+from rollouts.infra.session import LocalSession
+from rollouts.infra.stores import shared_folder
+from rollouts.infra.stores.download import digest_of, download, find_wanted
+from rollouts.infra.stores.object_store import ObjectStore
+from rollouts.infra.sync.push import publish_files
+from rollouts.tasks.inputs import bring_input
+from rollouts.tasks.placement import files_below
 
 
 @pytest.fixture

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from infra.chunks import SourceFile
-from infra.errors import TransientInfraError
-from infra.sync import sender
+from rollouts.infra.chunks import SourceFile
+from rollouts.infra.errors import TransientInfraError
+from rollouts.infra.sync import sender
 
 TIMEOUT_S = 20.0
 

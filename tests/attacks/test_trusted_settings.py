@@ -14,15 +14,15 @@ import pytest
 from pydantic import BaseModel, TypeAdapter
 from pydantic.fields import FieldInfo
 
-from flows.credential_variables import check_carried
-from flows.credentials import FIELDS, variables_in, variables_of
-from flows.deployments import Deployment, save_deployments
-from flows.evaluate_settings import EvaluateConfig
-from flows.form import RunOptions
-from flows.retrain_settings import RetrainConfig, ScheduleConfig
-from flows.store import STORE_VARIABLE
-from flows.trusted_code import OWN_MODULES, VARIABLE, check_trusted
-from infra.node import FurtherNode, InstanceNode, LocalNode, NodeSettings, RentedNode, SSHNode
+from rollouts.flows.credential_variables import check_carried
+from rollouts.flows.credentials import FIELDS, variables_in, variables_of
+from rollouts.flows.deployments import Deployment, save_deployments
+from rollouts.flows.evaluate_settings import EvaluateConfig
+from rollouts.flows.form import RunOptions
+from rollouts.flows.retrain_settings import RetrainConfig, ScheduleConfig
+from rollouts.flows.store import STORE_VARIABLE
+from rollouts.flows.trusted_code import OWN_MODULES, VARIABLE, check_trusted
+from rollouts.infra.node import FurtherNode, InstanceNode, LocalNode, NodeSettings, RentedNode, SSHNode
 from rollouts_core.config import Config
 from rollouts_core.environments import ENVIRONMENTS, VerifiersEnvironment
 from rollouts_core.errors import ConfigError
@@ -222,6 +222,6 @@ def test_credentials_carry_keys(variable: str) -> None:
 
 def test_a_block_that_steers_a_process_is_refused_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     block = {"more": {"JUDGE_KEY": "k", "ROLLOUTS_TRUSTED_CODE": "os"}}
-    monkeypatch.setattr("flows.credentials.find_credentials", lambda: {"team": variables_in(block)})
+    monkeypatch.setattr("rollouts.flows.credentials.find_credentials", lambda: {"team": variables_in(block)})
     with pytest.raises(ConfigError, match="the credentials team may not carry 'ROLLOUTS_TRUSTED_CODE'"):
         variables_of("team")

@@ -24,8 +24,8 @@ from transformers import (
     Qwen3ForSequenceClassification,
 )
 
-from infra.ports import find_free_port
-from infra.session import LocalSession
+from rollouts.infra.ports import find_free_port
+from rollouts.infra.session import LocalSession
 from rollouts_core.config import DeploymentConfig, EngineConfig, EngineKind, ModelConfig, RewardConfig
 from rollouts_core.engines.launch import render_launch
 from rollouts_core.errors import RewardError

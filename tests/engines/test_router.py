@@ -22,8 +22,8 @@ import anyio
 import httpx
 import pytest
 
-from infra.ports import find_free_port
-from infra.session import LocalSession
+from rollouts.infra.ports import find_free_port
+from rollouts.infra.session import LocalSession
 from rollouts_core.config import EngineKind
 from rollouts_core.engines import Completion, EnginePool, RoutedPool, SGLangEngine, SGLangRouter
 from rollouts_core.engines.router_process import RouterProcess, started_router

@@ -14,8 +14,8 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from infra.ports import find_free_port
-from infra.session import LocalSession
+from rollouts.infra.ports import find_free_port
+from rollouts.infra.session import LocalSession
 from rollouts_core.config import DeploymentConfig, EngineConfig, ModelConfig
 from rollouts_core.engines import VLLMEngine
 from rollouts_core.engines.canary import checkpoint_canary, prove

@@ -17,9 +17,9 @@ from pathlib import Path
 
 import pytest
 
-from flows.quickstart_files import quickstart_folder, write_missing_quickstart
-from flows.server import local_server
-from infra.locks import locked
+from rollouts.flows.quickstart_files import quickstart_folder, write_missing_quickstart
+from rollouts.flows.server import local_server
+from rollouts.infra.locks import locked
 from rollouts_core.checkpoint import verify_checkpoint
 from tests.processes import dies_with_us
 from tests.small_pipeline import write_small_pipeline
@@ -43,7 +43,7 @@ class Rollouts:
         store = ["--store", str(self.store)] if with_store else []
         with self.output.open("wb") as output:
             return subprocess.Popen(
-                [*dies_with_us("INT"), sys.executable, "-m", "flows.cli", *arguments, *store],
+                [*dies_with_us("INT"), sys.executable, "-m", "rollouts.flows.cli", *arguments, *store],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -71,7 +71,7 @@ def clean_environment(code: Path = ROOT) -> dict[str, str]:
     """The environment of a user who never set anything of Prefect's or of ours but what names a provider."""
     ours = ("PREFECT_", "ROLLOUTS_")
     kept = {key: value for key, value in os.environ.items() if not key.startswith(ours) or key == "ROLLOUTS_SKY"}
-    return kept | {"PYTHONPATH": str(code)}
+    return kept | {"PYTHONPATH": str(code / "src")}
 
 
 def processes_of(store: Path) -> list[str]:

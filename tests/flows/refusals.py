@@ -18,8 +18,8 @@ import pytest
 import tomli_w
 from typer.testing import CliRunner
 
-from flows.cli import app
-from flows.form import load_pipeline
+from rollouts.flows.cli import app
+from rollouts.flows.form import load_pipeline
 from rollouts_core.errors import InputError
 from tests.small_pipeline import small_settings
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from flows.cli import app
+from rollouts.flows.cli import app
 from tests.flows.refusals import (
     NAN,
     assert_refused,

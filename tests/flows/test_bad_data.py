@@ -17,8 +17,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
-from flows.cli import app
-from flows.form import load_pipeline
+from rollouts.flows.cli import app
+from rollouts.flows.form import load_pipeline
 from rollouts_core.checkpoint import new_checkpoint
 from rollouts_core.saving import describe_settings
 from rollouts_core.stages.planning import base_model, sft_job

@@ -22,9 +22,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from flows.cli import app
-from infra.node_probe import NO_LOCKS, find_root_problem
-from infra.ssh.host_keys import make_host_key
+from rollouts.flows.cli import app
+from rollouts.infra.node_probe import NO_LOCKS, find_root_problem
+from rollouts.infra.ssh.host_keys import make_host_key
 from rollouts_core.config import ModelConfig, SFTTrainingConfig
 from rollouts_core.data.rows import digest_path
 from rollouts_core.fingerprint import digest_model
@@ -87,7 +87,7 @@ def test_what_a_strange_machine_says_moves_no_cursor(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("python", "words"),
     [
-        (sys.executable, f'rollout.engine.kind is "vllm", but {sys.executable} has no vllm: install it, and name'),
+        (sys.executable, f"{sys.executable} has no vllm, which this rollout.engine.kind needs: install it, and name"),
         ("/nowhere/bin/python", "rollout.engine.python is '/nowhere/bin/python', and there is no such program"),
     ],
 )
@@ -153,7 +153,7 @@ def test_a_store_without_locks_is_named(folder: Path, monkeypatch: pytest.Monkey
     def have_none(file: object, operation: int) -> None:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
 
-    monkeypatch.setattr("flows.preflight.fcntl.flock", have_none)
+    monkeypatch.setattr("rollouts.flows.preflight.fcntl.flock", have_none)
     assert_refused(
         folder / "small.toml", f"the store {folder / 'store'} cannot be written (its file system has no locks"
     )
@@ -290,7 +290,7 @@ def test_a_reward_that_raises_on_some_completions_ends_the_run_and_the_engine(
     config = write_config(folder, mode="rl", rollout__reward_fn=f"{module}:f")
     environment = clean_environment()
     ended = subprocess.run(
-        [sys.executable, "-m", "flows.cli", "run", str(config), "--store", str(rollouts.store)],
+        [sys.executable, "-m", "rollouts.flows.cli", "run", str(config), "--store", str(rollouts.store)],
         env=environment | {"PYTHONPATH": f"{environment['PYTHONPATH']}{os.pathsep}{folder}"},
         capture_output=True,
         text=True,

@@ -18,9 +18,9 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from flows.prefect_api import ask
-from flows.server import local_server
-from infra.ssh.login_keys import read_public_key
+from rollouts.flows.prefect_api import ask
+from rollouts.flows.server import local_server
+from rollouts.infra.ssh.login_keys import read_public_key
 from tests.flows.conftest import Rollouts
 from tests.flows.test_faults import LONG, exits_of, program_of, run_dir
 from tests.flows.test_notify import make_run, set_state

@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from flows.busy_database import patient
+from rollouts.flows.busy_database import patient
 
 
 def ask(num_refusals: int, *, patience_s: float) -> tuple[httpx.Response, list[bytes]]:

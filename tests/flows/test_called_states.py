@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from flows.prefect_api import ask
-from flows.server import local_server
-from flows.up import find_serving
-from infra.ledger import LEDGER_FILE, Ledger
+from rollouts.flows.prefect_api import ask
+from rollouts.flows.server import local_server
+from rollouts.flows.up import find_serving
+from rollouts.infra.ledger import LEDGER_FILE, Ledger
 from rollouts_core.checkpoint import list_checkpoints, verify_checkpoint
 from tests.flows.conftest import Rollouts
 from tests.flows.test_cancel import run_that_holds

@@ -17,13 +17,13 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from flows.cancel import find_deleted_run, find_flow_run, is_left_alone
-from flows.cancellation import NOT_PAUSED
-from flows.cli import app
-from flows.prefect_api import ask
-from flows.server import ServerAddress, local_server
-from infra.ledger import LEDGER_FILE, Ledger
-from infra.renting.rentals import Rental, RentalState, add_rental
+from rollouts.flows.cancel import find_deleted_run, find_flow_run, is_left_alone
+from rollouts.flows.cancellation import NOT_PAUSED
+from rollouts.flows.cli import app
+from rollouts.flows.prefect_api import ask
+from rollouts.flows.server import ServerAddress, local_server
+from rollouts.infra.ledger import LEDGER_FILE, Ledger
+from rollouts.infra.renting.rentals import Rental, RentalState, add_rental
 from rollouts_core.checkpoint import list_checkpoints, verify_checkpoint
 from rollouts_core.errors import InputError
 from tests.flows.conftest import ROOT, Rollouts
@@ -174,7 +174,7 @@ def test_a_named_server_says_whether_somebody_serves_what_a_lost_run_was_started
         monkeypatch.setenv("PREFECT_API_URL", address.api_url)
         assert not is_left_alone(address, ledger, store, run), "it never said that it lived"
         killed = "import os; run = Ledger(Path(sys.argv[1])).living_run(sys.argv[2]); run.__enter__(); os._exit(0)"
-        program = f"import sys; from pathlib import Path; from infra.ledger import Ledger; {killed}"
+        program = f"import sys; from pathlib import Path; from rollouts.infra.ledger import Ledger; {killed}"
         subprocess.run([sys.executable, "-c", program, store / LEDGER_FILE, run_id], check=True, cwd=ROOT)
         assert is_left_alone(address, ledger, store, run)
         # As a serving process asks, on whatever machine it is.
@@ -193,7 +193,7 @@ def test_a_machine_that_is_of_no_run_hinders_the_cancelling_of_none(
         asked.append(question)
         return []
 
-    monkeypatch.setattr("flows.cancel.ask", no_runs)
+    monkeypatch.setattr("rollouts.flows.cancel.ask", no_runs)
     address = ServerAddress(api_url="", ui_url="")
     with Ledger(tmp_path / LEDGER_FILE) as ledger, ledger.living_run(str(uuid.uuid4())):
         row = Rental(

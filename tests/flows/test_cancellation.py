@@ -13,15 +13,21 @@ from typing import Any
 
 import pytest
 
-from flows.cancellation import Wish, ended_when_cancelled, give_back_reached, is_cancelled, release_without_settings
-from flows.credentials import run_with_credentials
-from infra.errors import NodeUnreachableError, TransientInfraError
-from infra.jobs import JobState, job_status, start_or_attach
-from infra.ledger import LEDGER_FILE, Ledger
-from infra.node import FurtherNode, LocalNode, SSHNode
-from infra.providers import provision_node
-from infra.session import LocalSession
-from tasks.records import RunScope
+from rollouts.flows.cancellation import (
+    Wish,
+    ended_when_cancelled,
+    give_back_reached,
+    is_cancelled,
+    release_without_settings,
+)
+from rollouts.flows.credentials import run_with_credentials
+from rollouts.infra.errors import NodeUnreachableError, TransientInfraError
+from rollouts.infra.jobs import JobState, job_status, start_or_attach
+from rollouts.infra.ledger import LEDGER_FILE, Ledger
+from rollouts.infra.node import FurtherNode, LocalNode, SSHNode
+from rollouts.infra.providers import provision_node
+from rollouts.infra.session import LocalSession
+from rollouts.tasks.records import RunScope
 from tests.infra.shell_jobs import shell_spec
 from tests.infra.ssh_server import running_server
 
@@ -32,8 +38,8 @@ def test_a_run_that_ended_itself_knows_that_it_was_cancelled_whatever_the_server
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It ends where servers fail, and would leave its machine rented."""
-    monkeypatch.setattr("flows.cancellation.get_client", None)  # whoever asks it fails
-    monkeypatch.setattr("flows.cancellation._ended_by_themselves", {"run-a"})
+    monkeypatch.setattr("rollouts.flows.cancellation.get_client", None)  # whoever asks it fails
+    monkeypatch.setattr("rollouts.flows.cancellation._ended_by_themselves", {"run-a"})
     assert is_cancelled("run-a")
 
 
@@ -42,9 +48,11 @@ def test_a_run_that_a_script_started_beside_itself_is_cancelled_and_hears_no_ctr
 ) -> None:
     """Shells start such a process deaf to SIGINT, by which a run of `rollouts run` ends itself."""
     is_asked = False
-    monkeypatch.setattr("flows.cancellation.read_wish", lambda _: Wish.END_UNLESS_ENDED if is_asked else Wish.GO_ON)
-    monkeypatch.setattr("flows.cancellation.call_running", lambda _: None)
-    monkeypatch.setattr("flows.cancellation.LOOK_S", 0.01)
+    monkeypatch.setattr(
+        "rollouts.flows.cancellation.read_wish", lambda _: Wish.END_UNLESS_ENDED if is_asked else Wish.GO_ON
+    )
+    monkeypatch.setattr("rollouts.flows.cancellation.call_running", lambda _: None)
+    monkeypatch.setattr("rollouts.flows.cancellation.LOOK_S", 0.01)
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         with pytest.raises(KeyboardInterrupt), ended_when_cancelled("run-a", is_served=False):
@@ -104,7 +112,7 @@ def test_without_its_settings_the_jobs_of_a_run_end_here_and_its_claims_elsewher
 def test_what_fails_with_the_credentials_of_a_run_is_said_in_its_own_words(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("flows.credentials.variables_of", lambda name: {"PYTHONPATH": str(tmp_path)})
+    monkeypatch.setattr("rollouts.flows.credentials.variables_of", lambda name: {"PYTHONPATH": str(tmp_path)})
     (tmp_path / "failing.py").write_text("raise SystemExit('Traceback\\n  of many lines\\nthe ledger cannot be read')")
     with pytest.raises(TransientInfraError, match=r"^failing ended with code 1: the ledger cannot be read$"):
         run_with_credentials("team", "failing")

@@ -11,8 +11,8 @@ from typing import IO
 
 import pytest
 
-from flows.check import _error_of, _run_checks
-from infra.errors import PermanentInfraError
+from rollouts.flows.check import _error_of, _run_checks
+from rollouts.infra.errors import PermanentInfraError
 from rollouts_core.errors import InputError
 
 

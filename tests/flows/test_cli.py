@@ -27,13 +27,13 @@ from typer.core import TyperGroup
 from typer.main import get_command
 from typer.testing import CliRunner
 
-from flows.cli import app, explain_server, render_curl, run_pipeline
-from flows.form import Pipeline, load_pipeline
-from flows.pipeline import PipelineResult
-from flows.server import ServerAddress
-from infra.ledger import LEDGER_FILE, Ledger
-from infra.ledger_file import LedgerFile
-from infra.node import SSHNode
+from rollouts.flows.cli import app, explain_server, render_curl, run_pipeline
+from rollouts.flows.form import Pipeline, load_pipeline
+from rollouts.flows.pipeline import PipelineResult
+from rollouts.flows.server import ServerAddress
+from rollouts.infra.ledger import LEDGER_FILE, Ledger
+from rollouts.infra.ledger_file import LedgerFile
+from rollouts.infra.node import SSHNode
 from rollouts_core.errors import ConfigError
 from rollouts_core.fingerprint import SEMANTICS_VERSION, fingerprint_job
 from rollouts_core.run_directory import RunDirectory
@@ -75,7 +75,7 @@ URL = re.compile(r"http://127\.0\.0\.1:\d+[^\s]*")
 ESCAPE = re.compile(r"\x1b\[[0-9;]*m")
 PYTHON_CONFIG = """
 from rollouts_core.config import Config, DataConfig, ModelConfig
-from flows.form import LocalNode, Pipeline, RunOptions
+from rollouts.flows.form import LocalNode, Pipeline, RunOptions
 
 config = {content}
 """
@@ -269,7 +269,7 @@ def test_the_files_of_a_node_of_a_python_file_are_relative_to_it(folder: Path) -
     node = f"SSHNode({parts}, trainer_nodes={further})"
     content = f"Pipeline(config=Config(**{settings!r}), node={node}, run=RunOptions(name='small'))"
     path = folder / "node.py"
-    path.write_text("from infra.node import SSHNode\n" + PYTHON_CONFIG.format(content=content))
+    path.write_text("from rollouts.infra.node import SSHNode\n" + PYTHON_CONFIG.format(content=content))
     loaded = load_pipeline(path).node
     assert isinstance(loaded, SSHNode)
     assert loaded.key_file == str(folder / "keys/first")
@@ -277,12 +277,24 @@ def test_the_files_of_a_node_of_a_python_file_are_relative_to_it(folder: Path) -
     assert loaded.trainer_nodes[0].key_file == "~/second"
 
 
+def test_a_python_file_that_imports_a_former_name_is_told_the_new_one(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", [each for each in sys.path if not (Path(each) / "infra").is_dir()])  # the checkout
+    monkeypatch.delenv("ROLLOUTS_CODE_PATH", raising=False)
+    monkeypatch.chdir(folder)  # modules in the current folder may be imported, too
+    path = folder / "former.py"
+    path.write_text("from infra.node import SSHNode\n")
+    with pytest.raises(ConfigError, match=r"former.py .*No module named 'infra'.*: import rollouts.infra instead"):
+        load_pipeline(path)
+
+
 @pytest.mark.slow
 def test_a_misspelt_key_is_found_before_torch_or_prefect_is_loaded(folder: Path) -> None:
     config = folder / "misspelt.json"
     config.write_text(json.dumps(small_settings(training__sft__num_stepz=3)))
     program = (
-        "import sys\nfrom typer.testing import CliRunner\nfrom flows.cli import app\n"
+        "import sys\nfrom typer.testing import CliRunner\nfrom rollouts.flows.cli import app\n"
         f"outcome = CliRunner().invoke(app, ['run', {str(config)!r}])\n"
         "assert outcome.exit_code == 2 and 'did you mean num_steps?' in outcome.stderr, outcome.output\n"
         "heavy = {'torch', 'transformers', 'datasets', 'prefect'} & sys.modules.keys()\n"
@@ -299,7 +311,7 @@ def test_names_and_texts_are_utf8_whatever_the_locale_says(tmp_path: Path) -> No
     write_small_pipeline(folder, data__prompts="prömpts.jsonl")
     rows = (folder / "prompts.jsonl").read_text(encoding="utf-8").replace('"id": "', '"id": "größer als ')
     (folder / "prömpts.jsonl").write_text(rows, encoding="utf-8")
-    command = [sys.executable, "-m", "flows.cli", "validate", str(folder / "small.toml")]
+    command = [sys.executable, "-m", "rollouts.flows.cli", "validate", str(folder / "small.toml")]
     environment = {**clean_environment(), "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     ended = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=120)
     said = ended.stdout.decode()
@@ -312,7 +324,7 @@ def running(*arguments: str) -> Iterator[str]:
     """The command in a process of its own; yields the URL that it prints, then interrupts it, as Ctrl-C does."""
     with tempfile.TemporaryFile("w+") as output:
         process = subprocess.Popen(
-            [sys.executable, "-m", "flows.cli", *arguments],
+            [sys.executable, "-m", "rollouts.flows.cli", *arguments],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
@@ -498,7 +510,7 @@ def test_what_a_run_prints_at_its_end_can_be_copied_whatever_the_store_is_called
     config = write_small_pipeline(tmp_path, run={"store": str(store)})
     report = f"{store}/runs/small-01234567/report.html"
     result = PipelineResult(report=report, checkpoint=f"{store}/checkpoint", verdict="")
-    monkeypatch.setattr("flows.cli.run_checked", lambda *_, **__: result)
+    monkeypatch.setattr("rollouts.flows.cli.run_checked", lambda *_, **__: result)
     run_pipeline(load_pipeline(config), port=0)
     said = capsys.readouterr().err.splitlines()
     assert f"Report:      {report}" in said

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from flows.command import main
+from rollouts.flows.command import main
 from tests.flows.conftest import clean_environment
 
 
@@ -27,7 +27,7 @@ class Interrupted:
 def test_ctrl_c_while_the_commands_are_imported_is_a_sentence(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.delitem(sys.modules, "flows.cli", raising=False)
+    monkeypatch.delitem(sys.modules, "rollouts.flows.cli", raising=False)
     monkeypatch.setattr(sys, "meta_path", [Interrupted(), *sys.meta_path])
     with pytest.raises(SystemExit) as end:
         main()
@@ -38,6 +38,6 @@ def test_ctrl_c_while_the_commands_are_imported_is_a_sentence(
 @pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
 def test_a_command_that_is_started_without_standard_streams_works(tmp_path: Path, closed: str) -> None:
     """As some schedulers and daemons start programs."""
-    command = shlex.join([sys.executable, "-c", "from flows.command import main; main()", "status", "--store"])
+    command = shlex.join([sys.executable, "-c", "from rollouts.flows.command import main; main()", "status", "--store"])
     environment = clean_environment()
     subprocess.run(["sh", "-c", f"exec {command} {tmp_path} {closed}"], cwd=tmp_path, env=environment, check=True)

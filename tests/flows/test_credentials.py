@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from infra.ledger import LEDGER_FILE, Ledger
-from infra.providers.runpod import RunPod
-from infra.renting.rentals import NEVER_SEEN, Rental, RentalState, change_rental
+from rollouts.infra.ledger import LEDGER_FILE, Ledger
+from rollouts.infra.providers.runpod import RunPod
+from rollouts.infra.renting.rentals import NEVER_SEEN, Rental, RentalState, change_rental
 from tests.flows.conftest import Rollouts
 from tests.flows.test_reap import reap
 from tests.flows.test_up import served, up  # noqa: F401

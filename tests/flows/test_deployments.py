@@ -14,7 +14,7 @@ import pytest
 import tomli_w
 from pydantic import TypeAdapter
 
-from flows.deployments import (
+from rollouts.flows.deployments import (
     EVALUATE_FLOW,
     FLOW,
     PRESETS,
@@ -28,10 +28,10 @@ from flows.deployments import (
     save_deployments,
     tool_deployments,
 )
-from flows.form import RunOptions, load_pipeline
-from flows.tools import overridden_tool
-from flows.up import up
-from infra.node import NodeSettings
+from rollouts.flows.form import RunOptions, load_pipeline
+from rollouts.flows.tools import overridden_tool
+from rollouts.flows.up import up
+from rollouts.infra.node import NodeSettings
 from rollouts_core.config import Config, algorithm_preset
 from rollouts_core.errors import ConfigError
 from tests.small_pipeline import small_settings

@@ -15,7 +15,7 @@ from uuid import uuid4
 import pytest
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
-from flows.earlier_states import recall_states
+from rollouts.flows.earlier_states import recall_states
 
 
 class OtherVersion(BaseHTTPRequestHandler):

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from flows.cli import app
-from infra.ledger import LEDGER_FILE, Ledger
-from infra.registry import promote, register_model
+from rollouts.flows.cli import app
+from rollouts.infra.ledger import LEDGER_FILE, Ledger
+from rollouts.infra.registry import promote, register_model
 from rollouts_core.checkpoint import load_manifest
 from rollouts_core.quickstart import write_quickstart_files
 from tests.flows.conftest import Rollouts
@@ -36,7 +36,6 @@ def num_scorings(rollouts: Rollouts) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.promise
 def test_models_are_scored_as_their_run_scored_them_once_and_from_everywhere(
     served: Rollouts,  # noqa: F811
     tmp_path: Path,

@@ -13,12 +13,20 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from flows.cli import app
-from flows.expired_machines import end_expired
-from infra.ledger import LEDGER_FILE, Ledger
-from infra.providers.runpod import RunPod
-from infra.renting.reaper import UNSEEN_AFTER_S
-from infra.renting.rentals import Rental, RentalState, add_rental, all_rentals, change_rental, find_rental, open_rentals
+from rollouts.flows.cli import app
+from rollouts.flows.expired_machines import end_expired
+from rollouts.infra.ledger import LEDGER_FILE, Ledger
+from rollouts.infra.providers.runpod import RunPod
+from rollouts.infra.renting.reaper import UNSEEN_AFTER_S
+from rollouts.infra.renting.rentals import (
+    Rental,
+    RentalState,
+    add_rental,
+    all_rentals,
+    change_rental,
+    find_rental,
+    open_rentals,
+)
 from tests.infra.fake_cloud import KEY
 from tests.infra.fake_runpod import FakeRunPod
 from tests.infra.renting.test_provision import REQUEST, World

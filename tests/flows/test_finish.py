@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from flows.cli import app
-from infra.ledger import LEDGER_FILE, Ledger
+from rollouts.flows.cli import app
+from rollouts.infra.ledger import LEDGER_FILE, Ledger
 from rollouts_core.checkpoint import list_checkpoints, load_manifest
 from rollouts_core.metrics import read_metrics
 from tests.flows.conftest import Rollouts
@@ -211,7 +211,15 @@ def test_what_cannot_be_finished_is_one_sentence(tmp_path: Path) -> None:
 
 def test_several_who_ask_at_once_ask_for_the_same(tmp_path: Path) -> None:
     run_id, training = "0123456789abcdef", f"sft-{16 * '0'}"
-    command = [sys.executable, "-c", "from flows.cli import app; app()", "finish", "small", "--store", str(tmp_path)]
+    command = [
+        sys.executable,
+        "-c",
+        "from rollouts.flows.cli import app; app()",
+        "finish",
+        "small",
+        "--store",
+        str(tmp_path),
+    ]
     with Ledger(tmp_path / LEDGER_FILE) as ledger, ledger.living_run(run_id):
         ledger.note_use(training, run_id, run="small-01234567")
         ledger.add_lease(str(tmp_path / "stages" / training), run_id, "local")

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-from flows.form import Pipeline, RunOptions, parse_pipeline
-from infra.node import NODE_TYPES
+from rollouts.flows.form import Pipeline, RunOptions, parse_pipeline
+from rollouts.infra.node import NODE_TYPES
 from rollouts_core.config import Config
 from rollouts_core.config.foreign_names import FOREIGN_NAMES, STAGE, find_foreign_name
 from rollouts_core.config.messages import nested_record

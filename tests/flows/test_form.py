@@ -14,15 +14,15 @@ from prefect.exceptions import ParameterTypeError
 from prefect.utilities.callables import parameter_schema
 from pydantic import TypeAdapter, ValidationError
 
-from flows.evaluate import evaluate_model
-from flows.finish_flow import finish_run
-from flows.form import FormNode, RunOptions
-from flows.pipeline import sft_rl
-from flows.reap import reap_machines
-from flows.retrain import retrain_model
-from flows.store import STORE_VARIABLE
-from flows.tools import ReapConfig
-from infra.node import LocalNode, NodeSettings, RentedNode, SSHNode
+from rollouts.flows.evaluate import evaluate_model
+from rollouts.flows.finish_flow import finish_run
+from rollouts.flows.form import FormNode, RunOptions
+from rollouts.flows.pipeline import sft_rl
+from rollouts.flows.reap import reap_machines
+from rollouts.flows.retrain import retrain_model
+from rollouts.flows.store import STORE_VARIABLE
+from rollouts.flows.tools import ReapConfig
+from rollouts.infra.node import LocalNode, NodeSettings, RentedNode, SSHNode
 
 FORMS = (sft_rl, evaluate_model, retrain_model, reap_machines, finish_run)
 NODE: TypeAdapter[NodeSettings] = TypeAdapter(FormNode)

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from flows.form import parse_pipeline
-from flows.preflight import check_engine_nodes, check_trainer_nodes, check_weight_transfer
-from infra.node import FurtherNode, LocalNode, SSHNode, without_further_nodes
+from rollouts.flows.form import parse_pipeline
+from rollouts.flows.preflight import check_engine_nodes, check_trainer_nodes, check_weight_transfer
+from rollouts.infra.node import FurtherNode, LocalNode, SSHNode, without_further_nodes
 from rollouts_core.errors import ConfigError
 from tests.small_pipeline import small_settings
 

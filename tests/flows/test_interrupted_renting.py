@@ -13,17 +13,17 @@ from pathlib import Path
 
 import pytest
 
-from flows.cancellation import give_back_rented
-from flows.pipeline import released_at_the_end
-from infra.cloud import Pace
-from infra.jobs import JobState, job_status, start_or_attach
-from infra.ledger import LEDGER_FILE, Ledger
-from infra.node import LocalNode, Node, RentedNode, SSHAccess
-from infra.providers.runpod import RunPod
-from infra.renting.rentals import Rental, RentalState, all_rentals, change_rental
-from infra.session import LocalSession
-from tasks.provision import release_now
-from tasks.records import RunScope
+from rollouts.flows.cancellation import give_back_rented
+from rollouts.flows.pipeline import released_at_the_end
+from rollouts.infra.cloud import Pace
+from rollouts.infra.jobs import JobState, job_status, start_or_attach
+from rollouts.infra.ledger import LEDGER_FILE, Ledger
+from rollouts.infra.node import LocalNode, Node, RentedNode, SSHAccess
+from rollouts.infra.providers.runpod import RunPod
+from rollouts.infra.renting.rentals import Rental, RentalState, all_rentals, change_rental
+from rollouts.infra.session import LocalSession
+from rollouts.tasks.provision import release_now
+from rollouts.tasks.records import RunScope
 from tests.infra.fake_cloud import KEY
 from tests.infra.fake_runpod import FakeRunPod
 from tests.infra.renting.test_provision import PACE, REQUEST, World
@@ -34,7 +34,9 @@ SETTINGS = RentedNode(max_usd=5.0)
 
 @pytest.fixture
 def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
-    monkeypatch.setattr("tasks.provision.LOOKED_ALREADY", Pace(poll_s=PACE.poll_s, looks_s=(0.0,), gone_within_s=20.0))
+    monkeypatch.setattr(
+        "rollouts.tasks.provision.LOOKED_ALREADY", Pace(poll_s=PACE.poll_s, looks_s=(0.0,), gone_within_s=20.0)
+    )
     fake = FakeRunPod()
     with fake.served() as url, RunPod(KEY, url) as cloud:
         monkeypatch.setenv("RUNPOD_API_KEY", KEY)
@@ -49,7 +51,7 @@ def scope(tmp_path: Path) -> RunScope:
 
 def provisions(act: Callable[[], Node], monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the run's machine be had in this way."""
-    monkeypatch.setattr("flows.pipeline.provision", lambda settings, scope: act())
+    monkeypatch.setattr("rollouts.flows.pipeline.provision", lambda settings, scope: act())
 
 
 def forget_id(world: World, rental: Rental) -> None:
@@ -118,7 +120,7 @@ def test_an_error_before_anything_is_rented_leaves_what_the_run_had_before_and_c
 def test_ctrl_c_while_the_machine_of_a_run_that_is_over_is_given_back_stops_what_comes_after_that(
     world: World, scope: RunScope, error: Exception | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("flows.pipeline.release", release_now)  # the function of the task
+    monkeypatch.setattr("rollouts.flows.pipeline.release", release_now)  # the function of the task
     rental, terminate = world.rent(), world.cloud.terminate
     machine = Node(
         name=rental.name,

@@ -17,8 +17,8 @@ ROOT = Path(__file__).parents[2]
 LOCKS_THAT_FAIL = """
 import sys, threading, time
 from pathlib import Path
-import flows.keeper as keeper
-from flows.pulse import Pulse
+import rollouts.flows.keeper as keeper
+from rollouts.flows.pulse import Pulse
 
 def fail(*_):
     raise OSError("no locks any more")
@@ -30,8 +30,8 @@ time.sleep(60)
 
 BEGUN_ANEW = """
 import os, sys
-import flows.keeper as keeper
-from flows.pulse import Pulse
+import rollouts.flows.keeper as keeper
+from rollouts.flows.pulse import Pulse
 
 os.execv = lambda *_: sys.exit(7)
 keeper._begin_anew(Pulse())

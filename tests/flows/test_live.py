@@ -15,9 +15,9 @@ from typing import Any
 import httpx
 import pytest
 
-from flows.live import MAX_RUNS, find_live_pages, served_live_pages
-from flows.password import own_password
-from infra.ledger import LEDGER_FILE, Ledger
+from rollouts.flows.live import MAX_RUNS, find_live_pages, served_live_pages
+from rollouts.flows.password import own_password
+from rollouts.infra.ledger import LEDGER_FILE, Ledger
 from rollouts_core.report.live import (
     MAX_EVENTS,
     MAX_SAMPLE_BYTES,

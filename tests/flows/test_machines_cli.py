@@ -17,16 +17,16 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from flows.cli import app
-from flows.machines_cli import render_offers
-from infra.ledger import LEDGER_FILE, Ledger
-from infra.node import InstanceNode, RentedNode
-from infra.offers import Offer
-from infra.providers import provision_node
-from infra.providers.clouds import ENDPOINTS, open_clouds
-from infra.renting.provision import rent_machines
-from infra.renting.rentals import Rental, change_rental, open_rentals
-from infra.renting.request import Renting
+from rollouts.flows.cli import app
+from rollouts.flows.machines_cli import render_offers
+from rollouts.infra.ledger import LEDGER_FILE, Ledger
+from rollouts.infra.node import InstanceNode, RentedNode
+from rollouts.infra.offers import Offer
+from rollouts.infra.providers import provision_node
+from rollouts.infra.providers.clouds import ENDPOINTS, open_clouds
+from rollouts.infra.renting.provision import rent_machines
+from rollouts.infra.renting.rentals import Rental, change_rental, open_rentals
+from rollouts.infra.renting.request import Renting
 from tests.infra.delay_proxy import delayed_port
 from tests.infra.fake_cloud import KEY, FakeCloud
 from tests.infra.fake_lambda import FakeLambda
@@ -221,7 +221,9 @@ def test_a_person_logs_in_wherever_the_machine_is_and_nowhere_else(runpod: FakeR
 
     def ssh(name: str, *command: str) -> subprocess.CompletedProcess[str]:
         words = ["nodes", "ssh", name, "--key-file", str(server.client_key_file), "--store", str(store), *command]
-        return subprocess.run([sys.executable, "-m", "flows.cli", *words], capture_output=True, text=True, timeout=60)
+        return subprocess.run(
+            [sys.executable, "-m", "rollouts.flows.cli", *words], capture_output=True, text=True, timeout=60
+        )
 
     with (
         running_server(tmp_path / "sshd") as server,

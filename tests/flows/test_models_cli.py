@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from flows.cli import app
-from infra.ledger import LEDGER_FILE, Ledger
-from infra.registry import Alias, Model, current, models, note_evaluation, promote, register_model, reject
+from rollouts.flows.cli import app
+from rollouts.infra.ledger import LEDGER_FILE, Ledger
+from rollouts.infra.registry import Alias, Model, current, models, note_evaluation, promote, register_model, reject
+from rollouts.tasks.model_aliases import models_of_runs
 from rollouts_core.checkpoint import load_manifest, new_checkpoint
-from tasks.model_aliases import models_of_runs
 
 FIGURES = {
     "mean": 0.625,
@@ -132,7 +132,7 @@ def test_a_rollback_does_not_put_back_what_was_replaced_while_it_looked(
         with Ledger(store / LEDGER_FILE) as ledger:
             promote(ledger, third, by="run small", reason="better")
 
-    monkeypatch.setattr("flows.models_cli.check_whole", look_while_another_is_promoted)
+    monkeypatch.setattr("rollouts.flows.models_cli.check_whole", look_while_another_is_promoted)
     result = call(store, "models", "rollback")
     assert (result.exit_code, production(store)) == (2, "small-3"), "small-2 is what was to go"
     assert result.stderr == "rollouts: production of small changed meanwhile: look at it, and roll back again\n"

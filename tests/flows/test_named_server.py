@@ -18,8 +18,8 @@ from pathlib import Path
 
 import pytest
 
-from flows.certificate import own_certificate, server_context
-from flows.password import basic_authorization
+from rollouts.flows.certificate import own_certificate, server_context
+from rollouts.flows.password import basic_authorization
 from tests.flows.conftest import ROOT, clean_environment, copy_home
 from tests.flows.shared_server import free_port
 from tests.flows.test_models_cli import register
@@ -53,7 +53,7 @@ class Guarded:
     def rollouts(self, *arguments: str, **settings: str) -> tuple[int, str]:
         """The exit code of a command under these settings of Prefect's, and what it says."""
         done = subprocess.run(
-            [sys.executable, "-m", "flows.cli", *arguments, "--store", str(self.folder / "store")],
+            [sys.executable, "-m", "rollouts.flows.cli", *arguments, "--store", str(self.folder / "store")],
             env=self.environment | settings,
             cwd=ROOT,
             stdin=subprocess.DEVNULL,

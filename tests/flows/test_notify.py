@@ -21,10 +21,10 @@ from uuid import uuid4
 import pytest
 from typer.testing import CliRunner
 
-from flows.automations import delete_automation, find_automations
-from flows.cli import app
-from flows.keeper import EARLIER_EVENT_WAIT
-from flows.notify import (
+from rollouts.flows.automations import delete_automation, find_automations
+from rollouts.flows.cli import app
+from rollouts.flows.keeper import EARLIER_EVENT_WAIT
+from rollouts.flows.notify import (
     BODY,
     DEFAULT_STATES,
     EARLIER_BODIES,
@@ -34,8 +34,8 @@ from flows.notify import (
     render_automation,
     renew_notifications,
 )
-from flows.prefect_api import ask
-from flows.server import ServerAddress, local_server, prefect_environment, run_url
+from rollouts.flows.prefect_api import ask
+from rollouts.flows.server import ServerAddress, local_server, prefect_environment, run_url
 from tests.flows.conftest import Rollouts
 from tests.flows.shared_server import AUTH, SharedServer, free_port
 from tests.flows.test_models_cli import register
@@ -133,7 +133,7 @@ from uuid import UUID
 from prefect import flow
 from prefect.client.orchestration import get_client
 from prefect.flow_engine import run_flow
-from flows.run_ends import with_noted_end
+from rollouts.flows.run_ends import with_noted_end
 
 @flow(name="sft-rl")
 @with_noted_end
@@ -153,7 +153,7 @@ def test_at_a_teams_server_that_was_started_again_a_run_is_told_of_within_a_minu
     url = f"http://127.0.0.1:{free_port()}"
     address = ServerAddress(api_url=f"{url}/api", ui_url=url, is_local=False, password=AUTH)
     server = SharedServer(address, tmp_path, f"sqlite+aiosqlite:///{tmp_path}/prefect.db")
-    notifies = f"{sys.executable} -m flows.cli notify team --url-variable TEAM_URL --on completed".split()
+    notifies = f"{sys.executable} -m rollouts.flows.cli notify team --url-variable TEAM_URL --on completed".split()
     try:
         server.start()
         environment = server.environment | {"TEAM_URL": webhook.url}
@@ -174,7 +174,6 @@ def test_at_a_teams_server_that_was_started_again_a_run_is_told_of_within_a_minu
     assert [each["subject"] for each in webhook.messages[1:]] == ["small-1: Completed"]
 
 
-@pytest.mark.promise
 def test_a_webhook_is_told_of_the_states_that_were_asked_for_until_it_is_removed(
     rollouts: Rollouts, server: ServerAddress, webhook: WebhookServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from infra.ledger import LEDGER_FILE, Ledger
+from rollouts.infra.ledger import LEDGER_FILE, Ledger
 from tests.flows.conftest import clean_environment
 from tests.small_pipeline import write_small_pipeline
 
 pytestmark = [pytest.mark.slow, pytest.mark.namespaces, pytest.mark.timeout(180)]
 
-COMMAND = "from flows.command import main; main()"
+COMMAND = "from rollouts.flows.command import main; main()"
 NO_NAME = (
     *("setpriv", "--reuid", "54321", "--regid", "54321", "--clear-groups"),
     *("--inh-caps", "+dac_override,+dac_read_search", "--ambient-caps", "+dac_override,+dac_read_search"),

@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 
-from flows.preflight import check_query, describe_memory
-from infra.node import LocalNode, RentedNode
-from infra.offers import GPUQuery, Offer
+from rollouts.flows.preflight import check_query, describe_memory
+from rollouts.infra.node import LocalNode, RentedNode
+from rollouts.infra.offers import GPUQuery, Offer
+from rollouts.tasks.plan_node import with_enough_memory
 from rollouts_core.config import Config
 from rollouts_core.errors import ConfigError
 from rollouts_core.model.model_size import find_model_size
-from tasks.plan_node import with_enough_memory
 
 
 def write_header(folder: Path, *, num_parameters: int) -> Path:

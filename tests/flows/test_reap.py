@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from infra.ledger import LEDGER_FILE, Ledger
-from infra.providers.runpod import RunPod
-from infra.renting.rentals import Rental, change_rental
+from rollouts.infra.ledger import LEDGER_FILE, Ledger
+from rollouts.infra.providers.runpod import RunPod
+from rollouts.infra.renting.rentals import Rental, change_rental
 from tests.flows.conftest import Rollouts
 from tests.flows.test_up import api, logs_of, served, trigger, up, wait_for_state  # noqa: F401
 from tests.infra.fake_cloud import KEY

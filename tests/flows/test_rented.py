@@ -19,10 +19,10 @@ from typing import Any
 
 import pytest
 
-from infra.ledger import Ledger
-from infra.offers import GPUQuery, MachineSpec
-from infra.providers.clouds import open_account
-from infra.renting.rentals import RentalState, all_rentals, change_rental
+from rollouts.infra.ledger import Ledger
+from rollouts.infra.offers import GPUQuery, MachineSpec
+from rollouts.infra.providers.clouds import open_account
+from rollouts.infra.renting.rentals import RentalState, all_rentals, change_rental
 from rollouts_core.checkpoint import list_checkpoints, verify_checkpoint
 from tests.flows.breaking import rent, rented_node
 from tests.flows.conftest import Rollouts, pids_of

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from infra.ledger import LEDGER_FILE, Ledger
-from infra.renting.rentals import RentalState, all_rentals
+from rollouts.infra.ledger import LEDGER_FILE, Ledger
+from rollouts.infra.renting.rentals import RentalState, all_rentals
 from tests.flows.breaking import rented_settings
 from tests.flows.clusters import Cluster, two_machines
 from tests.flows.conftest import Rollouts, digest_of_the_run, digest_trained_here

@@ -16,8 +16,8 @@ from uuid import uuid4
 import pytest
 import tomli_w
 
-from infra.ledger import LEDGER_FILE, Ledger
-from infra.registry import Alias, Model, current, history, models
+from rollouts.infra.ledger import LEDGER_FILE, Ledger
+from rollouts.infra.registry import Alias, Model, current, history, models
 from rollouts_core.checkpoint import verify_checkpoint
 from tests.flows.conftest import Rollouts
 from tests.flows.test_faults import LONG, exits_of, paused, program_of
@@ -106,7 +106,6 @@ def num_jobs(rollouts: Rollouts, stage: str) -> int:
     return len(list((rollouts.store / "stages").glob(f"{stage}-*/exit-1.json")))
 
 
-@pytest.mark.promise
 def test_data_is_trained_on_once_and_new_data_is_trained_on_and_compared_with_production(
     served: Rollouts,  # noqa: F811
     folder: Path,

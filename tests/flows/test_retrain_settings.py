@@ -18,12 +18,12 @@ import tomli_w
 from prefect.client.schemas.schedules import CronSchedule
 from typer.testing import CliRunner
 
-from flows.cli import app
-from flows.cron import check_cron
-from flows.deployments import Deployment, deployments_of, load_deployments, overridden, save_deployments
-from flows.form import load_pipeline
-from flows.retrain_settings import ScheduleConfig
-from flows.schedules import build_schedule
+from rollouts.flows.cli import app
+from rollouts.flows.cron import check_cron
+from rollouts.flows.deployments import Deployment, deployments_of, load_deployments, overridden, save_deployments
+from rollouts.flows.form import load_pipeline
+from rollouts.flows.retrain_settings import ScheduleConfig
+from rollouts.flows.schedules import build_schedule
 from rollouts_core.errors import InputError
 from tests.flows.conftest import Rollouts
 from tests.flows.refusals import refusal
@@ -94,8 +94,8 @@ def test_a_python_file_may_describe_a_retraining(folder: Path) -> None:
     config = folder / "mine.py"
     lines = (
         "from pathlib import Path",
-        "from flows.form import load_pipeline",
-        "from flows.retrain_settings import RetrainConfig, ScheduleConfig",
+        "from rollouts.flows.form import load_pipeline",
+        "from rollouts.flows.retrain_settings import RetrainConfig, ScheduleConfig",
         "from dataclasses import replace",
         f"small = load_pipeline(Path({str(folder / 'small.toml')!r}))",
         "retrain, schedule = RetrainConfig(sources=(SOURCE,)), ScheduleConfig(interval_minutes=5)",
@@ -113,8 +113,8 @@ def test_a_python_file_shows_a_schedule_of_nothing_beside_its_other_mistakes(fol
     config = folder / "mine.py"
     lines = (
         "from pathlib import Path",
-        "from flows.form import load_pipeline",
-        "from flows.retrain_settings import ScheduleConfig",
+        "from rollouts.flows.form import load_pipeline",
+        "from rollouts.flows.retrain_settings import ScheduleConfig",
         "from dataclasses import replace",
         f"small = load_pipeline(Path({str(folder / 'small.toml')!r}))",
         "def reward(sample): return 1.0",
@@ -159,7 +159,7 @@ def test_what_can_never_promote_is_refused(folder: Path, retrain: dict[str, floa
     pipeline = load_pipeline(config)
     parts = {"config": pipeline.config, "node": pipeline.node, "run": pipeline.run, "retrain": pipeline.retrain}
     started = json.dumps({name: part.model_dump(mode="json") for name, part in parts.items() if part is not None})
-    command = [sys.executable, "-m", "flows.check"]  # what a retraining does first, in Prefect too
+    command = [sys.executable, "-m", "rollouts.flows.check"]  # what a retraining does first, in Prefect too
     checked = subprocess.run(command, input=started, capture_output=True, text=True, cwd=folder, check=False)
     assert (checked.returncode, words in checked.stderr) == (2, True), checked.stderr
 

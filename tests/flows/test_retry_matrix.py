@@ -36,9 +36,9 @@ from typing import Any
 
 import pytest
 
-from infra.ledger import Ledger
-from infra.renting.rentals import all_rentals
-from infra.supervisor.processes import find_processes
+from rollouts.infra.ledger import Ledger
+from rollouts.infra.renting.rentals import all_rentals
+from rollouts.infra.supervisor.processes import find_processes
 from rollouts_core.checkpoint import load_manifest
 from rollouts_core.metrics import read_json_lines
 from tests.flows import breaking
@@ -243,7 +243,6 @@ def test_every_place_is_broken_in_every_way_and_few_cases_meet_every_place_and_w
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.promise
 def test_a_run_that_broke_is_completed_by_asking_again(
     case: Case, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,7 +11,7 @@ from uuid import uuid4
 import pytest
 from prefect.states import Completed
 
-from flows.run_ends import FOLDER, forget_end, note_end, read_end, read_ends
+from rollouts.flows.run_ends import FOLDER, forget_end, note_end, read_end, read_ends
 
 
 @pytest.mark.parametrize("content", ["", "[" * 100_000, "[]", '{"type": "COMPLETED"}', "\udcff"])

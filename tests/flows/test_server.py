@@ -21,10 +21,10 @@ from pathlib import Path
 
 import pytest
 
-from flows.certificate import HOST, client_context
-from flows.password import own_password, password_file
-from flows.prefect_api import ask
-from flows.server import (
+from rollouts.flows.certificate import HOST, client_context
+from rollouts.flows.password import own_password, password_file
+from rollouts.flows.prefect_api import ask
+from rollouts.flows.server import (
     OWN_API_URL,
     ServerAddress,
     ServerError,
@@ -42,7 +42,7 @@ GONE_TIMEOUT_S = 15.0
 STAYING_USER = """
 import sys, time
 from pathlib import Path
-from flows.server import local_server
+from rollouts.flows.server import local_server
 with local_server(Path(sys.argv[1])) as address:
     print(address.api_url, flush=True)
     sys.stdin.read()
@@ -51,14 +51,14 @@ with local_server(Path(sys.argv[1])) as address:
 STANDSTILL_S = 3.0
 SOON_IMPATIENT = """
 import datetime
-import flows.keeper, flows.pulse
-flows.keeper.ASLEEP_S = 2.0
-flows.pulse.BEAT_EVERY, flows.pulse.STANDSTILL_S = datetime.timedelta(seconds=0.5), 3.0
+import rollouts.flows.keeper, rollouts.flows.pulse
+rollouts.flows.keeper.ASLEEP_S = 2.0
+rollouts.flows.pulse.BEAT_EVERY, rollouts.flows.pulse.STANDSTILL_S = datetime.timedelta(seconds=0.5), 3.0
 """
 STANDING_STILL = """
 import asyncio, datetime, pathlib
-import flows.pulse
-flows.pulse.BEAT_EVERY, flows.pulse.STANDSTILL_S = datetime.timedelta(seconds=0.5), 3.0
+import rollouts.flows.pulse
+rollouts.flows.pulse.BEAT_EVERY, rollouts.flows.pulse.STANDSTILL_S = datetime.timedelta(seconds=0.5), 3.0
 once = pathlib.Path({once!r})
 if not once.exists():
     import burner_redis
@@ -71,7 +71,7 @@ if not once.exists():
 FLOW_USER = """
 import logging, os, sys
 from pathlib import Path
-from flows.server import local_server, prefect_environment
+from rollouts.flows.server import local_server, prefect_environment
 store = Path(sys.argv[1])
 with local_server(store) as address:
     os.environ.update(prefect_environment(store, address))
@@ -79,8 +79,8 @@ with local_server(store) as address:
 
     @task
     def add_one(number: int) -> int:
-        logging.getLogger("infra.ssh.connection").info("said by our own logger")
-        logging.getLogger("infra.ssh.connection").debug("too fine to keep")
+        logging.getLogger("rollouts.infra.ssh.connection").info("said by our own logger")
+        logging.getLogger("rollouts.infra.ssh.connection").debug("too fine to keep")
         return number + 1
 
     @flow(name="counting")
@@ -256,7 +256,7 @@ def test_a_server_whose_services_stand_still_begins_anew_at_its_address(
 ) -> None:
     """Otherwise no schedule ever fires again, and nobody is told."""
     (tmp_path / "sitecustomize.py").write_text(STANDING_STILL.format(once=str(tmp_path / "once")))
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{ROOT}")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{ROOT / 'src'}")
     with local_server(store) as address:
         first = keeper_pid(store)
         wait_until(lambda: keeper_pid(store) != first, timeout_s=60.0)
@@ -276,7 +276,7 @@ def test_a_server_that_was_stopped_and_goes_on_is_no_server_that_stands_still(
 ) -> None:
     """A machine that was frozen, or had no processor left: all who are connected would lose the server."""
     (tmp_path / "sitecustomize.py").write_text(SOON_IMPATIENT)
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{ROOT}")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{ROOT / 'src'}")
     with local_server(store) as address:
         for _ in range(3):
             os.kill(keeper_pid(store), signal.SIGSTOP)
@@ -347,7 +347,7 @@ def test_nobody_is_answered_without_the_password_which_only_the_owner_can_read(s
 
 
 def test_of_many_that_make_a_password_at_once_all_have_the_same(tmp_path: Path) -> None:
-    program = "import sys; from pathlib import Path; from flows.password import own_password; "
+    program = "import sys; from pathlib import Path; from rollouts.flows.password import own_password; "
     program += "print(own_password(Path(sys.argv[1])))"
     command = [sys.executable, "-c", program, str(tmp_path)]
     processes = [subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) for _ in range(8)]
@@ -464,7 +464,7 @@ def test_a_store_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
 
 
 def test_the_module_does_not_import_prefect() -> None:
-    command = "import flows.server, sys; sys.exit('prefect' in sys.modules)"
+    command = "import rollouts.flows.server, sys; sys.exit('prefect' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", command], cwd=ROOT, check=False).returncode == 0
 
 

@@ -22,11 +22,11 @@ from typing import Any
 import pytest
 import yaml
 
-from flows.deployments import RETRAIN_FLOW, Deployment, deployments_of
-from flows.lost_runs import GONE
-from flows.prefect_yaml import render_prefect_yaml
-from flows.silent_runs import SILENT, mark_silent_runs
-from infra.ledger import Ledger
+from rollouts.flows.deployments import RETRAIN_FLOW, Deployment, deployments_of
+from rollouts.flows.lost_runs import GONE
+from rollouts.flows.prefect_yaml import render_prefect_yaml
+from rollouts.flows.silent_runs import SILENT, mark_silent_runs
+from rollouts.infra.ledger import Ledger
 from rollouts_core.errors import ConfigError
 from tests.flows.conftest import Rollouts, pids_of, processes_of
 from tests.flows.shared_server import SharedServer, shared_server
@@ -50,7 +50,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedServer]:
 
 
 @pytest.mark.slow
-@pytest.mark.promise
 def test_a_worker_runs_what_was_deployed_a_retry_attaches_and_cancel_ends_its_job(
     server: SharedServer, tmp_path: Path
 ) -> None:
@@ -232,14 +231,14 @@ def offered_by(store: Path, name: str) -> str:
 
 def rollouts_command(server: SharedServer, store: Path, *arguments: str) -> int:
     """The exit code of a command of somebody who named the server."""
-    command = [sys.executable, "-m", "flows.cli", *arguments, "--store", str(store)]
+    command = [sys.executable, "-m", "rollouts.flows.cli", *arguments, "--store", str(store)]
     return subprocess.run(command, env=server.environment, stdin=subprocess.DEVNULL, timeout=180).returncode
 
 
 def said_by(server: SharedServer, store: Path, *arguments: str) -> str:
     """What such a command says."""
     return subprocess.run(
-        [sys.executable, "-m", "flows.cli", *arguments, "--store", str(store)],
+        [sys.executable, "-m", "rollouts.flows.cli", *arguments, "--store", str(store)],
         env=server.environment | {"COLUMNS": "400"},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
@@ -256,7 +255,7 @@ def watching(server: SharedServer, store: Path) -> Iterator[Path]:
     said = server.folder / "watched.txt"
     with said.open("wb") as output:
         process = subprocess.Popen(
-            [*dies_with_us("TERM"), sys.executable, "-m", "flows.cli", "watch", "--store", str(store)],
+            [*dies_with_us("TERM"), sys.executable, "-m", "rollouts.flows.cli", "watch", "--store", str(store)],
             env=server.environment,
             stdin=subprocess.DEVNULL,
             stdout=output,
@@ -362,7 +361,7 @@ def test_a_retraining_keeps_its_schedule_and_runs_one_at_a_time(
     [found] = yaml.safe_load(render_prefect_yaml([retraining], Path("/data"), pool="p"))["deployments"]
     assert found["schedules"] == [{**expected, "slug": "new-data"}]
     assert found["concurrency_limit"] == {"limit": 1, "collision_strategy": "CANCEL_NEW"}
-    assert found["entrypoint"] == "flows.retrain.retrain_model"
+    assert found["entrypoint"] == "rollouts.flows.retrain.retrain_model"
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from typer.testing import CliRunner
 
-from flows.cli import app
+from rollouts.flows.cli import app
 from tests.flows.refusals import GOOD_ROW, write_config, write_rows
 
 

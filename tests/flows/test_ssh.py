@@ -114,9 +114,9 @@ def test_a_module_of_the_users_that_the_machine_cannot_import_is_told_before_any
         rollout__reward_fn="graders_of_a_test.score:score",
     )
     ended = subprocess.run(
-        [sys.executable, "-m", "flows.cli", "run", str(config), "--store", str(rollouts.store)],
+        [sys.executable, "-m", "rollouts.flows.cli", "run", str(config), "--store", str(rollouts.store)],
         cwd=ROOT,
-        env=clean_environment() | {"PYTHONPATH": f"{ROOT}{os.pathsep}{own.parent}"},
+        env=clean_environment() | {"PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{own.parent}"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         timeout=400,

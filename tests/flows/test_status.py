@@ -14,17 +14,17 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from flows.cli import app
-from flows.server import ServerAddress
-from flows.status import describe_progress, describe_run, early_ends, name_of_run, of_store, uses_of_runs
-from flows.up import status
-from infra.jobs import cancel_job, start_or_attach
-from infra.ledger import LEDGER_FILE, Ledger
-from infra.locks import locked
-from infra.node import LocalNode
-from infra.providers import provision_node
-from infra.session import LocalSession
-from infra.supervisor.gpu_slots import GPU_LOCKS_VARIABLE
+from rollouts.flows.cli import app
+from rollouts.flows.server import ServerAddress
+from rollouts.flows.status import describe_progress, describe_run, early_ends, name_of_run, of_store, uses_of_runs
+from rollouts.flows.up import status
+from rollouts.infra.jobs import cancel_job, start_or_attach
+from rollouts.infra.ledger import LEDGER_FILE, Ledger
+from rollouts.infra.locks import locked
+from rollouts.infra.node import LocalNode
+from rollouts.infra.providers import provision_node
+from rollouts.infra.session import LocalSession
+from rollouts.infra.supervisor.gpu_slots import GPU_LOCKS_VARIABLE
 from tests.infra.shell_jobs import shell_spec
 from tests.small_pipeline import write_small_pipeline
 
@@ -187,7 +187,7 @@ def test_only_the_stages_of_runs_that_are_shown_are_looked_into(
 ) -> None:
     """A store of some years has tens of thousands of them."""
     looked: list[str] = []
-    monkeypatch.setattr("flows.status.read_early_end", lambda directory: looked.append(directory.name))
+    monkeypatch.setattr("rollouts.flows.status.read_early_end", lambda directory: looked.append(directory.name))
     with Ledger(tmp_path / LEDGER_FILE) as ledger:
         for run in range(20):
             ledger.note_use("sft-0", f"run-{run}")

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from flows.cli import app
-from flows.form import load_pipeline
-from flows.stores_cli import pull
+from rollouts.flows.cli import app
+from rollouts.flows.form import load_pipeline
+from rollouts.flows.stores_cli import pull
 from rollouts_core.checkpoint import verify_checkpoint
 from rollouts_core.errors import InputError
 from tests.flows.conftest import Rollouts
@@ -27,7 +27,6 @@ def content_of(directory: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.slow
-@pytest.mark.promise
 def test_a_run_publishes_its_results_and_the_next_one_begins_with_them(
     rollouts: Rollouts, bucket: str, s3_server: S3Server, tmp_path: Path
 ) -> None:

@@ -33,7 +33,7 @@ ROWS = (
 SHOW_FORM = """
 import json
 from prefect.utilities.callables import parameter_schema
-from flows.pipeline import sft_rl
+from rollouts.flows.pipeline import sft_rl
 print(json.dumps(parameter_schema(sft_rl).definitions))
 """
 
@@ -44,6 +44,7 @@ def code(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tree = tmp_path_factory.mktemp("code")
     for package in ("flows", "tasks", "infra", "rollouts_core"):
         shutil.copytree(ROOT / package, tree / package, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT / "src", tree / "src", symlinks=True, ignore=shutil.ignore_patterns("*.egg-info"))
     shutil.copytree(ROOT / "tests" / "toy_stage", tree / "rollouts_core" / "stages" / "polish")
     table = tree / "rollouts_core" / "stages" / "__init__.py"
     text = table.read_text()

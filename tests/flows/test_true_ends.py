@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from flows.lost_runs import NO_DEPLOYMENT, STARTED_AGAIN
-from flows.up import find_serving
+from rollouts.flows.lost_runs import NO_DEPLOYMENT, STARTED_AGAIN
+from rollouts.flows.up import find_serving
 from tests.flows.conftest import ROOT, Rollouts, clean_environment
 from tests.flows.test_faults import LONG
 from tests.flows.test_up import api, flows_of, served, state_of, trigger, up, wait_for_checkpoint  # noqa: F401
@@ -55,8 +55,8 @@ def up_with(rollouts: Rollouts, folder: Path, program: str, config: Path) -> Non
     folder.mkdir()
     (folder / "sitecustomize.py").write_text(program)
     done = subprocess.run(
-        [sys.executable, "-m", "flows.cli", "up", str(config), "--store", str(rollouts.store)],
-        env=clean_environment() | {"PYTHONPATH": f"{folder}{os.pathsep}{ROOT}"},
+        [sys.executable, "-m", "rollouts.flows.cli", "up", str(config), "--store", str(rollouts.store)],
+        env=clean_environment() | {"PYTHONPATH": f"{folder}{os.pathsep}{ROOT / 'src'}"},
         capture_output=True,
         text=True,
     )

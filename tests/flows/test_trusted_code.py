@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-from flows.check import check_settings
-from flows.deployments import Deployment, save_deployments
-from flows.evaluate_settings import EvaluateConfig
-from flows.form import RunOptions
-from flows.store import STORE_VARIABLE
-from flows.trusted_code import VARIABLE, check_trusted
-from infra.node import LocalNode, SSHNode
+from rollouts.flows.check import check_settings
+from rollouts.flows.deployments import Deployment, save_deployments
+from rollouts.flows.evaluate_settings import EvaluateConfig
+from rollouts.flows.form import RunOptions
+from rollouts.flows.store import STORE_VARIABLE
+from rollouts.flows.trusted_code import VARIABLE, check_trusted
+from rollouts.infra.node import LocalNode, SSHNode
 from rollouts_core.config import Config
 from rollouts_core.errors import ConfigError
 

@@ -21,10 +21,10 @@ from typing import Any
 
 import pytest
 
-from flows.prefect_api import ask
-from flows.server import ServerAddress, running_server
-from flows.up import find_serving, is_starting
-from infra.ledger import Ledger
+from rollouts.flows.prefect_api import ask
+from rollouts.flows.server import ServerAddress, running_server
+from rollouts.flows.up import find_serving, is_starting
+from rollouts.infra.ledger import Ledger
 from rollouts_core.checkpoint import list_checkpoints, verify_checkpoint
 from tests.flows.conftest import ROOT, Rollouts, clean_environment, pids_of, processes_of
 from tests.flows.test_faults import (
@@ -137,7 +137,6 @@ def set_state(rollouts: Rollouts, run_id: str, state: str, **more: str) -> None:
     api(rollouts, "POST", f"/flow_runs/{run_id}/set_state", {"state": {"type": state, **more}, "force": False})
 
 
-@pytest.mark.promise
 def test_up_outlives_its_terminal_is_joined_runs_what_is_asked_for_and_is_ended_by_down(
     served: Rollouts, tmp_path: Path
 ) -> None:
@@ -403,7 +402,7 @@ def check_of_flow(rollouts: Rollouts) -> list[int]:
     """The process that checks the settings of the only flow, while there is one."""
     serving = find_serving(rollouts.store)
     assert serving is not None
-    return [pid for flow in flows_of(serving.pid) for pid in children_of(flow, "flows.check")]
+    return [pid for flow in flows_of(serving.pid) for pid in children_of(flow, "rollouts.flows.check")]
 
 
 def children_of(pid: int, words: str) -> list[int]:
@@ -419,7 +418,7 @@ def test_down_in_another_container_kills_nothing_and_says_where_the_store_is_ser
     up(served)
     serving = find_serving(served.store)
     assert serving is not None
-    command = [sys.executable, "-m", "flows.cli", "down", "--store", str(served.store)]
+    command = [sys.executable, "-m", "rollouts.flows.cli", "down", "--store", str(served.store)]
     elsewhere = subprocess.run(
         ["unshare", "--pid", "--fork", "--mount-proc", *command],
         env=clean_environment(),

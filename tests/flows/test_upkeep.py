@@ -18,9 +18,9 @@ import pytest
 from prefect.client.schemas.objects import FlowRun
 from prefect.exceptions import ObjectNotFound
 
-from flows.lost_runs import mark_of_gone, was_killed
-from flows.server import local_server, prefect_environment
-from flows.upkeep import look_after
+from rollouts.flows.lost_runs import mark_of_gone, was_killed
+from rollouts.flows.server import local_server, prefect_environment
+from rollouts.flows.upkeep import look_after
 from tests.flows.conftest import Rollouts
 
 
@@ -45,11 +45,11 @@ def test_a_look_that_fails_is_logged_and_the_next_one_comes(tmp_path: Path, monk
         with suppress(asyncio.CancelledError):
             await task
 
-    monkeypatch.setattr("flows.lost_runs.LostRuns.look", look)
-    monkeypatch.setattr("flows.expired_machines.end_expired", end)
-    monkeypatch.setattr("flows.upkeep.logger.exception", lambda *_: logged.append(sys.exception()))
-    monkeypatch.setattr("flows.upkeep.LOST_S", 0.01)
-    monkeypatch.setattr("flows.upkeep.EXPIRED_S", 0.01)
+    monkeypatch.setattr("rollouts.flows.lost_runs.LostRuns.look", look)
+    monkeypatch.setattr("rollouts.flows.expired_machines.end_expired", end)
+    monkeypatch.setattr("rollouts.flows.upkeep.logger.exception", lambda *_: logged.append(sys.exception()))
+    monkeypatch.setattr("rollouts.flows.upkeep.LOST_S", 0.01)
+    monkeypatch.setattr("rollouts.flows.upkeep.EXPIRED_S", 0.01)
     asyncio.run(asyncio.wait_for(look_for_a_while(), 60))
     assert {type(error) for error in logged} == {ObjectNotFound, sqlite3.OperationalError}
 
@@ -79,7 +79,7 @@ from pathlib import Path
 from prefect import flow
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import State, StateType
-from flows import lost_runs
+from rollouts.flows import lost_runs
 
 @flow
 def nothing(): ...
@@ -124,7 +124,7 @@ from pathlib import Path
 from prefect import flow
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import State, StateType
-from flows import lost_runs
+from rollouts.flows import lost_runs
 
 @flow
 def nothing(): ...
@@ -164,8 +164,8 @@ from pathlib import Path
 from prefect import flow
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import State, StateType
-from flows import lost_runs
-from infra.ledger import Ledger
+from rollouts.flows import lost_runs
+from rollouts.infra.ledger import Ledger
 
 @flow
 def nothing(): ...
@@ -233,17 +233,17 @@ KILLED_TOOLS = """
 import asyncio, subprocess, sys, time
 from pathlib import Path
 from prefect.client.orchestration import get_client
-from flows import lost_runs
-from flows.finish_flow import finish_run
-from flows.reap import reap_machines
-from infra.ledger import Ledger
+from rollouts.flows import lost_runs
+from rollouts.flows.finish_flow import finish_run
+from rollouts.flows.reap import reap_machines
+from rollouts.infra.ledger import Ledger
 
 PROCESS = '''
 import sys, time
 from uuid import UUID
 from prefect import flow_engine
 from prefect.client.orchestration import get_client
-from flows import finish_flow, reap
+from rollouts.flows import finish_flow, reap
 
 reap.look_at_machines = finish_flow.finish_training = lambda *_, **__: time.sleep(1000)
 flow = {"reap": reap.reap_machines, "finish": finish_flow.finish_run}[sys.argv[2]]
@@ -293,8 +293,8 @@ from pathlib import Path
 from prefect import flow
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import State, StateType
-from flows import lost_runs
-from infra.ledger import Ledger
+from rollouts.flows import lost_runs
+from rollouts.infra.ledger import Ledger
 
 @flow
 def nothing(): ...

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from infra.jobs import cancel_job
-from infra.session import LocalSession, Session
-from infra.ssh.ssh_session import SSHSession
-from infra.supervisor.processes import find_processes
+from rollouts.infra.jobs import cancel_job
+from rollouts.infra.session import LocalSession, Session
+from rollouts.infra.ssh.ssh_session import SSHSession
+from rollouts.infra.supervisor.processes import find_processes
 from tests.infra.delay_proxy import delayed_port
 from tests.infra.ssh_server import SSHServer, find_sshd, running_server
 from tests.mounts import mounted_tmpfs

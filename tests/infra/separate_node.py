@@ -22,7 +22,7 @@ from pathlib import Path
 
 import pytest
 
-from infra.node import SSHAccess
+from rollouts.infra.node import SSHAccess
 from tests.excuses import ExcusedSkip, is_want_of_rights
 from tests.infra.ssh_server import fingerprint_of, make_key, sshd_config
 from tests.processes import dies_with_us

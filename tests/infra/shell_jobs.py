@@ -8,8 +8,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from infra.jobs import JobSpec, JobStatus, follow_job
-from infra.session import Session
+from rollouts.infra.jobs import JobSpec, JobStatus, follow_job
+from rollouts.infra.session import Session
 from tests.waiting import wait_until
 
 

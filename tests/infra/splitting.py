@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from infra.chunks import CHUNK_BYTES, Chunk
+from rollouts.infra.chunks import CHUNK_BYTES, Chunk
 
 
 def chunks_of(content: bytes, *, name: str = "file", piece_bytes: int = 999_999) -> list[Chunk]:

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import pytest
 
-from infra.node import SSHAccess
+from rollouts.infra.node import SSHAccess
 from tests.processes import dies_with_us
 from tests.waiting import wait_until
 

@@ -26,20 +26,20 @@ import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from infra import environment_builder
-from infra.errors import InfraError, PermanentInfraError
-from infra.node import NodeSettings, RentedNode
-from infra.offers import MachineSpec, Offer
-from infra.providers.http import Account
-from infra.providers.lambda_cloud import Lambda
-from infra.providers.prime import Prime
-from infra.providers.rented import set_up
-from infra.providers.runpod import RunPod
-from infra.providers.shadeform import Shadeform
-from infra.providers.vast import Vast
-from infra.session import LocalSession
-from infra.ssh.ssh_config import read_ssh_config
-from infra.stores.object_store import ObjectStore
+from rollouts.infra import environment_builder
+from rollouts.infra.errors import InfraError, PermanentInfraError
+from rollouts.infra.node import NodeSettings, RentedNode
+from rollouts.infra.offers import MachineSpec, Offer
+from rollouts.infra.providers.http import Account
+from rollouts.infra.providers.lambda_cloud import Lambda
+from rollouts.infra.providers.prime import Prime
+from rollouts.infra.providers.rented import set_up
+from rollouts.infra.providers.runpod import RunPod
+from rollouts.infra.providers.shadeform import Shadeform
+from rollouts.infra.providers.vast import Vast
+from rollouts.infra.session import LocalSession
+from rollouts.infra.ssh.ssh_config import read_ssh_config
+from rollouts.infra.stores.object_store import ObjectStore
 from rollouts_core.config.engine import EngineConfig
 from rollouts_core.config.model import ModelConfig
 from rollouts_core.engines.launch import render_launch

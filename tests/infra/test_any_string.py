@@ -20,13 +20,13 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
-from flows.form import RunOptions
-from infra.errors import PermanentInfraError
-from infra.jobs import JobSpec, JobState, cancel_job, start_or_attach
-from infra.node import NodeSettings, SSHNode
-from infra.session import LocalSession, Session
-from infra.sync.push import publish_directory
-from tasks.records import RunScope
+from rollouts.flows.form import RunOptions
+from rollouts.infra.errors import PermanentInfraError
+from rollouts.infra.jobs import JobSpec, JobState, cancel_job, start_or_attach
+from rollouts.infra.node import NodeSettings, SSHNode
+from rollouts.infra.session import LocalSession, Session
+from rollouts.infra.sync.push import publish_directory
+from rollouts.tasks.records import RunScope
 from tests.infra.shell_jobs import wait_for_end
 from tests.infra.sync.pulling import pull_run
 

@@ -11,10 +11,18 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter
 
-from infra.bootstrap import GpuReport, NodeNeeds, NodeReport, check_alike, check_imports, check_node, probe_node
-from infra.errors import CommandFailedError, PermanentInfraError
-from infra.node import LocalNode, Node
-from infra.providers import open_session, provision_node, release_node
+from rollouts.infra.bootstrap import (
+    GpuReport,
+    NodeNeeds,
+    NodeReport,
+    check_alike,
+    check_imports,
+    check_node,
+    probe_node,
+)
+from rollouts.infra.errors import CommandFailedError, PermanentInfraError
+from rollouts.infra.node import LocalNode, Node
+from rollouts.infra.providers import open_session, provision_node, release_node
 
 GPU = GpuReport(name="NVIDIA H200", total_gb=141.0, free_gb=140.0)
 GOOD = NodeReport(

@@ -19,11 +19,11 @@ from typing import Literal
 
 import pytest
 
-from infra.bootstrap import check_imports
-from infra.environment import PROJECT, Installer, ensure_environment, installed_requirements, read_requirements
-from infra.errors import JobLostError, PermanentInfraError
-from infra.node import Node, SSHNode
-from infra.session import LocalSession, Session
+from rollouts.infra.bootstrap import check_imports
+from rollouts.infra.environment import PROJECT, Installer, ensure_environment, installed_requirements, read_requirements
+from rollouts.infra.errors import JobLostError, PermanentInfraError
+from rollouts.infra.node import Node, SSHNode
+from rollouts.infra.session import LocalSession, Session
 from tests.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]

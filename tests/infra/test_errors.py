@@ -7,7 +7,7 @@ import pickle
 
 import pytest
 
-from infra.errors import (
+from rollouts.infra.errors import (
     CommandFailedError,
     CommandTimeoutError,
     CompletedCommand,

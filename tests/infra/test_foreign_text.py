@@ -5,7 +5,7 @@ Without it the log of a machine clears the screen, or its progress bars push the
 
 import pytest
 
-from infra.foreign_text import shown_line, shown_lines
+from rollouts.infra.foreign_text import shown_line, shown_lines
 
 
 @pytest.mark.parametrize(

@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from infra.jobs import (
+from rollouts.infra.jobs import (
     FollowOffsets,
     JobState,
     follow_job,
     job_status,
     start_or_attach,
 )
-from infra.session import Session
+from rollouts.infra.session import Session
 from tests.infra.shell_jobs import kill_follower, shell_spec, wait_for_end
 
 

@@ -18,9 +18,15 @@ from pathlib import Path
 
 import pytest
 
-import infra.jobs
-from infra.errors import CompletedCommand, JobFailedError, JobLostError, PermanentInfraError, TransientInfraError
-from infra.jobs import (
+import rollouts.infra.jobs
+from rollouts.infra.errors import (
+    CompletedCommand,
+    JobFailedError,
+    JobLostError,
+    PermanentInfraError,
+    TransientInfraError,
+)
+from rollouts.infra.jobs import (
     JobState,
     ask_to_finish,
     cancel_job,
@@ -32,8 +38,8 @@ from infra.jobs import (
     require_finished,
     start_or_attach,
 )
-from infra.session import LocalSession, Session
-from infra.supervisor.files import read_json
+from rollouts.infra.session import LocalSession, Session
+from rollouts.infra.supervisor.files import read_json
 from tests.infra.shell_jobs import is_alive, kill_follower, read_pid, shell_spec, wait_for_end
 from tests.mounts import mounted_tmpfs
 from tests.waiting import wait_until
@@ -47,7 +53,7 @@ WRITE_RESULT = """echo '{"loss": 0.5}' > result.part; mv result.part result.json
 class CutSession(LocalSession):
     """Its first streams end soon, without a word of the job's."""
 
-    num_to_cut = infra.jobs.MAX_BROKEN_STREAMS + 2
+    num_to_cut = rollouts.infra.jobs.MAX_BROKEN_STREAMS + 2
 
     @contextmanager
     def stream(self, argv: Sequence[str], *, stdin: bytes = b"") -> Iterator[Iterator[bytes]]:
@@ -72,16 +78,16 @@ def test_a_job_that_says_nothing_is_followed_as_long_as_connections_last(
 ) -> None:
     """As one that waits for a GPU all night, over a line that is cut every hour."""
     session = CutSession(sys.executable)
-    monkeypatch.setattr(infra.jobs, "MAX_RECONNECT_PAUSE_S", 0.0)
-    monkeypatch.setattr(infra.jobs, "STEADY_S", 0.01 if is_steady else 60.0)
+    monkeypatch.setattr(rollouts.infra.jobs, "MAX_RECONNECT_PAUSE_S", 0.0)
+    monkeypatch.setattr(rollouts.infra.jobs, "STEADY_S", 0.01 if is_steady else 60.0)
     start_or_attach(session, shell_spec(run_dir, WRITE_RESULT))
     seen: list[object] = []
     if is_steady:
-        ended = infra.jobs.follow_job(session, str(run_dir), on_metrics=seen.append, on_event=seen.append)
+        ended = rollouts.infra.jobs.follow_job(session, str(run_dir), on_metrics=seen.append, on_event=seen.append)
         assert ended.state is JobState.FINISHED
     else:
         with pytest.raises(TransientInfraError, match="broke off 10 times in a row"):
-            infra.jobs.follow_job(session, str(run_dir), on_metrics=seen.append, on_event=seen.append)
+            rollouts.infra.jobs.follow_job(session, str(run_dir), on_metrics=seen.append, on_event=seen.append)
 
 
 class ForeignSession(LocalSession):

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from infra.errors import LedgerUnwritableError, PermanentInfraError
-from infra.ledger import Ledger
-from infra.renting.rentals import RentalState, all_rentals, change_rental
+from rollouts.infra.errors import LedgerUnwritableError, PermanentInfraError
+from rollouts.infra.ledger import Ledger
+from rollouts.infra.renting.rentals import RentalState, all_rentals, change_rental
 from tests.mounts import fill
 
 LEASES_OF_THE_FIRST_FORMAT = (
@@ -124,7 +124,7 @@ def test_a_file_that_is_no_ledger_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_ledger_is_opened_and_read_while_somebody_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("infra.ledger_file.BUSY_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("rollouts.infra.ledger_file.BUSY_TIMEOUT_S", 0.05)
     path = tmp_path / "ledger.sqlite"
     with Ledger(path) as ledger:
         ledger.add_lease("/runs/sft", "run-a", "local")

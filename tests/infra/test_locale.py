@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from infra.session import LocalSession, Session
-from infra.sync import sender
+from rollouts.infra.session import LocalSession, Session
+from rollouts.infra.sync import sender
 
 pytestmark = pytest.mark.skipif(shutil.which("localedef") is None, reason="locales cannot be made here")
 

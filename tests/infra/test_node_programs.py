@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-import infra
-from infra import supervisor
-from infra.node_programs import read_program
+from rollouts import infra
+from rollouts.infra import supervisor
+from rollouts.infra.node_programs import read_program
 
 INFRA = Path(infra.__file__).parent
 SUPERVISOR = Path(supervisor.__file__).parent
@@ -26,8 +26,8 @@ FILES = [
 VERBS = """
 import traceback
 
-from infra.greeter.words import word
-from infra.mark import MARK
+from rollouts.infra.greeter.words import word
+from rollouts.infra.mark import MARK
 
 def main(argv):
     print(word(argv[1]) + MARK)
@@ -76,7 +76,7 @@ def test_what_runs_on_nodes_imports_only_the_standard_library_of_an_older_python
     ]
     modules = {alias.name for each in imports if isinstance(each, ast.Import) for alias in each.names}
     modules |= {str(each.module) for each in imports if isinstance(each, ast.ImportFrom)}
-    sent_too = {".".join(("infra", *each.relative_to(INFRA).with_suffix("").parts)) for each in FILES}
+    sent_too = {".".join(("rollouts", "infra", *each.relative_to(INFRA).with_suffix("").parts)) for each in FILES}
     others = modules - sent_too if path.parent == SUPERVISOR else modules
     assert {name.split(".")[0] for name in others} <= sys.stdlib_module_names
     names = {alias.name for each in imports for alias in each.names}

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from flows.machines_cli import OPTIONS
-from infra.offers import GPUQuery, Offer, describe_closest, is_gpu_type, is_same_model
+from rollouts.flows.machines_cli import OPTIONS
+from rollouts.infra.offers import GPUQuery, Offer, describe_closest, is_gpu_type, is_same_model
 
 OFFER = Offer(
     provider="runpod",

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from infra.process_identity import ProcessIdentity, identify
+from rollouts.infra.process_identity import ProcessIdentity, identify
 
 
 def test_a_process_is_known_again_while_it_lives() -> None:
@@ -33,7 +33,7 @@ def test_a_number_that_was_given_again_means_another_process() -> None:
 @pytest.mark.skipif(not Path("/proc/self/ns/pid").exists() or os.geteuid() != 0, reason="needs namespaces and root")
 def test_a_process_of_another_container_is_none_of_this_one() -> None:
     """The first process of a container has the number 1, which is another one's everywhere else."""
-    program = "import json, dataclasses; from infra.process_identity import identify; "
+    program = "import json, dataclasses; from rollouts.infra.process_identity import identify; "
     program += "import os, sys; print(json.dumps(dataclasses.asdict(identify(os.getpid()))), flush=True); input()"
     inside = subprocess.Popen(
         ["unshare", "--pid", "--fork", "--mount-proc", sys.executable, "-c", program],

@@ -13,12 +13,12 @@ from dataclasses import replace
 
 import pytest
 
-from infra import reach
-from infra.errors import PermanentInfraError
-from infra.node import Node
-from infra.providers import open_session
-from infra.reach import check_both_ways
-from infra.session import Session
+from rollouts.infra import reach
+from rollouts.infra.errors import PermanentInfraError
+from rollouts.infra.node import Node
+from rollouts.infra.providers import open_session
+from rollouts.infra.reach import check_both_ways
+from rollouts.infra.session import Session
 from tests.infra.separate_node import PrivateLink, SeparateNode, private_link, separate_node
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300), pytest.mark.namespaces]

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from infra.errors import PermanentInfraError
-from infra.ledger import Ledger
-from infra.registry import (
+from rollouts.infra.errors import PermanentInfraError
+from rollouts.infra.ledger import Ledger
+from rollouts.infra.registry import (
     NOTHING,
     Alias,
     Model,

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from infra.repeating import repeating
+from rollouts.infra.repeating import repeating
 from tests.threads import join_threads
 
 

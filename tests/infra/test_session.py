@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from infra.chunks import CHUNK_BYTES, Chunk
-from infra.errors import (
+from rollouts.infra.chunks import CHUNK_BYTES, Chunk
+from rollouts.infra.errors import (
     CommandFailedError,
     CommandTimeoutError,
     CompletedCommand,
@@ -23,11 +23,11 @@ from infra.errors import (
     PermanentInfraError,
     TransientInfraError,
 )
-from infra.ports import find_free_port, is_port_free
-from infra.providers.ssh import expand_root
-from infra.reach import own_address
-from infra.renting.acceptance import require_speed
-from infra.session import LOOPBACK, LocalSession, Session
+from rollouts.infra.ports import find_free_port, is_port_free
+from rollouts.infra.providers.ssh import expand_root
+from rollouts.infra.reach import own_address
+from rollouts.infra.renting.acceptance import require_speed
+from rollouts.infra.session import LOOPBACK, LocalSession, Session
 from tests.infra.shell_jobs import is_alive, read_pid
 from tests.infra.splitting import chunks_of
 from tests.waiting import wait_until

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from infra.node import Node
+from rollouts.infra.node import Node
+from rollouts.tasks.plan import plan_training
+from rollouts.tasks.records import RunScope, Stage
 from rollouts_core.config import Config
 from rollouts_core.job import InputModel
 from rollouts_core.stages.planning import base_model
-from tasks.plan import plan_training
-from tasks.records import RunScope, Stage
 
 
 def plan_sft(config: Config, scope: RunScope, node: Node) -> Stage:

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from rollouts.tasks.artifacts import find_damage, is_finished, set_damage_aside
+from rollouts.tasks.records import Stage
 from rollouts_core.checkpoint import load_manifest, new_checkpoint
 from rollouts_core.run_directory import RunDirectory
-from tasks.artifacts import find_damage, is_finished, set_damage_aside
-from tasks.records import Stage
 
 
 @pytest.fixture

@@ -10,20 +10,20 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from flows.preflight import check_own_disk
-from infra.bootstrap import NodeNeeds
-from infra.errors import PermanentInfraError
-from infra.node import LocalNode
-from infra.providers import provision_node
-from rollouts_core.errors import ConfigError
-from rollouts_core.model.model_size import ModelSize
-from tasks.bootstrap import (
+from rollouts.flows.preflight import check_own_disk
+from rollouts.infra.bootstrap import NodeNeeds
+from rollouts.infra.errors import PermanentInfraError
+from rollouts.infra.node import LocalNode
+from rollouts.infra.providers import provision_node
+from rollouts.tasks.bootstrap import (
     bootstrap,
     modules_called,
     wants_gpu,
     warn_of_memory,
     warn_of_precision,
 )
+from rollouts_core.errors import ConfigError
+from rollouts_core.model.model_size import ModelSize
 from tests.infra.test_bootstrap import GOOD
 from tests.mounts import mounted_tmpfs
 from tests.tasks.test_plan import config_at

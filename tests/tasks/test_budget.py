@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from infra.jobs import start_or_attach
-from infra.ledger import Ledger
-from infra.node import Node
-from infra.renting.rentals import Rental, RentalState, add_rental
-from infra.session import LocalSession
-from tasks.budget import MARGIN_S, cancel_jobs, end_of_work
-from tasks.records import RunScope
+from rollouts.infra.jobs import start_or_attach
+from rollouts.infra.ledger import Ledger
+from rollouts.infra.node import Node
+from rollouts.infra.renting.rentals import Rental, RentalState, add_rental
+from rollouts.infra.session import LocalSession
+from rollouts.tasks.budget import MARGIN_S, cancel_jobs, end_of_work
+from rollouts.tasks.records import RunScope
 from tests.infra.shell_jobs import shell_spec
 from tests.waiting import wait_until
 

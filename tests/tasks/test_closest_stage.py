@@ -8,13 +8,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from rollouts.tasks.closest_stage import describe_difference, find_older_version
+from rollouts.tasks.records import Stage
 from rollouts_core.config import ModelConfig, SFTTrainingConfig
 from rollouts_core.fingerprint import SEMANTICS_VERSION, fingerprint_job
 from rollouts_core.job import InputDataset, InputModel, SFTJob
 from rollouts_core.run_directory import RunDirectory
 from rollouts_core.system.files import write_atomically
-from tasks.closest_stage import describe_difference, find_older_version
-from tasks.records import Stage
 
 
 def sft_stage(store: Path, *, data: str = "d", model: str = "m", **training: Any) -> Stage:  # Any: settings

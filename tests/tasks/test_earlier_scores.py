@@ -13,19 +13,19 @@ from typing import Any
 
 import pytest
 
-from infra.ledger import Ledger
-from infra.node import LocalNode, Node
-from infra.providers import provision_node
+from rollouts.infra.ledger import Ledger
+from rollouts.infra.node import LocalNode, Node
+from rollouts.infra.providers import provision_node
+from rollouts.tasks.earlier_scores import take_earlier_scores
+from rollouts.tasks.plan import plan_evaluation
+from rollouts.tasks.records import RunScope, Stage
+from rollouts.tasks.stage import run_stage
 from rollouts_core.comparison import estimate_mean
 from rollouts_core.config import Config
 from rollouts_core.job import InputModel
 from rollouts_core.run_directory import RunDirectory
 from rollouts_core.stages.planning import base_model
 from rollouts_core.system.files import link_or_copy, write_json
-from tasks.earlier_scores import take_earlier_scores
-from tasks.plan import plan_evaluation
-from tasks.records import RunScope, Stage
-from tasks.stage import run_stage
 from tests.tasks.test_plan import checkpoint, config_at
 
 SCORES = {"base": [0.0, 0.0, 1.0], "sft": [1.0, 0.0, 1.0]}
@@ -122,7 +122,7 @@ def test_of_two_runs_that_take_the_same_at_once_both_have_it(
             other.join(1.0)
         link_or_copy(source, destination)
 
-    monkeypatch.setattr("tasks.earlier_scores.link_or_copy", link_while_another_begins)
+    monkeypatch.setattr("rollouts.tasks.earlier_scores.link_or_copy", link_while_another_begins)
     sentence = take_earlier_scores(stage, scope)
     other.join(60)
     assert said == [sentence] == ["reused from run trained-trained-, which scored the same"]

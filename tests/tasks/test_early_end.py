@@ -11,17 +11,17 @@ from typing import Any
 
 import pytest
 
-from infra.node import LocalNode
-from infra.providers import provision_node
-from rollouts_core.checkpoint import adopt_checkpoint, list_checkpoints, new_checkpoint
-from rollouts_core.run_directory import RunDirectory
-from tasks.early_end import (
+from rollouts.infra.node import LocalNode
+from rollouts.infra.providers import provision_node
+from rollouts.tasks.early_end import (
     EndedForAnotherRunError,
     begin_with_earlier,
     check_own_end,
     read_early_end,
 )
-from tasks.records import RunScope, Stage
+from rollouts.tasks.records import RunScope, Stage
+from rollouts_core.checkpoint import adopt_checkpoint, list_checkpoints, new_checkpoint
+from rollouts_core.run_directory import RunDirectory
 from tests.tasks.planned import plan_sft
 from tests.tasks.test_plan import config_at
 
@@ -106,7 +106,7 @@ def test_a_start_that_is_broken_off_leaves_no_checkpoint_without_the_metrics_bef
             raise KeyboardInterrupt
         return adopt_checkpoint(source, parent)
 
-    monkeypatch.setattr("tasks.early_end.adopt_checkpoint", adopt_one)
+    monkeypatch.setattr("rollouts.tasks.early_end.adopt_checkpoint", adopt_one)
     with pytest.raises(KeyboardInterrupt):
         begin_with_earlier(second)
     begin_with_earlier(second)

@@ -21,19 +21,19 @@ from pathlib import Path
 import httpx
 import pytest
 
-from infra.errors import NodeUnreachableError, PermanentInfraError, TransientInfraError
-from infra.jobs import JobState, cancel_job, job_status, start_or_attach
-from infra.ledger import Ledger
-from infra.node import LocalNode, Node, SSHAccess
-from infra.providers import provision_node
-from infra.session import LocalSession
-from infra.supervisor.gpu_slots import GPU_LOCKS_VARIABLE
+from rollouts.infra.errors import NodeUnreachableError, PermanentInfraError, TransientInfraError
+from rollouts.infra.jobs import JobState, cancel_job, job_status, start_or_attach
+from rollouts.infra.ledger import Ledger
+from rollouts.infra.node import LocalNode, Node, SSHAccess
+from rollouts.infra.providers import provision_node
+from rollouts.infra.session import LocalSession
+from rollouts.infra.supervisor.gpu_slots import GPU_LOCKS_VARIABLE
+from rollouts.tasks import engine, leases
+from rollouts.tasks.node_job import gpus_of, job_environment, job_spec
+from rollouts.tasks.records import EngineRecord, RunScope, Stage
+from rollouts.tasks.unit_keys import own_unit_key
 from rollouts_core.errors import ConfigError
 from rollouts_core.stages.planning import base_model
-from tasks import engine, leases
-from tasks.node_job import gpus_of, job_environment, job_spec
-from tasks.records import EngineRecord, RunScope, Stage
-from tasks.unit_keys import own_unit_key
 from tests.flows.conftest import pids_of, processes_of
 from tests.infra.shell_jobs import shell_spec
 from tests.infra.ssh_server import make_key
@@ -63,7 +63,7 @@ def scope(tmp_path: Path) -> RunScope:
 
 @pytest.fixture
 def rl(tmp_path: Path, scope: RunScope, node: Node) -> Stage:
-    from flows.form import load_pipeline
+    from rollouts.flows.form import load_pipeline
 
     config = load_pipeline(write_small_pipeline(tmp_path / "small", mode="rl")).config
     return plan_rl(base_model(config), config, scope, node)
@@ -226,7 +226,7 @@ def test_an_engine_on_a_node_of_its_own_asks_for_the_stores_key_and_comes_back_o
     tmp_path: Path, scope: RunScope, node: Node
 ) -> None:
     """The nodes are folders of this machine, and their network is its loopback."""
-    from flows.form import load_pipeline
+    from rollouts.flows.form import load_pipeline
 
     far = replace(node, name="far", root=str(tmp_path / "far"), address="127.0.0.1")
     cluster = replace(node, engine_nodes=(far,))

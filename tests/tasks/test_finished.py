@@ -12,18 +12,18 @@ from pathlib import Path
 
 import pytest
 
-from infra.errors import PermanentInfraError
-from infra.ledger import Ledger
-from infra.node import LocalNode, Node, NodeSettings, RentedNode, SSHNode, no_machine
-from infra.offers import CLOUD_NAMES
-from infra.providers import open_session
-from infra.providers.clouds import ENDPOINTS
-from infra.providers.rented import purpose_of
-from infra.renting.rentals import Rental, RentalState, add_rental
+from rollouts.infra.errors import PermanentInfraError
+from rollouts.infra.ledger import Ledger
+from rollouts.infra.node import LocalNode, Node, NodeSettings, RentedNode, SSHNode, no_machine
+from rollouts.infra.offers import CLOUD_NAMES
+from rollouts.infra.providers import open_session
+from rollouts.infra.providers.clouds import ENDPOINTS
+from rollouts.infra.providers.rented import purpose_of
+from rollouts.infra.renting.rentals import Rental, RentalState, add_rental
+from rollouts.tasks.finished import RunStage, placeholder_if_finished, trainings_begun
+from rollouts.tasks.records import RunScope, Stage, StageRecord
 from rollouts_core.checkpoint import load_manifest, new_checkpoint
 from rollouts_core.run_directory import RunDirectory
-from tasks.finished import RunStage, placeholder_if_finished, trainings_begun
-from tasks.records import RunScope, Stage, StageRecord
 
 RENTED = RentedNode(max_usd=5.0)
 

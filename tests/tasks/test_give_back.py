@@ -13,14 +13,14 @@ from pathlib import Path
 
 import pytest
 
-from infra.errors import NodeUnreachableError, TransientInfraError
-from infra.jobs import JobState, cancel_job, job_status, start_or_attach
-from infra.ledger import LEDGER_FILE, Ledger
-from infra.node import Node, SSHAccess
-from infra.providers.runpod import RunPod
-from infra.session import LocalSession
-from tasks.provision import give_back, release_now
-from tasks.records import RunScope
+from rollouts.infra.errors import NodeUnreachableError, TransientInfraError
+from rollouts.infra.jobs import JobState, cancel_job, job_status, start_or_attach
+from rollouts.infra.ledger import LEDGER_FILE, Ledger
+from rollouts.infra.node import Node, SSHAccess
+from rollouts.infra.providers.runpod import RunPod
+from rollouts.infra.session import LocalSession
+from rollouts.tasks.provision import give_back, release_now
+from rollouts.tasks.records import RunScope
 from tests.infra.fake_cloud import KEY
 from tests.infra.fake_runpod import FakeRunPod
 from tests.infra.renting.test_provision import REQUEST, World

@@ -9,16 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from infra.errors import ObjectMissingError, PermanentInfraError, StoreUnavailableError, TransientInfraError
-from infra.stores.object_store import ObjectStore
-from infra.stores.publication import publish_run
+from rollouts.infra.errors import ObjectMissingError, PermanentInfraError, StoreUnavailableError, TransientInfraError
+from rollouts.infra.stores.object_store import ObjectStore
+from rollouts.infra.stores.publication import publish_run
+from rollouts.tasks import inputs
+from rollouts.tasks.inputs import bring_inputs, find_origin, keys_at_origin, named_urls
 from rollouts_core.checkpoint import new_checkpoint
 from rollouts_core.config import Config, DatasetConfig, RolloutConfig, parse_config, resolve_paths
 from rollouts_core.data.rows import digest_path
 from rollouts_core.fingerprint import digest_checkpoint, digest_model
 from rollouts_core.mistakes import Mistakes
-from tasks import inputs
-from tasks.inputs import bring_inputs, find_origin, keys_at_origin, named_urls
 from tests.infra.stores.s3_server import S3Server
 
 ROWS = b'{"prompt": "1+1=?", "completion": ":2"}\n'

@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 
-from flows.form import load_pipeline
-from infra.errors import PermanentInfraError
-from infra.node import FurtherNode, LocalNode, Node, SSHNode
-from infra.providers import provision_node
+from rollouts.flows.form import load_pipeline
+from rollouts.infra.errors import PermanentInfraError
+from rollouts.infra.node import FurtherNode, LocalNode, Node, SSHNode
+from rollouts.infra.providers import provision_node
+from rollouts.tasks.bootstrap import bootstrap
+from rollouts.tasks.installed_engines import leads_engines
 from rollouts_core.config import Config
-from tasks.bootstrap import bootstrap
-from tasks.installed_engines import leads_engines
 from tests.small_pipeline import write_small_pipeline
 
 ELSEWHERE: dict[str, Any] = {"rollout__engine__kind": "sglang", "evaluation__engine": "embedded"}
@@ -63,7 +63,7 @@ def test_an_engine_is_needed_where_rl_or_an_evaluation_samples(
 def test_a_machine_without_the_engine_is_refused_before_its_first_stage(tmp_path: Path, node: Node) -> None:
     python = f"{sys.prefix}/bin/python"
     config = config_of(tmp_path, rollout__engine__kind="sglang", rollout__engine__python=python)
-    with pytest.raises(PermanentInfraError, match=r'^rollout\.engine\.kind is "sglang", but .* has no sglang: install'):
+    with pytest.raises(PermanentInfraError, match=r"has no sglang, which this rollout\.engine\.kind needs: install"):
         bootstrap.fn(node, config, LocalNode())
     bootstrap.fn(node, config_of(tmp_path), LocalNode())
 

@@ -14,12 +14,12 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from infra.ledger import Ledger
+from rollouts.infra.ledger import Ledger
 
 LIVING_RUN = """
 import sys, time
 from pathlib import Path
-from infra.ledger import Ledger
+from rollouts.infra.ledger import Ledger
 with Ledger(Path(sys.argv[1])) as ledger, ledger.living_run("other"):
     ledger.add_lease("/job", "other", "local")
     print("ready", flush=True)
@@ -33,7 +33,7 @@ def other_run(path: Path) -> subprocess.Popen[bytes]:
     process = subprocess.Popen(
         [sys.executable, "-c", LIVING_RUN, str(path)],
         stdout=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": str(root)},
+        env={**os.environ, "PYTHONPATH": str(root / "src")},
     )
     assert process.stdout is not None
     assert process.stdout.readline() == b"ready\n"

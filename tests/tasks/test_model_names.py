@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from infra.ledger import LEDGER_FILE, Ledger
-from infra.registry import Model, promote, register_model
+from rollouts.infra.ledger import LEDGER_FILE, Ledger
+from rollouts.infra.registry import Model, promote, register_model
+from rollouts.tasks.model_names import find_named_model, with_heldout
 from rollouts_core.checkpoint import load_manifest, new_checkpoint
 from rollouts_core.config import Config, DataConfig, ModelConfig
 from rollouts_core.errors import CheckpointError, ConfigError
-from tasks.model_names import find_named_model, with_heldout
 
 
 @pytest.fixture

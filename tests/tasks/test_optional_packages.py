@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
-from infra.errors import PermanentInfraError
-from infra.node import LocalNode, RentedNode, SSHNode
-from infra.providers import open_session, provision_node
-from tasks.bootstrap import bootstrap
-from tasks.optional_packages import check_packages, check_sent_packages, needed_packages
+from rollouts.infra.errors import PermanentInfraError
+from rollouts.infra.node import LocalNode, RentedNode, SSHNode
+from rollouts.infra.providers import open_session, provision_node
+from rollouts.tasks.bootstrap import bootstrap
+from rollouts.tasks.optional_packages import check_packages, check_sent_packages, needed_packages
 from tests.flows.refusals import assert_refused, write_config
 from tests.small_pipeline import write_small_pipeline
 from tests.tasks.test_plan import config_at

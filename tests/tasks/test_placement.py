@@ -18,14 +18,19 @@ from typing import Any
 
 import pytest
 
-from infra.errors import PermanentInfraError, TransientInfraError
-from infra.jobs import JobState, cancel_job, job_status, start_or_attach
-from infra.node import Node
-from infra.session import LocalSession
-from infra.stores.object_store import ObjectStore
-from infra.stores.publication import publish_run
-from infra.sync.mirror import pull_run
-from infra.sync.push import publish_files
+from rollouts.infra.errors import PermanentInfraError, TransientInfraError
+from rollouts.infra.jobs import JobState, cancel_job, job_status, start_or_attach
+from rollouts.infra.node import Node
+from rollouts.infra.session import LocalSession
+from rollouts.infra.stores.object_store import ObjectStore
+from rollouts.infra.stores.publication import publish_run
+from rollouts.infra.sync.mirror import pull_run
+from rollouts.infra.sync.push import publish_files
+from rollouts.tasks import placement
+from rollouts.tasks.inputs import bring_inputs
+from rollouts.tasks.placement import NodeInputs, Placement, place_code, place_stage
+from rollouts.tasks.plan import plan_engine, plan_evaluation, plan_selection
+from rollouts.tasks.records import RunScope, Stage
 from rollouts_core import sft as sft_module
 from rollouts_core.checkpoint import list_checkpoints, load_manifest
 from rollouts_core.config import Config, ModelConfig, RolloutConfig
@@ -34,11 +39,6 @@ from rollouts_core.errors import ConfigError
 from rollouts_core.fingerprint import digest_model, digest_plugins
 from rollouts_core.job import InputFile, InputModel
 from rollouts_core.stages.planning import base_model, input_file
-from tasks import placement
-from tasks.inputs import bring_inputs
-from tasks.placement import NodeInputs, Placement, place_code, place_stage
-from tasks.plan import plan_engine, plan_evaluation, plan_selection
-from tasks.records import RunScope, Stage
 from tests.infra.shell_jobs import is_alive, read_pid, shell_spec, wait_for_end
 from tests.infra.stores.s3_server import S3Server
 from tests.tasks.planned import plan_rl, plan_sft

@@ -13,19 +13,27 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from infra.node import LocalNode, Node
-from infra.providers import provision_node
+from rollouts.infra.node import LocalNode, Node
+from rollouts.infra.providers import provision_node
+from rollouts.tasks.node_job import job_environment
+from rollouts.tasks.plan import (
+    check_plugins,
+    plan_engine,
+    plan_evaluation,
+    plan_selection,
+    selected_model,
+    with_engines,
+)
+from rollouts.tasks.records import EngineRecord, RunScope, Stage, StageRecord
 from rollouts_core.checkpoint import load_manifest, new_checkpoint
-from rollouts_core.config import ENGINE_MARGINS, MIN_ENGINE_CONTEXT, Config, DataConfig, ModelConfig
+from rollouts_core.config import MIN_ENGINE_CONTEXT, Config, DataConfig, ModelConfig
+from rollouts_core.engine_kinds import SGLANG
 from rollouts_core.engines.canary import canary_requests
 from rollouts_core.errors import CheckpointError, ConfigError
 from rollouts_core.fingerprint import fingerprint_job
 from rollouts_core.job import EvalJob, InputModel
 from rollouts_core.keys import OWN_KEY_VARIABLE
 from rollouts_core.stages.planning import base_model
-from tasks.node_job import job_environment
-from tasks.plan import check_plugins, plan_engine, plan_evaluation, plan_selection, selected_model, with_engines
-from tasks.records import EngineRecord, RunScope, Stage, StageRecord
 from tests.tasks.planned import plan_rl, plan_sft
 
 DATA = ("sft", "prompts", "selection", "heldout")
@@ -265,7 +273,7 @@ def test_an_engine_has_room_for_what_it_is_asked_to_prove_itself(
     engine = plan_engine(plan_rl(base_model(config), config, scope, node), 0, node)
     assert engine.job["context_length"] == context
     longest = max(len(request.prompt_tokens) + request.sampling.max_new_tokens for request in canary_requests(1.0))
-    assert longest + ENGINE_MARGINS["sglang"] == MIN_ENGINE_CONTEXT == 26
+    assert longest + SGLANG.reserved_tokens == MIN_ENGINE_CONTEXT == 26
 
 
 def test_the_engine_that_samples_is_part_of_the_identity_of_rl_and_where_it_is_installed_is_not(

@@ -11,7 +11,7 @@ import os
 import pytest
 from rich.console import Console
 
-from tasks.progress import StageProgress
+from rollouts.tasks.progress import StageProgress
 
 
 def lines_of(*steps: int, num_steps: int, is_terminal: bool = False) -> list[str]:

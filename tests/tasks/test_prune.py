@@ -15,13 +15,13 @@ from pathlib import Path
 
 import pytest
 
-from infra.jobs import cancel_job, start_or_attach
-from infra.ledger import LEDGER_FILE, Ledger
-from infra.registry import register_model, reject
-from infra.session import LocalSession
-from tasks.inputs import bring_input
-from tasks.places import NAMES, note_named
-from tasks.prune import DAY_S, FoundFolder, plan_prune, remove_folders
+from rollouts.infra.jobs import cancel_job, start_or_attach
+from rollouts.infra.ledger import LEDGER_FILE, Ledger
+from rollouts.infra.registry import register_model, reject
+from rollouts.infra.session import LocalSession
+from rollouts.tasks.inputs import bring_input
+from rollouts.tasks.places import NAMES, note_named
+from rollouts.tasks.prune import DAY_S, FoundFolder, plan_prune, remove_folders
 from tests.infra.shell_jobs import shell_spec
 
 NOW = 1_000 * DAY_S
@@ -32,7 +32,7 @@ SIZE = 1_000
 DYING_RUN = """
 import os, sys
 from pathlib import Path
-from infra.ledger import Ledger
+from rollouts.infra.ledger import Ledger
 with Ledger(Path(sys.argv[1])) as ledger, ledger.living_run("dead"):
     ledger.add_lease(sys.argv[2], "dead", "local")
     os.kill(os.getpid(), 9)
@@ -41,7 +41,7 @@ with Ledger(Path(sys.argv[1])) as ledger, ledger.living_run("dead"):
 HOLDING = """
 import sys
 from pathlib import Path
-from infra.locks import locked
+from rollouts.infra.locks import locked
 with locked(Path(sys.argv[1])):
     print("held", flush=True)
     sys.stdin.read()
@@ -50,8 +50,8 @@ with locked(Path(sys.argv[1])):
 PRUNING = f"""
 import sys
 from pathlib import Path
-from infra.ledger import LEDGER_FILE, Ledger
-from tasks.prune import plan_prune, remove_folders
+from rollouts.infra.ledger import LEDGER_FILE, Ledger
+from rollouts.tasks.prune import plan_prune, remove_folders
 store = Path(sys.argv[1])
 with Ledger(store / LEDGER_FILE) as ledger:
     print(len(remove_folders(store, ledger, plan_prune(store, ledger, unused_days=45, now={NOW}))))

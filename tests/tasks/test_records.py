@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from infra.ledger import Ledger
-from infra.renting.rentals import machine_name
-from infra.run_ids import short_id
-from tasks.records import RunScope
+from rollouts.infra.ledger import Ledger
+from rollouts.infra.renting.rentals import machine_name
+from rollouts.infra.run_ids import short_id
+from rollouts.tasks.records import RunScope
 
 PLANNED_TOGETHER = ("01a21093-4d30-7389-9d67-c573ecd4e99d", "01a21093-4d30-70b1-abb8-fa180da630c9")
 """Ids that Prefect's server gave to two runs of one schedule."""

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from rollouts.tasks.records import RunScope, StageRecord
+from rollouts.tasks.report import build_report_input, judge_training
 from rollouts_core.config import Config
-from tasks.records import RunScope, StageRecord
-from tasks.report import build_report_input, judge_training
 from tests.small_pipeline import small_settings
 
 

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from infra.errors import InfraError, MachineGoneError, TransientInfraError
-from infra.ledger import Ledger
-from infra.registry import Alias, Model, current, models, promote, register_model, rollback
-from infra.retrainings import Retraining, RetrainingState, find_retraining, retrainings
-from tasks.retraining import Answer, Compared, Outcome, Rules, retrain_once
+from rollouts.infra.errors import InfraError, MachineGoneError, TransientInfraError
+from rollouts.infra.ledger import Ledger
+from rollouts.infra.registry import Alias, Model, current, models, promote, register_model, rollback
+from rollouts.infra.retrainings import Retraining, RetrainingState, find_retraining, retrainings
+from rollouts.tasks.retraining import Answer, Compared, Outcome, Rules, retrain_once
 
 DAY_S = 86_400.0
 

@@ -21,16 +21,16 @@ from pathlib import Path
 
 import pytest
 
-from infra.errors import JobFailedError
-from infra.jobs import follow_job, require_finished, start_or_attach
-from infra.ledger import LEDGER_FILE, Ledger
-from infra.registry import Alias, Model, current, find_model, history, models, register_model
-from infra.retrainings import Retraining, RetrainingState, retrainings
-from infra.session import LocalSession
-from infra.supervisor.status import is_supervised
+from rollouts.infra.errors import JobFailedError
+from rollouts.infra.jobs import follow_job, require_finished, start_or_attach
+from rollouts.infra.ledger import LEDGER_FILE, Ledger
+from rollouts.infra.registry import Alias, Model, current, find_model, history, models, register_model
+from rollouts.infra.retrainings import Retraining, RetrainingState, retrainings
+from rollouts.infra.session import LocalSession
+from rollouts.infra.supervisor.status import is_supervised
+from rollouts.tasks.prune import plan_prune, remove_folders
+from rollouts.tasks.retraining import Answer, Compared, Rules, retrain_once
 from rollouts_core.checkpoint import load_manifest, new_checkpoint, verify_checkpoint
-from tasks.prune import plan_prune, remove_folders
-from tasks.retraining import Answer, Compared, Rules, retrain_once
 from tests.flows.conftest import processes_of
 from tests.infra.shell_jobs import shell_spec
 from tests.waiting import wait_until

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from infra.jobs import JobState, job_status, start_or_attach
-from infra.ledger import Ledger
-from infra.node import Node
-from infra.session import LocalSession
-from tasks import salvage as salvages
-from tasks.records import RunScope
-from tasks.salvage import salvage
+from rollouts.infra.jobs import JobState, job_status, start_or_attach
+from rollouts.infra.ledger import Ledger
+from rollouts.infra.node import Node
+from rollouts.infra.session import LocalSession
+from rollouts.tasks import salvage as salvages
+from rollouts.tasks.records import RunScope
+from rollouts.tasks.salvage import salvage
 from tests.infra.shell_jobs import shell_spec
 from tests.waiting import wait_until
 

@@ -18,18 +18,18 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from flows.status import going_jobs
-from infra.errors import CompletedCommand, TransientInfraError
-from infra.jobs import JobSpec, JobState, job_status, start_or_attach
-from infra.ledger import Ledger
-from infra.locks import is_locked
-from infra.node import Node
-from infra.session import LocalSession, Session
-from tasks import stage as stages
-from tasks.placement import Placement, bring_earlier_work
-from tasks.progress import StageProgress
-from tasks.provision import give_back
-from tasks.records import How, RunScope, Stage
+from rollouts.flows.status import going_jobs
+from rollouts.infra.errors import CompletedCommand, TransientInfraError
+from rollouts.infra.jobs import JobSpec, JobState, job_status, start_or_attach
+from rollouts.infra.ledger import Ledger
+from rollouts.infra.locks import is_locked
+from rollouts.infra.node import Node
+from rollouts.infra.session import LocalSession, Session
+from rollouts.tasks import stage as stages
+from rollouts.tasks.placement import Placement, bring_earlier_work
+from rollouts.tasks.progress import StageProgress
+from rollouts.tasks.provision import give_back
+from rollouts.tasks.records import How, RunScope, Stage
 from tests.infra.shell_jobs import shell_spec
 from tests.tasks.test_plan import checkpoint
 from tests.tasks.test_stage import with_ranks

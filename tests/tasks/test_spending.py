@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from infra.ledger import Ledger
-from infra.renting.rentals import Rental, RentalState, add_rental, change_rental, find_rental
-from tasks.records import RunScope
-from tasks.spending import note_spending, spending_of, with_spending
+from rollouts.infra.ledger import Ledger
+from rollouts.infra.renting.rentals import Rental, RentalState, add_rental, change_rental, find_rental
+from rollouts.tasks.records import RunScope
+from rollouts.tasks.spending import note_spending, spending_of, with_spending
 
 HOUR = 3600.0
 

@@ -18,16 +18,16 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from infra.jobs import FIRST_GPU, start_or_attach
-from infra.node import Node
-from infra.session import LocalSession
-from infra.supervisor.gpu_slots import GPU_LOCKS_VARIABLE
+from rollouts.infra.jobs import FIRST_GPU, start_or_attach
+from rollouts.infra.node import Node
+from rollouts.infra.session import LocalSession
+from rollouts.infra.supervisor.gpu_slots import GPU_LOCKS_VARIABLE
+from rollouts.tasks.node_job import COUNTED_BY_BUS, gpus_of, gpus_of_engines, job_environment, variables_of_place
+from rollouts.tasks.progress import StageProgress
+from rollouts.tasks.records import Stage
+from rollouts.tasks.stage import follow_until_finished
 from rollouts_core.backends.allocator import KEPT_MEMORY
 from rollouts_core.keys import OWN_KEY_VARIABLE
-from tasks.node_job import COUNTED_BY_BUS, gpus_of, gpus_of_engines, job_environment, variables_of_place
-from tasks.progress import StageProgress
-from tasks.records import Stage
-from tasks.stage import follow_until_finished
 from tests.infra.shell_jobs import shell_spec
 from tests.waiting import wait_until
 

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from infra.errors import StoreRefusedError
-from infra.node import Node, SSHAccess
-from infra.stores.object_store import ObjectStore
-from infra.stores.publication import read_publication
+from rollouts.infra.errors import StoreRefusedError
+from rollouts.infra.node import Node, SSHAccess
+from rollouts.infra.stores.object_store import ObjectStore
+from rollouts.infra.stores.publication import read_publication
+from rollouts.tasks.records import RunScope
+from rollouts.tasks.stores import RECORDS, publish_results, reach_stores, send_from_machine
 from rollouts_core.config import Config, ModelConfig
 from rollouts_core.job import InputModel
-from tasks.records import RunScope
-from tasks.stores import RECORDS, publish_results, reach_stores, send_from_machine
 from tests.infra.stores.s3_server import S3Server
 
 CONFIG = Config.model_validate(

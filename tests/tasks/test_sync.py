@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from infra.ledger import Ledger
-from infra.registry import find_model, promote
+from rollouts.infra.ledger import Ledger
+from rollouts.infra.registry import find_model, promote
+from rollouts.tasks.candidate import check_whole, register_candidate
+from rollouts.tasks.records import RunScope
+from rollouts.tasks.sync import sync_results
 from rollouts_core.checkpoint import load_manifest, new_checkpoint
 from rollouts_core.config import ModelConfig
 from rollouts_core.errors import CheckpointError
 from rollouts_core.job import InputModel
-from tasks.candidate import check_whole, register_candidate
-from tasks.records import RunScope
-from tasks.sync import sync_results
 
 
 def selected(folder: Path, weights: bytes) -> InputModel:

@@ -20,15 +20,15 @@ from typing import Any
 
 import pytest
 
-from flows.deployments import evaluation_options
-from flows.form import RunOptions
+from rollouts.flows.deployments import evaluation_options
+from rollouts.flows.form import RunOptions
+from rollouts.tasks import tracking
+from rollouts.tasks.records import RunScope, Stage
+from rollouts.tasks.trackers import TrackerName, check_trackers
+from rollouts.tasks.tracking import tracked
 from rollouts_core.errors import ConfigError
 from rollouts_core.metrics import JSONLLogger
 from rollouts_core.run_directory import RunDirectory
-from tasks import tracking
-from tasks.records import RunScope, Stage
-from tasks.trackers import TrackerName, check_trackers
-from tasks.tracking import tracked
 from tests.infra.shell_jobs import is_alive
 from tests.waiting import wait_until
 
@@ -253,7 +253,7 @@ def test_a_tracker_whose_process_is_killed_is_said(stage: Stage, tmp_path: Path)
         wait_until(lambda: said, what="where its metrics are")
         for pid in Path("/proc/self/task").glob("*/children"):
             for child in map(int, pid.read_text().split()):
-                if b"tasks.tracking" in Path(f"/proc/{child}/cmdline").read_bytes():
+                if b"rollouts.tasks.tracking" in Path(f"/proc/{child}/cmdline").read_bytes():
                     os.kill(child, signal.SIGKILL)
         wait_until(lambda: len(said) == 2, what="that it is gone")
     metrics = f"{stage.run_dir}/metrics.jsonl"
@@ -262,7 +262,8 @@ def test_a_tracker_whose_process_is_killed_is_said(stage: Stage, tmp_path: Path)
 
 def test_a_tracker_outlives_neither_an_interrupted_run_nor_one_that_was_killed(stage: Stage, tmp_path: Path) -> None:
     program = (
-        "import sys, time\nfrom tasks.records import RunScope, Stage\nfrom tasks.tracking import tracked\n"
+        "import sys, time\nfrom rollouts.tasks.records import RunScope, Stage\n"
+        "from rollouts.tasks.tracking import tracked\n"
         "with tracked(Stage.model_validate_json(sys.argv[1]), RunScope.model_validate_json(sys.argv[2]), print):\n"
         "    time.sleep(600)\n"
     )

@@ -14,15 +14,15 @@ from pathlib import Path
 
 import pytest
 
-from infra.jobs import JobState, cancel_job, job_status, start_or_attach
-from infra.ledger import Ledger
-from infra.node import Node
-from infra.session import LocalSession
-from infra.supervisor.gpu_slots import GPU_LOCKS_VARIABLE
+from rollouts.infra.jobs import JobState, cancel_job, job_status, start_or_attach
+from rollouts.infra.ledger import Ledger
+from rollouts.infra.node import Node
+from rollouts.infra.session import LocalSession
+from rollouts.infra.supervisor.gpu_slots import GPU_LOCKS_VARIABLE
+from rollouts.tasks.records import RunScope, Stage
+from rollouts.tasks.trainer_nodes import ALONE, start_in_turn, trainers_beside
 from rollouts_core.config import DeploymentConfig, ModelConfig, SFTTrainingConfig
 from rollouts_core.job import InputDataset, InputModel, SFTJob
-from tasks.records import RunScope, Stage
-from tasks.trainer_nodes import ALONE, start_in_turn, trainers_beside
 from tests.infra.shell_jobs import shell_spec
 from tests.waiting import wait_until
 

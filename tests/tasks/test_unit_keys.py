@@ -8,9 +8,9 @@ from __future__ import annotations
 import stat
 from pathlib import Path
 
+from rollouts.tasks.records import RunScope
+from rollouts.tasks.unit_keys import KEY_FILE, own_keys, own_unit_key
 from rollouts_core.keys import OWN_KEY_VARIABLE, read_key, read_named_keys
-from tasks.records import RunScope
-from tasks.unit_keys import KEY_FILE, own_keys, own_unit_key
 
 
 def test_the_key_of_a_store_is_made_once_and_readable_by_its_owner_alone(tmp_path: Path) -> None:

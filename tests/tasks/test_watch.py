@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from infra.errors import ObjectMissingError
+from rollouts.infra.errors import ObjectMissingError
+from rollouts.tasks.watch import can_change, digest_sources, watched_sources
 from rollouts_core.config import Config
 from rollouts_core.errors import DataError
-from tasks.watch import can_change, digest_sources, watched_sources
 from tests.infra.stores.s3_server import S3Server
 from tests.tasks.test_inputs import put
 

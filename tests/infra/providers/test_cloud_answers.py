@@ -19,11 +19,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from infra.cloud import Cloud
-from infra.errors import InfraError
-from infra.offers import CloudName, GPUQuery, Instance, MachineSpec, Offer, describe_closest
-from infra.providers.clouds import ENDPOINTS
-from infra.providers.rented import describe_offer
+from rollouts.infra.cloud import Cloud
+from rollouts.infra.errors import InfraError
+from rollouts.infra.offers import CloudName, GPUQuery, Instance, MachineSpec, Offer, describe_closest
+from rollouts.infra.providers.clouds import ENDPOINTS
+from rollouts.infra.providers.rented import describe_offer
 from tests.infra.fake_cloud import FakeCloud
 from tests.infra.providers.answers import Answer, make_answers, schemas_of
 from tests.infra.providers.contract import ContractTransport, parse_document, read_document, specs_dir

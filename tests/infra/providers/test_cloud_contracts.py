@@ -15,15 +15,15 @@ import pytest
 from openapi_core.validation.request.exceptions import RequestBodyValidationError
 from openapi_core.validation.response.exceptions import InvalidData
 
-from infra.cloud import Cloud
-from infra.errors import OfferGoneError, ProviderRefusedError
-from infra.offers import GPUQuery, HostKeyPair, InstanceStatus, MachineSpec
-from infra.providers import lambda_cloud, prime, runpod, shadeform, vast
-from infra.providers.lambda_cloud import Lambda
-from infra.providers.prime import Prime
-from infra.providers.runpod import RunPod
-from infra.providers.shadeform import Shadeform
-from infra.providers.vast import Vast
+from rollouts.infra.cloud import Cloud
+from rollouts.infra.errors import OfferGoneError, ProviderRefusedError
+from rollouts.infra.offers import GPUQuery, HostKeyPair, InstanceStatus, MachineSpec
+from rollouts.infra.providers import lambda_cloud, prime, runpod, shadeform, vast
+from rollouts.infra.providers.lambda_cloud import Lambda
+from rollouts.infra.providers.prime import Prime
+from rollouts.infra.providers.runpod import RunPod
+from rollouts.infra.providers.shadeform import Shadeform
+from rollouts.infra.providers.vast import Vast
 from tests.infra import fake_prime
 from tests.infra.fake_cloud import KEY, FakeCloud
 from tests.infra.fake_lambda import PRIVATE_ADDRESS, FakeLambda

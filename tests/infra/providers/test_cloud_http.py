@@ -13,7 +13,7 @@ import httpx
 import pytest
 from pydantic import BaseModel
 
-from infra.errors import (
+from rollouts.infra.errors import (
     InfraError,
     MissingKeyError,
     OfferGoneError,
@@ -22,12 +22,12 @@ from infra.errors import (
     ProviderUnavailableError,
     UnclearAnswerError,
 )
-from infra.offers import GPUQuery, MachineSpec
-from infra.providers.clouds import CREDENTIALS_VARIABLE, ENDPOINTS, open_account, require_keys
-from infra.providers.http import MAX_ANSWER_BYTES, Endpoint, ProviderAPI, _Turns
-from infra.providers.lambda_cloud import Lambda
-from infra.providers.runpod import RunPod
-from infra.providers.vast import Vast
+from rollouts.infra.offers import GPUQuery, MachineSpec
+from rollouts.infra.providers.clouds import CREDENTIALS_VARIABLE, ENDPOINTS, open_account, require_keys
+from rollouts.infra.providers.http import MAX_ANSWER_BYTES, Endpoint, ProviderAPI, _Turns
+from rollouts.infra.providers.lambda_cloud import Lambda
+from rollouts.infra.providers.runpod import RunPod
+from rollouts.infra.providers.vast import Vast
 from tests.infra.fake_cloud import KEY as FAKE_KEY
 from tests.infra.fake_cloud import FakeCloud
 from tests.infra.fake_lambda import FakeLambda
@@ -142,8 +142,8 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr("infra.providers.http.time", clock)
-    monkeypatch.setattr("infra.providers.http._TURNS", _Turns())  # those of the real time are another thing
+    monkeypatch.setattr("rollouts.infra.providers.http.time", clock)
+    monkeypatch.setattr("rollouts.infra.providers.http._TURNS", _Turns())  # those of the real time are another thing
     return clock
 
 
@@ -244,7 +244,7 @@ def test_an_endless_answer_is_cut() -> None:
 @pytest.mark.parametrize("is_machine", [False, True])
 def test_an_answer_that_drips_is_given_up(is_machine: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else who ends machines would wait for it for ever, and end none."""
-    monkeypatch.setattr("infra.providers.http.MAX_ANSWER_S", 0.05)
+    monkeypatch.setattr("rollouts.infra.providers.http.MAX_ANSWER_S", 0.05)
 
     def drip() -> Iterator[bytes]:
         for _ in range(1000):

@@ -16,9 +16,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-import infra.providers.http
-from infra.cloud import Cloud
-from infra.errors import (
+import rollouts.infra.providers.http
+from rollouts.infra.cloud import Cloud
+from rollouts.infra.errors import (
     MachineGoneError,
     NoMachineError,
     ProviderRefusedError,
@@ -26,22 +26,22 @@ from infra.errors import (
     StillRentedError,
     UnfitMachineError,
 )
-from infra.ledger import LEDGER_FILE, Ledger
-from infra.node import Node, SSHAccess
-from infra.offers import GPUQuery, Instance, InstanceStatus, MachineSpec, Offer
-from infra.providers.addresses import usable_port
-from infra.providers.clouds import ENDPOINTS
-from infra.providers.instance import find_instance
-from infra.providers.lambda_cloud import Lambda
-from infra.providers.prime import Prime
-from infra.providers.rented import access_now, find_machine
-from infra.providers.runpod import RunPod
-from infra.providers.vast import Vast
-from infra.renting.provision import UNFIT_FOR_S, rent_machines
-from infra.renting.reaper import reap
-from infra.renting.release import release_machine
-from infra.renting.rentals import Rental, RentalState, all_rentals, change_rental, in_utc
-from infra.renting.request import Renting, RentRequest
+from rollouts.infra.ledger import LEDGER_FILE, Ledger
+from rollouts.infra.node import Node, SSHAccess
+from rollouts.infra.offers import GPUQuery, Instance, InstanceStatus, MachineSpec, Offer
+from rollouts.infra.providers.addresses import usable_port
+from rollouts.infra.providers.clouds import ENDPOINTS
+from rollouts.infra.providers.instance import find_instance
+from rollouts.infra.providers.lambda_cloud import Lambda
+from rollouts.infra.providers.prime import Prime
+from rollouts.infra.providers.rented import access_now, find_machine
+from rollouts.infra.providers.runpod import RunPod
+from rollouts.infra.providers.vast import Vast
+from rollouts.infra.renting.provision import UNFIT_FOR_S, rent_machines
+from rollouts.infra.renting.reaper import reap
+from rollouts.infra.renting.release import release_machine
+from rollouts.infra.renting.rentals import Rental, RentalState, all_rentals, change_rental, in_utc
+from rollouts.infra.renting.request import Renting, RentRequest
 from tests.infra.fake_cloud import HANG_S, KEY, FakeCloud
 from tests.infra.fake_lambda import FakeLambda
 from tests.infra.fake_prime import FakePrime
@@ -75,7 +75,7 @@ class World:
     def find(self, rental: Rental) -> Instance:
         """The machine as its run is told by its provider."""
         with pytest.MonkeyPatch.context() as patched:
-            patched.setattr("infra.providers.rented.account_of", lambda _: nullcontext(self.cloud))
+            patched.setattr("rollouts.infra.providers.rented.account_of", lambda _: nullcontext(self.cloud))
             return find_machine(self.node(rental))
 
 
@@ -107,7 +107,9 @@ def way() -> Altered:
 def world(
     request: pytest.FixtureRequest, way: Altered, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[World]:
-    monkeypatch.setattr(infra.providers.http, "FIRST_PAUSE_S", 0.05)  # how long pauses are pins test_cloud_http.py
+    monkeypatch.setattr(
+        rollouts.infra.providers.http, "FIRST_PAUSE_S", 0.05
+    )  # how long pauses are pins test_cloud_http.py
     fake_type, _, _, base, open_cloud = PROVIDERS[request.param]
     fake = fake_type()
     with fake.served() as url, open_cloud(url + base, way) as cloud, Ledger(tmp_path / LEDGER_FILE) as ledger:
@@ -201,7 +203,7 @@ def test_a_machine_that_is_listed_is_not_taken_for_gone(world: World, way: Alter
     way.is_lost = lambda request: request.method == "GET" and rental.instance_id in request.url.path
     assert world.find(rental).id == rental.instance_id
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("infra.providers.instance.open_account", lambda _: nullcontext(world.cloud))
+        patched.setattr("rollouts.infra.providers.instance.open_account", lambda _: nullcontext(world.cloud))
         assert find_instance(f"{world.cloud.name}:{rental.instance_id}").id == rental.instance_id
     assert world.rent().instance_id == rental.instance_id and len(world.fake.alive()) == 1
 
@@ -248,7 +250,7 @@ def test_an_account_without_money_or_rights_is_said_at_once_and_no_other_offer_i
 def test_a_machine_whose_creation_was_not_answered_well_is_the_only_one(
     world: World, fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("infra.providers.http.CREATE_TIMEOUT_S", HANG_S / 2)
+    monkeypatch.setattr("rollouts.infra.providers.http.CREATE_TIMEOUT_S", HANG_S / 2)
     setattr(world.fake.faults, fault, 1)
     rental = world.rent()
     assert [machine.id for machine in world.fake.alive()] == [rental.instance_id]
@@ -515,7 +517,7 @@ def test_an_offer_that_the_account_may_not_take_is_passed_over_and_the_next_take
 def test_a_machine_that_its_owner_takes_back_soon_is_rented_only_where_there_is_no_other_and_ends_before(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO, "infra.renting.request")
+    caplog.set_level(logging.INFO, "rollouts.infra.renting.request")
     fake = FakeVast()
     brief = {**ASK, "id": 7002, "dph_total": 1.0, "duration": 5400.0}
     fake.asks = [brief, {**ASK, "dph_total": 2.2}, {**ASK, "id": 7003, "dph_total": 0.9, "duration": 1800.0}]

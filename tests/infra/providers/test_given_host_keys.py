@@ -20,17 +20,17 @@ import yaml
 from starlette.requests import Request
 from starlette.responses import Response
 
-from infra.errors import HostKeyError, NoMachineError
-from infra.ledger import LEDGER_FILE, Ledger
-from infra.node import Node, RentedNode
-from infra.offers import GPUQuery, Instance, MachineSpec
-from infra.providers import open_session, provision_node
-from infra.providers.lambda_cloud import Lambda
-from infra.providers.rented import find_machine, known_hosts_of
-from infra.providers.runpod import RunPod
-from infra.renting.rentals import RentalState, all_rentals
-from infra.ssh.host_keys import fingerprint_of, make_host_key
-from infra.ssh.openssh import login_command
+from rollouts.infra.errors import HostKeyError, NoMachineError
+from rollouts.infra.ledger import LEDGER_FILE, Ledger
+from rollouts.infra.node import Node, RentedNode
+from rollouts.infra.offers import GPUQuery, Instance, MachineSpec
+from rollouts.infra.providers import open_session, provision_node
+from rollouts.infra.providers.lambda_cloud import Lambda
+from rollouts.infra.providers.rented import find_machine, known_hosts_of
+from rollouts.infra.providers.runpod import RunPod
+from rollouts.infra.renting.rentals import RentalState, all_rentals
+from rollouts.infra.ssh.host_keys import fingerprint_of, make_host_key
+from rollouts.infra.ssh.openssh import login_command
 from tests.infra import ssh_server
 from tests.infra.fake_cloud import KEY, FakeCloud, Machine
 from tests.infra.fake_lambda import FakeLambda
@@ -78,8 +78,10 @@ def cloud(server: SSHServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bootin
     """Lambda, whose machines are that one."""
     fake = BootingLambda()
     monkeypatch.setattr(Lambda, "endpoint", replace(Lambda.endpoint, min_interval_s=0.0, create_interval_s=0.0))
-    monkeypatch.setattr("infra.providers.lambda_cloud.USER", getpass.getuser())  # theirs are at port 22, as ubuntu
-    monkeypatch.setattr("infra.providers.lambda_cloud.Instance", partial(Instance, port=server.port))
+    monkeypatch.setattr(
+        "rollouts.infra.providers.lambda_cloud.USER", getpass.getuser()
+    )  # theirs are at port 22, as ubuntu
+    monkeypatch.setattr("rollouts.infra.providers.lambda_cloud.Instance", partial(Instance, port=server.port))
     with fake.served() as url:
         monkeypatch.setenv("LAMBDA_API_KEY", KEY)
         monkeypatch.setenv("LAMBDA_API_URL", url)
@@ -300,7 +302,7 @@ ECDSA_FILE, ED25519_FILE = (f"Key: /etc/ssh/ssh_host_{name}_key.pub" for name in
 def test_only_what_the_start_script_says_of_the_host_keys_counts(
     log: list[str], expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("infra.providers.runpod.LOG_WITHIN_S", 0.3)
+    monkeypatch.setattr("rollouts.infra.providers.runpod.LOG_WITHIN_S", 0.3)
     fake = FakeRunPod()
     fake.log, fake.log_goes_on = log, True
     with fake.served() as url, RunPod(KEY, url) as account:

@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 
-from flows.form import parse_pipeline
-from flows.preflight import reach_node
-from infra.errors import (
+from rollouts.flows.form import parse_pipeline
+from rollouts.flows.preflight import reach_node
+from rollouts.infra.errors import (
     HostKeyError,
     InfraError,
     MachineGoneError,
@@ -26,12 +26,12 @@ from infra.errors import (
     PermanentInfraError,
     TransientInfraError,
 )
-from infra.ledger import LEDGER_FILE, Ledger
-from infra.node import InstanceNode, Node
-from infra.offers import GPUQuery, MachineSpec
-from infra.providers import instance, open_session, provision_node, release_node
-from infra.providers.clouds import open_account
-from infra.renting.rentals import all_rentals
+from rollouts.infra.ledger import LEDGER_FILE, Ledger
+from rollouts.infra.node import InstanceNode, Node
+from rollouts.infra.offers import GPUQuery, MachineSpec
+from rollouts.infra.providers import instance, open_session, provision_node, release_node
+from rollouts.infra.providers.clouds import open_account
+from rollouts.infra.renting.rentals import all_rentals
 from rollouts_core.errors import ConfigError
 from tests.infra.fake_cloud import KEY
 from tests.infra.fake_runpod import FakeRunPod

@@ -17,13 +17,13 @@ from typing import Any
 
 import pytest
 
-from flows.form import parse_pipeline
-from infra.errors import HostKeyError, MachineGoneError, MissingKeyError, NoMachineError, PermanentInfraError
-from infra.ledger import LEDGER_FILE, Ledger
-from infra.node import Node, RentedNode
-from infra.providers import open_session, provision_node, release_node
-from infra.providers.rented import ended_when_expired, find_rentable, keep_rented, release_rentals
-from infra.renting.rentals import RentalState, add_rental, all_rentals, change_rental
+from rollouts.flows.form import parse_pipeline
+from rollouts.infra.errors import HostKeyError, MachineGoneError, MissingKeyError, NoMachineError, PermanentInfraError
+from rollouts.infra.ledger import LEDGER_FILE, Ledger
+from rollouts.infra.node import Node, RentedNode
+from rollouts.infra.providers import open_session, provision_node, release_node
+from rollouts.infra.providers.rented import ended_when_expired, find_rentable, keep_rented, release_rentals
+from rollouts.infra.renting.rentals import RentalState, add_rental, all_rentals, change_rental
 from rollouts_core.errors import ConfigError
 from tests.infra.fake_runpod import FakeRunPod, runpod_with
 from tests.infra.ssh_server import SSHServer, make_key, running_server
@@ -159,12 +159,14 @@ def test_a_machine_is_ended_when_its_hours_are_over_by_the_clock_also_where_that
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr("infra.providers.rented.EXPIRY_LOOK_S", 0.1)
+    monkeypatch.setattr("rollouts.infra.providers.rented.EXPIRY_LOOK_S", 0.1)
     node = rent(ssh_server, tmp_path)
     later = SimpleNamespace(time=lambda: time.time() + 24 * 3600)
     with ended_when_expired(node):
         fake.faults.refuses_key = True
-        monkeypatch.setattr("infra.providers.rented.time", later)  # as after a sleep, in which no timer goes on
+        monkeypatch.setattr(
+            "rollouts.infra.providers.rented.time", later
+        )  # as after a sleep, in which no timer goes on
         wait_until(lambda: "may still be rented" in caplog.text)
         assert len(fake.alive()) == 1
         fake.faults.refuses_key = False

@@ -21,8 +21,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from flows.cli import app
-from infra.errors import (
+from rollouts.flows.cli import app
+from rollouts.infra.errors import (
     HostKeyError,
     MissingKeyError,
     NodeUnreachableError,
@@ -32,20 +32,20 @@ from infra.errors import (
     ProviderUnavailableError,
     StillRentedError,
 )
-from infra.ledger import Ledger
-from infra.node import InstanceNode
-from infra.offers import GPUQuery, Instance, InstanceStatus
-from infra.providers import sky
-from infra.providers.clouds import ENDPOINTS, open_account
-from infra.providers.rented import access_to, describe_offer
-from infra.providers.sky import Sky
-from infra.renting.provision import rent_machines, search_offers
-from infra.renting.reaper import reap
-from infra.renting.release import release_machine
-from infra.renting.rentals import Rental, RentalState, all_rentals
-from infra.renting.request import Renting
-from infra.ssh.openssh import login_command
-from infra.ssh.ssh_session import SSHSession
+from rollouts.infra.ledger import Ledger
+from rollouts.infra.node import InstanceNode
+from rollouts.infra.offers import GPUQuery, Instance, InstanceStatus
+from rollouts.infra.providers import sky
+from rollouts.infra.providers.clouds import ENDPOINTS, open_account
+from rollouts.infra.providers.rented import access_to, describe_offer
+from rollouts.infra.providers.sky import Sky
+from rollouts.infra.renting.provision import rent_machines, search_offers
+from rollouts.infra.renting.reaper import reap
+from rollouts.infra.renting.release import release_machine
+from rollouts.infra.renting.rentals import Rental, RentalState, all_rentals
+from rollouts.infra.renting.request import Renting
+from rollouts.infra.ssh.openssh import login_command
+from rollouts.infra.ssh.ssh_session import SSHSession
 from tests.infra.providers.fake_sky import UNHEALTHY
 from tests.infra.renting.test_provision import PACE, REQUEST, usable
 from tests.infra.ssh_server import SSHServer

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
-from flows.form import parse_pipeline
-from infra.errors import LoginError
-from infra.node import LocalNode, Node, NodeSettings, SSHNode
-from infra.providers import open_session, provision_node, release_node
-from infra.providers.ssh import read_access
+from rollouts.flows.form import parse_pipeline
+from rollouts.infra.errors import LoginError
+from rollouts.infra.node import LocalNode, Node, NodeSettings, SSHNode
+from rollouts.infra.providers import open_session, provision_node, release_node
+from rollouts.infra.providers.ssh import read_access
 from rollouts_core.errors import ConfigError
 from tests.infra.ssh_server import SSHServer, make_key
 

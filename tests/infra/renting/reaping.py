@@ -7,9 +7,9 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from infra.ledger import Ledger
-from infra.providers.runpod import RunPod
-from infra.renting.reaper import reap
+from rollouts.infra.ledger import Ledger
+from rollouts.infra.providers.runpod import RunPod
+from rollouts.infra.renting.reaper import reap
 from tests.infra.renting.renting_run import PACE
 
 

@@ -16,19 +16,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from infra.cloud import Cloud, Pace
-from infra.ledger import Ledger
-from infra.offers import CloudName, GPUQuery, Instance
-from infra.providers.http import Account
-from infra.providers.lambda_cloud import Lambda
-from infra.providers.prime import Prime
-from infra.providers.runpod import RunPod
-from infra.providers.shadeform import Shadeform
-from infra.providers.vast import Vast
-from infra.renting.provision import rent_machines
-from infra.renting.release import release_machines
-from infra.renting.rentals import Rental, RentalState
-from infra.renting.request import Renting, RentRequest
+from rollouts.infra.cloud import Cloud, Pace
+from rollouts.infra.ledger import Ledger
+from rollouts.infra.offers import CloudName, GPUQuery, Instance
+from rollouts.infra.providers.http import Account
+from rollouts.infra.providers.lambda_cloud import Lambda
+from rollouts.infra.providers.prime import Prime
+from rollouts.infra.providers.runpod import RunPod
+from rollouts.infra.providers.shadeform import Shadeform
+from rollouts.infra.providers.vast import Vast
+from rollouts.infra.renting.provision import rent_machines
+from rollouts.infra.renting.release import release_machines
+from rollouts.infra.renting.rentals import Rental, RentalState
+from rollouts.infra.renting.request import Renting, RentRequest
 
 PACE = Pace(poll_s=0.02, looks_s=(0.0, 0.3, 0.6, 0.9), gone_within_s=60.0)
 USED_S = 0.2

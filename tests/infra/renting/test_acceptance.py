@@ -15,11 +15,11 @@ from pathlib import Path
 
 import pytest
 
-from infra.errors import TransientInfraError, UnfitMachineError
-from infra.renting import acceptance
-from infra.renting.acceptance import require_gpus, require_peers, require_speed
-from infra.session import LocalSession, Session
-from infra.supervisor.processes import JOB_VARIABLE, find_processes
+from rollouts.infra.errors import TransientInfraError, UnfitMachineError
+from rollouts.infra.renting import acceptance
+from rollouts.infra.renting.acceptance import require_gpus, require_peers, require_speed
+from rollouts.infra.session import LocalSession, Session
+from rollouts.infra.supervisor.processes import JOB_VARIABLE, find_processes
 from tests.excuses import ExcusedSkip
 from tests.nvidia_smi import install_nvidia_smi
 from tests.waiting import wait_until

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from infra.errors import LedgerUnwritableError, TransientInfraError, UnfitMachineError
-from infra.ledger import Ledger
-from infra.offers import Instance
-from infra.providers.runpod import RunPod
-from infra.renting.reaper import reap, release_named
-from infra.renting.release import release_machine, release_machines
-from infra.renting.rentals import Rental, RentalState, add_rental
+from rollouts.infra.errors import LedgerUnwritableError, TransientInfraError, UnfitMachineError
+from rollouts.infra.ledger import Ledger
+from rollouts.infra.offers import Instance
+from rollouts.infra.providers.runpod import RunPod
+from rollouts.infra.renting.reaper import reap, release_named
+from rollouts.infra.renting.release import release_machine, release_machines
+from rollouts.infra.renting.rentals import Rental, RentalState, add_rental
 from tests.infra.fake_cloud import KEY
 from tests.infra.fake_runpod import FakeRunPod
 from tests.infra.renting.test_provision import PACE, REQUEST, World, usable

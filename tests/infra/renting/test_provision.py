@@ -17,8 +17,8 @@ from typing import Any
 import httpx
 import pytest
 
-from infra.cloud import Cloud, Pace
-from infra.errors import (
+from rollouts.infra.cloud import Cloud, Pace
+from rollouts.infra.errors import (
     LoginError,
     MissingKeyError,
     NodeUnreachableError,
@@ -28,15 +28,23 @@ from infra.errors import (
     StillRentedError,
     UnfitMachineError,
 )
-from infra.ledger import Ledger
-from infra.offers import CloudName, GPUQuery, Instance
-from infra.providers.lambda_cloud import Lambda
-from infra.providers.runpod import RunPod
-from infra.renting.provision import MAX_OFFERS, rent_machines
-from infra.renting.reaper import reap
-from infra.renting.release import release_machine
-from infra.renting.rentals import Rental, RentalState, all_rentals, change_rental, find_rental, rentals_of, usd_spent
-from infra.renting.request import Check, Renting, RentRequest
+from rollouts.infra.ledger import Ledger
+from rollouts.infra.offers import CloudName, GPUQuery, Instance
+from rollouts.infra.providers.lambda_cloud import Lambda
+from rollouts.infra.providers.runpod import RunPod
+from rollouts.infra.renting.provision import MAX_OFFERS, rent_machines
+from rollouts.infra.renting.reaper import reap
+from rollouts.infra.renting.release import release_machine
+from rollouts.infra.renting.rentals import (
+    Rental,
+    RentalState,
+    all_rentals,
+    change_rental,
+    find_rental,
+    rentals_of,
+    usd_spent,
+)
+from rollouts.infra.renting.request import Check, Renting, RentRequest
 from tests.infra.fake_cloud import HANG_S, KEY, FakeCloud
 from tests.infra.fake_lambda import FakeLambda
 from tests.infra.fake_runpod import FakeRunPod
@@ -106,7 +114,7 @@ def test_the_cheapest_machine_is_rented_once_and_is_gone_afterwards(world: World
 def test_a_creation_that_was_not_answered_is_found_by_its_name(
     world: World, fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("infra.providers.http.CREATE_TIMEOUT_S", HANG_S / 2)
+    monkeypatch.setattr("rollouts.infra.providers.http.CREATE_TIMEOUT_S", HANG_S / 2)
     setattr(world.fake.faults, fault, 1)
     world.fake.faults.list_lag_s = 0.5
     rental = world.rent()
@@ -267,10 +275,10 @@ def test_whatever_ends_the_waiting_gives_the_machine_back(world: World, error: B
 
 
 STEPS = (
-    "infra.renting.provision.add_rental",
+    "rollouts.infra.renting.provision.add_rental",
     "create",
-    "infra.renting.provision._adopt_or_release",
-    "infra.renting.release.change_rental",
+    "rollouts.infra.renting.provision._adopt_or_release",
+    "rollouts.infra.renting.release.change_rental",
 )
 
 
@@ -283,9 +291,11 @@ def test_ctrl_c_at_any_step_gives_back_what_was_made_so_far(
     interrupt_after(step, world, monkeypatch)
     said: list[str] = []
     with Ledger(world.path) as ledger, pytest.raises(KeyboardInterrupt):
-        check = refuses if step == "infra.renting.release.change_rental" else usable
+        check = refuses if step == "rollouts.infra.renting.release.change_rental" else usable
         rent_machines(Renting(REQUEST, ledger, {"runpod": world.cloud}, check=check, say=said.append, pace=PACE))
-    assert world.fake.alive() == [] and len(world.fake.machines) == (step != "infra.renting.provision.add_rental")
+    assert world.fake.alive() == [] and len(world.fake.machines) == (
+        step != "rollouts.infra.renting.provision.add_rental"
+    )
     [row] = world.rows()
     assert row.state is (RentalState.GONE if world.fake.machines else RentalState.INTENDED)
     became = (
@@ -606,7 +616,7 @@ def test_a_kept_machine_that_another_run_took_since_the_ledger_was_read_is_left_
 ) -> None:
     kept = fail_and_keep(world)
     other = world.rent(replace(REQUEST, run_id="another-run"))
-    monkeypatch.setattr("infra.renting.provision._inherited", lambda renting: [kept])
+    monkeypatch.setattr("rollouts.infra.renting.provision._inherited", lambda renting: [kept])
     own = world.rent()
     assert own.instance_id != kept.instance_id and len(world.fake.alive()) == 2
     assert world.rows()[0] == other

@@ -21,14 +21,14 @@ from typing import Any
 
 import pytest
 
-from infra.cloud import Cloud
-from infra.errors import StillRentedError
-from infra.ledger import Ledger
-from infra.offers import CloudName, Instance
-from infra.providers.runpod import RunPod
-from infra.renting.reaper import UNSEEN_AFTER_S, ReapReport, reap
-from infra.renting.release import release_machine
-from infra.renting.rentals import (
+from rollouts.infra.cloud import Cloud
+from rollouts.infra.errors import StillRentedError
+from rollouts.infra.ledger import Ledger
+from rollouts.infra.offers import CloudName, Instance
+from rollouts.infra.providers.runpod import RunPod
+from rollouts.infra.renting.reaper import UNSEEN_AFTER_S, ReapReport, reap
+from rollouts.infra.renting.release import release_machine
+from rollouts.infra.renting.rentals import (
     Rental,
     RentalState,
     add_rental,
@@ -162,7 +162,7 @@ def test_a_machine_that_its_own_run_took_over_since_it_was_judged_is_not_ended(w
             assert world.rent().kept_until is None
             return ""
 
-        patched.setattr("infra.renting.reaper._why_wanted", take_over)
+        patched.setattr("rollouts.infra.renting.reaper._why_wanted", take_over)
         report = reap_now(world)
         assert (report.ended, report.failures, len(report.kept)) == ([], [], 1)
         assert len(world.fake.alive()) == 1
@@ -224,7 +224,7 @@ def test_a_machine_that_appears_late_is_ended(world: World) -> None:
 def test_a_machine_that_appears_when_its_run_has_another_one_is_ended_while_the_run_lives(
     world: World, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO, "infra.renting.request")
+    caplog.set_level(logging.INFO, "rollouts.infra.renting.request")
     world.fake.faults.drop_creates = 1
     world.fake.faults.list_lag_s = 3.0
     with Ledger(world.path) as ledger, ledger.living_run(REQUEST.run_id):
@@ -348,7 +348,7 @@ def test_what_another_look_found_in_the_same_moment_does_not_end_this_one(
                 others.append(reap_now(world))
             return found
 
-        monkeypatch.setattr("infra.renting.reaper.find_rental", find_before_the_other)
+        monkeypatch.setattr("rollouts.infra.renting.reaper.find_rental", find_before_the_other)
         report = reap_now(world)
         assert (report.failures, len(others[1].ended)) == ([], 2)
         assert {row.name: row.state for row in all_rentals(ledger)} == dict.fromkeys(names, RentalState.GONE)
@@ -363,7 +363,7 @@ def test_a_machine_that_a_run_took_over_since_it_was_judged_is_its_own(world: Wo
             return ""
 
         with pytest.MonkeyPatch.context() as patched:
-            patched.setattr("infra.renting.reaper._why_wanted", take_over)
+            patched.setattr("rollouts.infra.renting.reaper._why_wanted", take_over)
             report = reap_now(world)
         assert (report.ended, report.failures, len(report.kept)) == ([], [], 1)
         assert len(world.fake.alive()) == 1

@@ -12,15 +12,15 @@ from pathlib import Path
 
 import pytest
 
-from infra.errors import NodeUnreachableError, NoMachineError, PermanentInfraError, StillRentedError
-from infra.ledger import Ledger
-from infra.node import RentedNode, settings_of_engines, settings_of_trainers, without_further_nodes
-from infra.offers import GPUQuery, Instance, MachineSpec, Offer
-from infra.providers.runpod import RunPod
-from infra.renting.provision import rent_machines
-from infra.renting.release import release_machines
-from infra.renting.rentals import Rental, RentalState, add_rental, all_rentals, change_rental
-from infra.renting.request import Check, Renting
+from rollouts.infra.errors import NodeUnreachableError, NoMachineError, PermanentInfraError, StillRentedError
+from rollouts.infra.ledger import Ledger
+from rollouts.infra.node import RentedNode, settings_of_engines, settings_of_trainers, without_further_nodes
+from rollouts.infra.offers import GPUQuery, Instance, MachineSpec, Offer
+from rollouts.infra.providers.runpod import RunPod
+from rollouts.infra.renting.provision import rent_machines
+from rollouts.infra.renting.release import release_machines
+from rollouts.infra.renting.rentals import Rental, RentalState, add_rental, all_rentals, change_rental
+from rollouts.infra.renting.request import Check, Renting
 from tests.infra.fake_cloud import KEY
 from tests.infra.fake_runpod import FakeRunPod
 from tests.infra.renting.test_provision import PACE, REQUEST, usable

@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterable, Iterator
 
 import pytest
 
-from infra.errors import NodeUnreachableError, PermanentInfraError
-from infra.node_agent import DONE, FRAME_HEAD, STDOUT
-from infra.ssh import agent_call
-from infra.ssh.agent_call import MAX_ANSWER_BYTES, Agent, AgentCall
+from rollouts.infra.errors import NodeUnreachableError, PermanentInfraError
+from rollouts.infra.node_agent import DONE, FRAME_HEAD, STDOUT
+from rollouts.infra.ssh import agent_call
+from rollouts.infra.ssh.agent_call import MAX_ANSWER_BYTES, Agent, AgentCall
 
 PIECE = FRAME_HEAD.pack(STDOUT, 1 << 16) + bytes(1 << 16)
 

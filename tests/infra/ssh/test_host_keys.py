@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from infra.errors import HostKeyError
-from infra.ssh.host_keys import HostKey, HostKeyEvidence, HostKeyPolicy, noted_fingerprint, parse_known_hosts
+from rollouts.infra.errors import HostKeyError
+from rollouts.infra.ssh.host_keys import HostKey, HostKeyEvidence, HostKeyPolicy, noted_fingerprint, parse_known_hosts
 from tests.infra.ssh_server import fingerprint_of, make_key
 
 

@@ -21,12 +21,12 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric import dsa
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
-from infra.chunks import Chunk
-from infra.errors import KeyAgentError, LoginError, PermanentInfraError
-from infra.node import SSHAccess
-from infra.ssh.connection import connect
-from infra.ssh.login_keys import load_keys, read_key_variable, read_public_key, require_login_key
-from infra.ssh.ssh_session import SSHSession
+from rollouts.infra.chunks import Chunk
+from rollouts.infra.errors import KeyAgentError, LoginError, PermanentInfraError
+from rollouts.infra.node import SSHAccess
+from rollouts.infra.ssh.connection import connect
+from rollouts.infra.ssh.login_keys import load_keys, read_key_variable, read_public_key, require_login_key
+from rollouts.infra.ssh.ssh_session import SSHSession
 from tests.infra.ssh_agent import give_to_agent, running_agent
 from tests.infra.ssh_server import SSHServer, make_key, running_server
 
@@ -290,7 +290,7 @@ def test_an_agent_whose_person_does_not_come_is_not_taken_for_a_machine_that_doe
     ssh_server: SSHServer, ssh_agent: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setattr("infra.ssh.connection.SIGNING_TIMEOUT_S", 1.0)
+    monkeypatch.setattr("rollouts.infra.ssh.connection.SIGNING_TIMEOUT_S", 1.0)
     give_to_agent(ssh_server.client_key_file, tmp_path)
     is_over = threading.Event()
 

@@ -18,11 +18,11 @@ from pathlib import Path
 
 import pytest
 
-from infra.errors import NodeUnreachableError
-from infra.node import SSHAccess
-from infra.ssh.connection import HEARTBEAT_INTERVAL_S, connect
-from infra.ssh.openssh import NUM_HEARTBEATS, OpenSSH
-from infra.ssh.ssh_session import SSHSession
+from rollouts.infra.errors import NodeUnreachableError
+from rollouts.infra.node import SSHAccess
+from rollouts.infra.ssh.connection import HEARTBEAT_INTERVAL_S, connect
+from rollouts.infra.ssh.openssh import NUM_HEARTBEATS, OpenSSH
+from rollouts.infra.ssh.ssh_session import SSHSession
 from tests.infra.shell_jobs import is_alive, read_pid
 from tests.infra.splitting import chunks_of
 from tests.infra.ssh_server import SSHServer, running_server
@@ -42,7 +42,7 @@ for word in "$@"; do printf '%s\\n' "$word" >> {log}; done
 @pytest.fixture(autouse=True)
 def _near(monkeypatch: pytest.MonkeyPatch) -> None:
     """This machine, however busy it is."""
-    monkeypatch.setattr("infra.ssh.connection._NEAR_S", 5.0)
+    monkeypatch.setattr("rollouts.infra.ssh.connection._NEAR_S", 5.0)
 
 
 @pytest.fixture
@@ -160,7 +160,7 @@ def test_a_client_that_fails_is_replaced_by_our_own_connection(
 def test_a_large_file_reaches_a_distant_node_whose_client_fails(
     far_session: SSHSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("infra.ssh.connection._NEAR_S", 0.005)
+    monkeypatch.setattr("rollouts.infra.ssh.connection._NEAR_S", 0.005)
     wrap_client(tmp_path / "bin", monkeypatch, action="exit 255")
     content = os.urandom(1 << 20)
     far_session.write_chunks(str(tmp_path), chunks_of(content * 32))
@@ -215,7 +215,7 @@ def test_without_a_client_our_own_connection_does_it(
 def test_what_a_distant_node_sends_does_not_go_through_the_client(
     far_session: SSHSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("infra.ssh.connection._NEAR_S", 0.005)
+    monkeypatch.setattr("rollouts.infra.ssh.connection._NEAR_S", 0.005)
     words = wrap_client(tmp_path / "bin", monkeypatch)
     far_session.write_chunks(str(tmp_path), chunks_of(b"content"))
     assert (tmp_path / "file").read_bytes() == b"content"
@@ -229,7 +229,7 @@ def test_a_server_that_hangs_is_found_by_its_silence(
     server: SSHServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert HEARTBEAT_INTERVAL_S * (NUM_HEARTBEATS + 1) < 60
-    monkeypatch.setattr("infra.ssh.openssh.HEARTBEAT_INTERVAL_S", 1.0)
+    monkeypatch.setattr("rollouts.infra.ssh.openssh.HEARTBEAT_INTERVAL_S", 1.0)
     session = session_on(server.access, tmp_path)
     with session, pytest.raises(NodeUnreachableError), session.pipe(["sh", "-c", "echo up; sleep 60"]) as chunks:
         assert next(chunks) == b"up\n"

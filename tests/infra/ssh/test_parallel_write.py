@@ -16,12 +16,12 @@ from typing import Any
 
 import pytest
 
-from infra.chunks import CHUNK_BYTES, SHA256, Chunk
-from infra.errors import DiskFullError, NodeUnreachableError
-from infra.ports import find_free_port
-from infra.session import LocalSession
-from infra.ssh.parallel_write import MAX_SENDERS, ParallelWrite
-from infra.ssh.ssh_session import SSHSession
+from rollouts.infra.chunks import CHUNK_BYTES, SHA256, Chunk
+from rollouts.infra.errors import DiskFullError, NodeUnreachableError
+from rollouts.infra.ports import find_free_port
+from rollouts.infra.session import LocalSession
+from rollouts.infra.ssh.parallel_write import MAX_SENDERS, ParallelWrite
+from rollouts.infra.ssh.ssh_session import SSHSession
 from tests.infra.delay_proxy import delayed_port
 from tests.infra.splitting import chunks_of
 from tests.infra.ssh_server import SSHServer, running_server

@@ -16,11 +16,11 @@ from pathlib import Path
 
 import pytest
 
-from infra.errors import HostKeyError, LoginError, NameUnknownError, NodeUnreachableError, PermanentInfraError
-from infra.node import SSHAccess
-from infra.ssh.connection import connect
-from infra.ssh.proxy_jump import proxy_command
-from infra.ssh.ssh_session import SSHSession
+from rollouts.infra.errors import HostKeyError, LoginError, NameUnknownError, NodeUnreachableError, PermanentInfraError
+from rollouts.infra.node import SSHAccess
+from rollouts.infra.ssh.connection import connect
+from rollouts.infra.ssh.proxy_jump import proxy_command
+from rollouts.infra.ssh.ssh_session import SSHSession
 from tests.infra.splitting import chunks_of
 from tests.infra.ssh_server import SSHServer, make_key, running_server
 from tests.waiting import wait_until
@@ -95,7 +95,7 @@ def processes_with(text: str) -> list[str]:
 def test_commands_and_files_go_through_and_nothing_stays(
     ssh_server: SSHServer, bastions: Bastions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, jump: str, near_s: float
 ) -> None:
-    monkeypatch.setattr("infra.ssh.connection._NEAR_S", near_s)
+    monkeypatch.setattr("rollouts.infra.ssh.connection._NEAR_S", near_s)
     access = bastions.before(ssh_server.access, jump)
     content = os.urandom(2 << 20)
     with SSHSession(access, python=sys.executable, programs_dir=str(tmp_path / "programs")) as session:

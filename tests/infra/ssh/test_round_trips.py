@@ -12,15 +12,15 @@ from pathlib import Path
 
 import pytest
 
-from infra.bootstrap import probe_node
-from infra.environment import LOOK, ensure_environment
-from infra.jobs import JobState, cancel_job, job_status, start_or_attach
-from infra.node import Node, SSHAccess
-from infra.node_agent import ISOLATED
-from infra.ssh.agent_call import AgentCall, JsonObject
-from infra.ssh.agents import Agents, Purpose
-from infra.ssh.ssh_session import SSHSession
-from tasks.placement import place_code
+from rollouts.infra.bootstrap import probe_node
+from rollouts.infra.environment import LOOK, ensure_environment
+from rollouts.infra.jobs import JobState, cancel_job, job_status, start_or_attach
+from rollouts.infra.node import Node, SSHAccess
+from rollouts.infra.node_agent import ISOLATED
+from rollouts.infra.ssh.agent_call import AgentCall, JsonObject
+from rollouts.infra.ssh.agents import Agents, Purpose
+from rollouts.infra.ssh.ssh_session import SSHSession
+from rollouts.tasks.placement import place_code
 from tests.infra.shell_jobs import shell_spec
 from tests.infra.ssh.counting_port import CountingPort
 from tests.infra.ssh_server import SSHServer
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.slow
 @pytest.fixture
 def way(ssh_server: SSHServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[CountingPort]:
     """To the server, with nobody else on it than those who ask for something."""
-    monkeypatch.setattr("infra.ssh.connection.HEARTBEAT_INTERVAL_S", 1e4)
+    monkeypatch.setattr("rollouts.infra.ssh.connection.HEARTBEAT_INTERVAL_S", 1e4)
     way = CountingPort(ssh_server.port)
     yield way
     way.close()

@@ -20,8 +20,8 @@ import paramiko
 import pytest
 from paramiko.common import cMSG_DISCONNECT
 
-import infra.ssh.connection
-from infra.errors import (
+import rollouts.infra.ssh.connection
+from rollouts.infra.errors import (
     BannedError,
     HostKeyError,
     LoginError,
@@ -30,13 +30,13 @@ from infra.errors import (
     PermanentInfraError,
     TransientInfraError,
 )
-from infra.node import SSHAccess, SSHNode
-from infra.providers.ssh import read_access
-from infra.ssh.agents import PURPOSES
-from infra.ssh.connection import connect
-from infra.ssh.host_keys import HostKeyEvidence
-from infra.ssh.login_keys import LoginKeys
-from infra.ssh.ssh_session import SSHSession
+from rollouts.infra.node import SSHAccess, SSHNode
+from rollouts.infra.providers.ssh import read_access
+from rollouts.infra.ssh.agents import PURPOSES
+from rollouts.infra.ssh.connection import connect
+from rollouts.infra.ssh.host_keys import HostKeyEvidence
+from rollouts.infra.ssh.login_keys import LoginKeys
+from rollouts.infra.ssh.ssh_session import SSHSession
 from tests.infra.ssh.slow_port import slow_port
 from tests.infra.ssh_server import SSHServer, fingerprint_of, known_hosts_line, make_key, running_server, unpinned
 
@@ -168,7 +168,7 @@ def test_a_ban_by_a_machine_on_the_way_is_named(ssh_server: SSHServer) -> None:
 
 
 def test_a_session_outlasts_the_shortest_ban(ssh_server: SSHServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("infra.ssh.agents.BAN_PAUSE_S", 0.5)
+    monkeypatch.setattr("rollouts.infra.ssh.agents.BAN_PAUSE_S", 0.5)
     with banning_port("Not allowed at this time", num_banned=3, then=ssh_server.port) as port:
         access = replace(ssh_server.access, port=port)
         with SSHSession(access, python="python3", programs_dir="/unused") as session:
@@ -277,7 +277,7 @@ def test_a_server_with_which_we_have_nothing_in_common_is_told_what_is_missing(t
 
 
 def test_a_server_that_says_nothing_is_given_up(ssh_server: SSHServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(infra.ssh.connection, "CONNECT_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(rollouts.infra.ssh.connection, "CONNECT_TIMEOUT_S", 1.0)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         started = time.monotonic()
         with pytest.raises(NodeUnreachableError):
@@ -296,9 +296,9 @@ def test_a_node_without_the_interpreter_is_said(ssh_server: SSHServer, tmp_path:
 def test_a_server_that_hangs_is_found_by_its_silence(
     server: SSHServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert infra.ssh.connection.HEARTBEAT_INTERVAL_S + infra.ssh.connection.HEARTBEAT_LIMIT_S < 60
-    monkeypatch.setattr(infra.ssh.connection, "HEARTBEAT_INTERVAL_S", 0.3)
-    monkeypatch.setattr(infra.ssh.connection, "HEARTBEAT_LIMIT_S", 1.0)
+    assert rollouts.infra.ssh.connection.HEARTBEAT_INTERVAL_S + rollouts.infra.ssh.connection.HEARTBEAT_LIMIT_S < 60
+    monkeypatch.setattr(rollouts.infra.ssh.connection, "HEARTBEAT_INTERVAL_S", 0.3)
+    monkeypatch.setattr(rollouts.infra.ssh.connection, "HEARTBEAT_LIMIT_S", 1.0)
     connection = connect(server.access)
     channel = connection.open_command("sleep 60")
     server.signal_sessions(signal.SIGSTOP)
@@ -314,14 +314,14 @@ def test_a_server_that_hangs_is_found_by_its_silence(
 def test_a_server_that_hangs_before_it_lets_us_in_has_not_refused_our_key(
     server: SSHServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    log_in = infra.ssh.connection._log_in
+    log_in = rollouts.infra.ssh.connection._log_in
 
     def hang_and_log_in(transport: Any, access: SSHAccess, keys: LoginKeys) -> str:  # Any: paramiko
         server.signal_sessions(signal.SIGSTOP)
         transport.auth_timeout = 1.0
         return log_in(transport, access, keys)
 
-    monkeypatch.setattr(infra.ssh.connection, "_log_in", hang_and_log_in)
+    monkeypatch.setattr(rollouts.infra.ssh.connection, "_log_in", hang_and_log_in)
     try:
         with pytest.raises(NodeUnreachableError, match="timeout"):
             connect(server.access)
@@ -332,15 +332,15 @@ def test_a_server_that_hangs_before_it_lets_us_in_has_not_refused_our_key(
 def test_a_server_that_hangs_when_it_has_let_us_in_is_found_by_its_silence(
     server: SSHServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(infra.ssh.connection, "HEARTBEAT_LIMIT_S", 1.0)
-    log_in = infra.ssh.connection._log_in
+    monkeypatch.setattr(rollouts.infra.ssh.connection, "HEARTBEAT_LIMIT_S", 1.0)
+    log_in = rollouts.infra.ssh.connection._log_in
 
     def log_in_and_hang(transport: Any, access: SSHAccess, keys: LoginKeys) -> str:  # Any: paramiko
         file = log_in(transport, access, keys)
         server.signal_sessions(signal.SIGSTOP)
         return file
 
-    monkeypatch.setattr(infra.ssh.connection, "_log_in", log_in_and_hang)
+    monkeypatch.setattr(rollouts.infra.ssh.connection, "_log_in", log_in_and_hang)
     try:
         with (
             ThreadPoolExecutor(1) as pool,
@@ -355,8 +355,8 @@ def test_a_server_that_hangs_when_it_has_let_us_in_is_found_by_its_silence(
 def test_a_slow_line_on_which_much_is_under_way_is_not_taken_for_a_dead_one(
     ssh_server: SSHServer, monkeypatch: pytest.MonkeyPatch, command: str
 ) -> None:
-    monkeypatch.setattr(infra.ssh.connection, "HEARTBEAT_INTERVAL_S", 0.2)
-    monkeypatch.setattr(infra.ssh.connection, "HEARTBEAT_LIMIT_S", 1.0)
+    monkeypatch.setattr(rollouts.infra.ssh.connection, "HEARTBEAT_INTERVAL_S", 0.2)
+    monkeypatch.setattr(rollouts.infra.ssh.connection, "HEARTBEAT_LIMIT_S", 1.0)
     with slow_port(ssh_server.access.port, bytes_per_s=1e6) as port:
         connection = connect(replace(ssh_server.access, port=port))
         channel = connection.open_command(command)
@@ -370,7 +370,7 @@ def test_a_slow_line_on_which_much_is_under_way_is_not_taken_for_a_dead_one(
 
 
 def test_a_quiet_connection_stays_open(ssh_server: SSHServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(infra.ssh.connection, "HEARTBEAT_INTERVAL_S", 0.1)
+    monkeypatch.setattr(rollouts.infra.ssh.connection, "HEARTBEAT_INTERVAL_S", 0.1)
     connection = connect(ssh_server.access)
     channel = connection.open_command("sleep 2; echo done")
     assert channel.receive(10, timeout_s=20) == b"done\n"

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from infra.errors import HostKeyError, LoginError, PermanentInfraError
-from infra.node import SSHNode
-from infra.providers.ssh import reach_machine, read_access
-from infra.ssh.ssh_config import read_ssh_config
+from rollouts.infra.errors import HostKeyError, LoginError, PermanentInfraError
+from rollouts.infra.node import SSHNode
+from rollouts.infra.providers.ssh import reach_machine, read_access
+from rollouts.infra.ssh.ssh_config import read_ssh_config
 from tests.infra.ssh_agent import give_to_agent, running_agent
 from tests.infra.ssh_server import SSHServer, fingerprint_of, make_key, running_server
 

@@ -20,18 +20,18 @@ from pathlib import Path
 
 import pytest
 
-from infra.errors import (
+from rollouts.infra.errors import (
     CommandTimeoutError,
     LoginShellError,
     NodeUnreachableError,
     PermanentInfraError,
     RequestCutError,
 )
-from infra.jobs import JobState, cancel_job, follow_job, job_status, start_or_attach
-from infra.node_agent import END_OF_INPUT, FRAME_HEAD, REQUEST
-from infra.providers.ssh import expand_root
-from infra.ssh.agent_call import Agent
-from infra.ssh.ssh_session import SSHSession
+from rollouts.infra.jobs import JobState, cancel_job, follow_job, job_status, start_or_attach
+from rollouts.infra.node_agent import END_OF_INPUT, FRAME_HEAD, REQUEST
+from rollouts.infra.providers.ssh import expand_root
+from rollouts.infra.ssh.agent_call import Agent
+from rollouts.infra.ssh.ssh_session import SSHSession
 from tests.infra.separate_node import separate_node
 from tests.infra.shell_jobs import is_alive, read_pid, shell_spec, wait_for_end
 from tests.infra.splitting import chunks_of
@@ -164,7 +164,7 @@ def test_much_input_and_output_at_once_do_not_wait_for_each_other(ssh_session: S
 def test_a_command_that_prints_without_end_is_ended_and_the_next_one_answered(
     ssh_session: SSHSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("infra.ssh.ssh_session.MAX_OUTPUT_BYTES", 1 << 20)
+    monkeypatch.setattr("rollouts.infra.ssh.ssh_session.MAX_OUTPUT_BYTES", 1 << 20)
     began = time.monotonic()
     with pytest.raises(PermanentInfraError, match=r"sh on .* prints more than 1048576 bytes: it was ended"):
         ssh_session.run(["sh", "-c", f"echo $$ > {tmp_path}/pid; exec yes"], timeout_s=20)
@@ -394,8 +394,8 @@ def test_a_link_that_is_cut_amid_a_call_is_noticed_and_the_job_does_not_notice_i
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Packets vanish, and nobody says so; the real limits are in test_ssh.py."""
-    monkeypatch.setattr("infra.ssh.connection.HEARTBEAT_INTERVAL_S", 0.5)
-    monkeypatch.setattr("infra.ssh.connection.HEARTBEAT_LIMIT_S", 2.0)
+    monkeypatch.setattr("rollouts.infra.ssh.connection.HEARTBEAT_INTERVAL_S", 0.5)
+    monkeypatch.setattr("rollouts.infra.ssh.connection.HEARTBEAT_LIMIT_S", 2.0)
     with (
         separate_node(tmp_path / "node", hidden=[]) as node,
         SSHSession(node.access, python=sys.executable, programs_dir=f"{node.folder}/programs") as session,
@@ -530,7 +530,7 @@ def test_a_node_that_does_not_answer_is_not_the_end_of_its_job(
 def test_new_keys_in_the_middle_of_a_transfer_lose_nothing(
     tmp_path: Path, client: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("infra.ssh.openssh.is_installed", lambda: client == "openssh")
+    monkeypatch.setattr("rollouts.infra.ssh.openssh.is_installed", lambda: client == "openssh")
     content = os.urandom(40 << 20)
     with (
         running_server(tmp_path / "sshd", more_config="RekeyLimit 8M\nLogLevel DEBUG") as server,
@@ -555,7 +555,7 @@ def test_a_bashrc_that_reads_what_is_meant_for_the_command_is_named(tmp_path: Pa
 
 
 def test_a_bashrc_that_reads_all_input_is_suspected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("infra.ssh.ssh_session.ANSWER_MARGIN_S", 1.0)
+    monkeypatch.setattr("rollouts.infra.ssh.ssh_session.ANSWER_MARGIN_S", 1.0)
     with session_of_bashrc(tmp_path, "cat > /dev/null") as session, pytest.raises(NodeUnreachableError) as raised:
         session.run(["true"], timeout_s=4)
     assert "a .bashrc reads standard input to its end" in str(raised.value)
@@ -582,7 +582,7 @@ def test_a_server_that_closes_silent_channels_does_not_end_what_is_silent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a job that says nothing for long, and of a command; the server's limit here is two beats of the agent."""
-    monkeypatch.setattr("infra.jobs.MAX_BROKEN_STREAMS", 1)
+    monkeypatch.setattr("rollouts.infra.jobs.MAX_BROKEN_STREAMS", 1)
     with (
         running_server(tmp_path / "sshd", more_config="ChannelTimeout *=11s") as server,
         SSHSession(server.access, python=sys.executable, programs_dir=str(tmp_path / "programs")) as session,

@@ -15,13 +15,13 @@ from pathlib import Path
 
 import pytest
 
-from infra.errors import StoreUnavailableError, TransientInfraError
-from infra.session import LocalSession
-from infra.stores import direct
-from infra.stores.direct import fetch_on_node, send_checkpoint_from_node
-from infra.stores.object_store import PART_BYTES, ObjectStore
-from infra.stores.presigned import can_presign, presigned_get
-from infra.stores.publication import publish_run
+from rollouts.infra.errors import StoreUnavailableError, TransientInfraError
+from rollouts.infra.session import LocalSession
+from rollouts.infra.stores import direct
+from rollouts.infra.stores.direct import fetch_on_node, send_checkpoint_from_node
+from rollouts.infra.stores.object_store import PART_BYTES, ObjectStore
+from rollouts.infra.stores.presigned import can_presign, presigned_get
+from rollouts.infra.stores.publication import publish_run
 from tests.infra.stores.s3_server import CuttablePort, S3Server, environment_of, use, write_model
 
 pytestmark = pytest.mark.slow
@@ -264,7 +264,7 @@ def test_no_url_is_in_the_process_list_a_log_or_a_file(
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    caplog.set_level(logging.DEBUG, logger="infra")
+    caplog.set_level(logging.DEBUG, logger="rollouts.infra")
     url = presigned_get(store, "model.safetensors")
     assert SECRET.decode() in url and bucket in url
     with command_lines_seen() as seen:

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from infra.errors import ObjectMissingError, StoreRefusedError, StoreUnavailableError
-from infra.stores.download import download, find_wanted
-from infra.stores.object_store import PART_BYTES, ObjectStore
-from infra.stores.publication import PUBLICATION, check_writable_store, publish_run
+from rollouts.infra.errors import ObjectMissingError, StoreRefusedError, StoreUnavailableError
+from rollouts.infra.stores.download import download, find_wanted
+from rollouts.infra.stores.object_store import PART_BYTES, ObjectStore
+from rollouts.infra.stores.publication import PUBLICATION, check_writable_store, publish_run
 from tests.infra.stores.gcs_server import GCSServer, running_gcs_server, use
 from tests.infra.stores.s3_server import write_model
 

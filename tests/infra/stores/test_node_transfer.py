@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from infra.stores import node_transfer
+from rollouts.infra.stores import node_transfer
 
 pytestmark = pytest.mark.slow
 

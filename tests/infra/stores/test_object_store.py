@@ -18,12 +18,18 @@ import pytest
 from botocore.exceptions import ClientError
 from s3fs.errors import translate_boto_error  # type: ignore[import-untyped]
 
-from infra.errors import InfraError, ObjectMissingError, PermanentInfraError, StoreRefusedError, StoreUnavailableError
-from infra.stores import object_store
-from infra.stores.download import find_wanted
-from infra.stores.object_errors import sort_failure
-from infra.stores.object_store import PART_BYTES, ObjectStore, check_url
-from infra.stores.publication import PROBE, check_writable_store
+from rollouts.infra.errors import (
+    InfraError,
+    ObjectMissingError,
+    PermanentInfraError,
+    StoreRefusedError,
+    StoreUnavailableError,
+)
+from rollouts.infra.stores import object_store
+from rollouts.infra.stores.download import find_wanted
+from rollouts.infra.stores.object_errors import sort_failure
+from rollouts.infra.stores.object_store import PART_BYTES, ObjectStore, check_url
+from rollouts.infra.stores.publication import PROBE, check_writable_store
 from tests.infra.stores.s3_server import CuttablePort, S3Server, environment_of, use
 
 

@@ -13,18 +13,18 @@ from pathlib import Path
 
 import pytest
 
-from infra.errors import (
+from rollouts.infra.errors import (
     ObjectDamagedError,
     ObjectMissingError,
     PermanentInfraError,
     StoreUnavailableError,
     TransientInfraError,
 )
-from infra.locks import locked
-from infra.stores import download as downloads
-from infra.stores.download import download, find_wanted
-from infra.stores.object_store import PART_BYTES, ObjectStore
-from infra.stores.publication import PUBLICATION, publish_run, read_publication
+from rollouts.infra.locks import locked
+from rollouts.infra.stores import download as downloads
+from rollouts.infra.stores.download import download, find_wanted
+from rollouts.infra.stores.object_store import PART_BYTES, ObjectStore
+from rollouts.infra.stores.publication import PUBLICATION, publish_run, read_publication
 from tests.infra.stores.s3_server import CuttablePort, S3Server, write_model
 from tests.threads import join_threads
 

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from infra import jobs, locks, supervisor
-from infra.jobs import (
+from rollouts.infra import jobs, locks, supervisor
+from rollouts.infra.jobs import (
     FIRST_GPU,
     JobSpec,
     JobState,
@@ -27,10 +27,10 @@ from infra.jobs import (
     require_finished,
     start_or_attach,
 )
-from infra.session import LocalSession
-from infra.supervisor.files import internal_path, read_json
-from infra.supervisor.gpu_slots import GPU_LOCKS_VARIABLE, find_gpu_slots
-from infra.supervisor.processes import find_processes
+from rollouts.infra.session import LocalSession
+from rollouts.infra.supervisor.files import internal_path, read_json
+from rollouts.infra.supervisor.gpu_slots import GPU_LOCKS_VARIABLE, find_gpu_slots
+from rollouts.infra.supervisor.processes import find_processes
 from tests.infra.shell_jobs import is_alive, read_pid, shell_spec, wait_for_end
 from tests.nvidia_smi import install_nvidia_smi
 from tests.waiting import wait_until

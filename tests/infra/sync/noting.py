@@ -12,9 +12,9 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from infra.chunks import SHA256, Chunk
-from infra.session import LocalSession
-from infra.ssh.ssh_session import SSHSession
+from rollouts.infra.chunks import SHA256, Chunk
+from rollouts.infra.session import LocalSession
+from rollouts.infra.ssh.ssh_session import SSHSession
 from tests.infra.ssh_server import SSHServer
 
 Said = Iterator[dict[str, Any]]

@@ -4,6 +4,6 @@ from __future__ import annotations
 
 from functools import partial
 
-from infra.sync import mirror
+from rollouts.infra.sync import mirror
 
 pull_run = partial(mirror.pull_run, takes=lambda _: True)

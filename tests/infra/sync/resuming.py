@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from infra.chunks import CHUNK_BYTES
+from rollouts.infra.chunks import CHUNK_BYTES
 
 NUM_CHUNKS = 5
 LAST_BYTES = 3_212_345

@@ -15,13 +15,13 @@ from typing import Any
 
 import pytest
 
-from infra.chunks import CHUNK_BYTES
-from infra.errors import CompletedCommand, PermanentInfraError
-from infra.session import LocalSession, Session
-from infra.ssh.ssh_session import SSHSession
-from infra.sync.push import publish_directory
-from infra.sync.receiver import DIGESTS
-from infra.sync.sender import Sender
+from rollouts.infra.chunks import CHUNK_BYTES
+from rollouts.infra.errors import CompletedCommand, PermanentInfraError
+from rollouts.infra.session import LocalSession, Session
+from rollouts.infra.ssh.ssh_session import SSHSession
+from rollouts.infra.sync.push import publish_directory
+from rollouts.infra.sync.receiver import DIGESTS
+from rollouts.infra.sync.sender import Sender
 from tests.infra.ssh_server import SSHServer
 from tests.infra.sync.pulling import pull_run
 
@@ -56,7 +56,7 @@ def session(request: pytest.FixtureRequest, python: str, tmp_path: Path) -> Iter
 
 
 def test_a_node_digests_by_the_best_that_its_python_has(session: Session, digest: str, tmp_path: Path) -> None:
-    import infra.sync.receiver as receiver
+    import rollouts.infra.sync.receiver as receiver
 
     (tmp_path / "there").mkdir()
     (tmp_path / "there" / "file").write_bytes(b"content")

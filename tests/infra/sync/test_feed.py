@@ -17,10 +17,10 @@ from typing import Any, BinaryIO, cast
 
 import pytest
 
-from infra.chunks import CHUNK_BYTES, SHA256
-from infra.errors import DiskFullError, TransientInfraError
-from infra.sync import receiver
-from infra.sync.push import publish_directory
+from rollouts.infra.chunks import CHUNK_BYTES, SHA256
+from rollouts.infra.errors import DiskFullError, TransientInfraError
+from rollouts.infra.sync import receiver
+from rollouts.infra.sync.push import publish_directory
 from tests.infra.ssh_server import SSHServer, running_server
 from tests.infra.sync.noting import NotingSession, NotingSSHSession, session_on
 from tests.mounts import fill, mounted_tmpfs
@@ -31,9 +31,9 @@ SIZE = 2 * CHUNK_BYTES + 12_345
 
 @pytest.fixture(autouse=True)
 def _any_size_is_large_and_any_node_near(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("infra.sync.push.DIRECT_BYTES", CHUNK_BYTES)
-    monkeypatch.setattr("infra.sync.push.FIRST_PAUSE_S", 0.0)
-    monkeypatch.setattr("infra.ssh.connection._NEAR_S", 5.0)
+    monkeypatch.setattr("rollouts.infra.sync.push.DIRECT_BYTES", CHUNK_BYTES)
+    monkeypatch.setattr("rollouts.infra.sync.push.FIRST_PAUSE_S", 0.0)
+    monkeypatch.setattr("rollouts.infra.ssh.connection._NEAR_S", 5.0)
 
 
 @pytest.fixture

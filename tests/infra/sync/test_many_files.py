@@ -12,10 +12,10 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
-from infra.ssh.agent_call import AgentCall, JsonObject
-from infra.ssh.agents import Agents, Purpose
-from infra.ssh.ssh_session import SSHSession
-from infra.sync.push import publish_directory
+from rollouts.infra.ssh.agent_call import AgentCall, JsonObject
+from rollouts.infra.ssh.agents import Agents, Purpose
+from rollouts.infra.ssh.ssh_session import SSHSession
+from rollouts.infra.sync.push import publish_directory
 from tests.infra.ssh_server import SSHServer
 from tests.infra.sync.pulling import pull_run
 

@@ -20,14 +20,14 @@ from typing import Any
 
 import pytest
 
-from infra.chunks import CHUNK_BYTES
-from infra.errors import CompletedCommand, DiskFullError, PermanentInfraError, TransientInfraError
-from infra.node_agent import DIGESTS
-from infra.session import LocalSession, Session
-from infra.ssh.ssh_session import SSHSession
-from infra.sync import sender
-from infra.sync.mirror import mirrored
-from infra.sync.receiver import hash_file
+from rollouts.infra.chunks import CHUNK_BYTES
+from rollouts.infra.errors import CompletedCommand, DiskFullError, PermanentInfraError, TransientInfraError
+from rollouts.infra.node_agent import DIGESTS
+from rollouts.infra.session import LocalSession, Session
+from rollouts.infra.ssh.ssh_session import SSHSession
+from rollouts.infra.sync import sender
+from rollouts.infra.sync.mirror import mirrored
+from rollouts.infra.sync.receiver import hash_file
 from tests.infra.ssh_server import SSHServer, running_server
 from tests.infra.sync.pulling import pull_run
 from tests.waiting import wait_until
@@ -747,7 +747,7 @@ def test_directories_are_flushed_for_many_files_at_once_and_before_what_says_tha
     def note(directory: Path) -> None:
         flushed.append((directory.name, [name for name in names if (here / name).exists()]))
 
-    monkeypatch.setattr("infra.sync.receiver.flush_directory", note)
+    monkeypatch.setattr("rollouts.infra.sync.receiver.flush_directory", note)
     assert pull_run(LocalSession(sys.executable), str(run_dir), here) == 53
     assert ("a", names[:1]) in flushed, "the model before the manifest"
     assert ("a", names[:2]) in flushed, "the manifest before the result"

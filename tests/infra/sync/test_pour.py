@@ -17,12 +17,12 @@ from pathlib import Path
 
 import pytest
 
-import infra.session
-from infra.chunks import CHUNK_BYTES
-from infra.errors import InfraError, PermanentInfraError, TransientInfraError
-from infra.session import MAX_GREETING_BYTES, LocalSession, Session, split_lines
-from infra.sync import sender
-from infra.sync.mirror import pull_run
+import rollouts.infra.session
+from rollouts.infra.chunks import CHUNK_BYTES
+from rollouts.infra.errors import InfraError, PermanentInfraError, TransientInfraError
+from rollouts.infra.session import MAX_GREETING_BYTES, LocalSession, Session, split_lines
+from rollouts.infra.sync import sender
+from rollouts.infra.sync.mirror import pull_run
 from tests.infra.ssh_server import SSHServer, running_server
 from tests.infra.sync.noting import NotingSession, Said, session_on
 from tests.mounts import fill, mounted_tmpfs
@@ -35,8 +35,8 @@ GREETING = """ForceCommand sh -c 'echo "Welcome!"; echo "{\\"a\\"" >&2; eval "$S
 
 @pytest.fixture(autouse=True)
 def _any_size_is_large_and_any_node_near(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("infra.sync.mirror.DIRECT_BYTES", 1 << 20)
-    monkeypatch.setattr("infra.ssh.connection._NEAR_S", 5.0)
+    monkeypatch.setattr("rollouts.infra.sync.mirror.DIRECT_BYTES", 1 << 20)
+    monkeypatch.setattr("rollouts.infra.ssh.connection._NEAR_S", 5.0)
 
 
 @pytest.fixture
@@ -181,7 +181,7 @@ def test_a_client_that_fails_is_replaced_by_the_agent(
 
 @pytest.mark.slow
 def test_a_distant_node_pours_nothing(far_session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("infra.ssh.connection._NEAR_S", 0.005)
+    monkeypatch.setattr("rollouts.infra.ssh.connection._NEAR_S", 0.005)
     assert not far_session.can_pour
 
 
@@ -222,7 +222,7 @@ def test_a_node_that_says_something_else_without_end_is_not_listened_to(tmp_path
 
 
 def test_a_line_without_end_is_not_collected(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(infra.session, "MAX_LINE_BYTES", 1 << 20)
+    monkeypatch.setattr(rollouts.infra.session, "MAX_LINE_BYTES", 1 << 20)
     with pytest.raises(PermanentInfraError, match="a line on the machine has more than 1048576 bytes"):
         list(split_lines(itertools.repeat(bytes(1 << 16))))
 

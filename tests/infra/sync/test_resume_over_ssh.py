@@ -20,10 +20,10 @@ from typing import BinaryIO
 
 import pytest
 
-from infra.chunks import CHUNK_BYTES, SHA256, Chunk
-from infra.errors import NodeUnreachableError
-from infra.ssh.ssh_session import SSHSession
-from infra.sync.push import publish_directory
+from rollouts.infra.chunks import CHUNK_BYTES, SHA256, Chunk
+from rollouts.infra.errors import NodeUnreachableError
+from rollouts.infra.ssh.ssh_session import SSHSession
+from rollouts.infra.sync.push import publish_directory
 from tests.infra.delay_proxy import delayed_port
 from tests.infra.separate_node import separate_node
 from tests.infra.ssh_server import SSHServer, running_server
@@ -45,7 +45,7 @@ def target(tmp_path: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def _without_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("infra.sync.push.FIRST_PAUSE_S", 0.0)
+    monkeypatch.setattr("rollouts.infra.sync.push.FIRST_PAUSE_S", 0.0)
 
 
 @pytest.fixture
@@ -85,7 +85,7 @@ class CutSession(SSHSession):
 @pytest.fixture(params=["near", "far"])
 def distance(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """What the machine is, however busy this one is."""
-    monkeypatch.setattr("infra.ssh.connection._NEAR_S", 5.0 if request.param == "near" else 0.005)
+    monkeypatch.setattr("rollouts.infra.ssh.connection._NEAR_S", 5.0 if request.param == "near" else 0.005)
     return str(request.param)
 
 
@@ -126,9 +126,9 @@ def test_a_link_that_is_cut_again_and_again_ends_the_call_and_the_next_one_goes_
 KILLED_FAR = """
 import sys
 from pathlib import Path
-from infra.node import SSHAccess
-from infra.ssh.ssh_session import SSHSession
-from infra.sync.push import publish_directory
+from rollouts.infra.node import SSHAccess
+from rollouts.infra.ssh.ssh_session import SSHSession
+from rollouts.infra.sync.push import publish_directory
 
 access = SSHAccess(host="127.0.0.1", port=int(sys.argv[1]), user=sys.argv[2], key_file=sys.argv[3],
                    host_key=sys.argv[4], known_hosts=())
@@ -180,10 +180,10 @@ def test_packets_that_vanish_amid_a_file_cost_no_more_than_a_link_that_is_cut(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody says so, and the node goes on waiting for the copy of before."""
-    monkeypatch.setattr("infra.ssh.connection._NEAR_S", 5.0)
-    monkeypatch.setattr("infra.ssh.connection.HEARTBEAT_INTERVAL_S", 0.5)
-    monkeypatch.setattr("infra.ssh.connection.HEARTBEAT_LIMIT_S", 2.0)
-    monkeypatch.setattr("infra.ssh.openssh.HEARTBEAT_INTERVAL_S", 1.0)
+    monkeypatch.setattr("rollouts.infra.ssh.connection._NEAR_S", 5.0)
+    monkeypatch.setattr("rollouts.infra.ssh.connection.HEARTBEAT_INTERVAL_S", 0.5)
+    monkeypatch.setattr("rollouts.infra.ssh.connection.HEARTBEAT_LIMIT_S", 2.0)
+    monkeypatch.setattr("rollouts.infra.ssh.openssh.HEARTBEAT_INTERVAL_S", 1.0)
     sent: list[int] = []
 
     class VanishingSession(SSHSession):

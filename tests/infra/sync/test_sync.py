@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 
-from infra.chunks import SHA256, Chunk
-from infra.errors import DiskFullError, PermanentInfraError, TransientInfraError
-from infra.jobs import cancel_job, job_status, start_or_attach
-from infra.session import LocalSession, Session
-from infra.sync.push import publish_directory, publish_files
-from infra.sync.receiver import CopyError, check_name
+from rollouts.infra.chunks import SHA256, Chunk
+from rollouts.infra.errors import DiskFullError, PermanentInfraError, TransientInfraError
+from rollouts.infra.jobs import cancel_job, job_status, start_or_attach
+from rollouts.infra.session import LocalSession, Session
+from rollouts.infra.sync.push import publish_directory, publish_files
+from rollouts.infra.sync.receiver import CopyError, check_name
 from tests.infra.shell_jobs import shell_spec
 from tests.waiting import wait_until
 
@@ -37,7 +37,7 @@ def source(tmp_path: Path) -> Path:
 @pytest.fixture(autouse=True)
 def _no_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     """What would go with one call goes in chunks, as more does; `test_files_that_go_with_one_call_...` undoes it."""
-    monkeypatch.setattr("infra.sync.push.BATCH_BYTES", 1)
+    monkeypatch.setattr("rollouts.infra.sync.push.BATCH_BYTES", 1)
 
 
 def content_of(directory: Path) -> dict[str, bytes]:
@@ -360,7 +360,7 @@ def test_files_that_go_with_one_call_need_no_connection_of_their_own(
     shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target, session = tmp_path / "out" / "model", CountingSession()
-    monkeypatch.setattr("infra.sync.push.BATCH_BYTES", 3 * LARGE + 5)
+    monkeypatch.setattr("rollouts.infra.sync.push.BATCH_BYTES", 3 * LARGE + 5)
     publish_directory(session, shards, str(target))
     assert session.sent == [] and content_of(target) == content_of(shards)
     (shards / "one-byte-more").write_bytes(b"?")
@@ -445,8 +445,8 @@ def test_what_a_killed_copy_left_is_used_and_removed(shards: Path, tmp_path: Pat
     code = f"""
 import os, signal, sys
 from pathlib import Path
-from infra.session import LocalSession
-from infra.sync import push
+from rollouts.infra.session import LocalSession
+from rollouts.infra.sync import push
 
 class KilledSession(LocalSession):
     def write_chunks(self, directory, chunks, **digest):

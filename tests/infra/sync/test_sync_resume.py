@@ -15,11 +15,11 @@ from pathlib import Path
 
 import pytest
 
-from infra.chunks import CHUNK_BYTES, SHA256, Chunk
-from infra.errors import DiskFullError, NodeUnreachableError, TransientInfraError
-from infra.session import LocalSession, Session
-from infra.sync import receiver
-from infra.sync.push import MAX_VAIN_ATTEMPTS, publish_directory
+from rollouts.infra.chunks import CHUNK_BYTES, SHA256, Chunk
+from rollouts.infra.errors import DiskFullError, NodeUnreachableError, TransientInfraError
+from rollouts.infra.session import LocalSession, Session
+from rollouts.infra.sync import receiver
+from rollouts.infra.sync.push import MAX_VAIN_ATTEMPTS, publish_directory
 from tests.infra.sync.resuming import LAST_BYTES, NUM_CHUNKS, SIZE, assert_copied, write_source
 from tests.mounts import mounted_tmpfs
 from tests.waiting import wait_until
@@ -39,7 +39,7 @@ def target(tmp_path: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def _without_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("infra.sync.push.FIRST_PAUSE_S", 0.0)
+    monkeypatch.setattr("rollouts.infra.sync.push.FIRST_PAUSE_S", 0.0)
 
 
 class CountingSession(LocalSession):
@@ -212,9 +212,9 @@ def test_what_another_copy_holds_is_copied_and_not_taken_away(source: Path, targ
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from infra.chunks import Chunk
-from infra.session import LocalSession
-from infra.sync.push import publish_directory
+from rollouts.infra.chunks import Chunk
+from rollouts.infra.session import LocalSession
+from rollouts.infra.sync.push import publish_directory
 
 class KilledSession(LocalSession):
     def write_chunks(self, directory, chunks, **digest):

@@ -168,7 +168,7 @@ def test_a_pool_that_user_code_never_closes_does_not_keep_a_worker(tmp_path: Pat
         "pool = ThreadPoolExecutor()\n"
         "run_worker(lambda: pool.submit(int, '3').result())\n"
     )
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY / "src")}
     worker = subprocess.run([sys.executable, str(program)], env=environment, timeout=20.0, check=False)
     assert worker.returncode == 3
 

@@ -18,8 +18,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from infra.jobs import start_or_attach
-from infra.session import LocalSession
+from rollouts.infra.jobs import start_or_attach
+from rollouts.infra.session import LocalSession
 from rollouts_core.config import EngineConfig, ModelConfig, RLTrainingConfig, RolloutConfig
 from rollouts_core.embedded.server import bind_port
 from rollouts_core.errors import ConfigError, EngineUnavailableError, InputError

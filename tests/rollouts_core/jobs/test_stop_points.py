@@ -201,7 +201,6 @@ def test_before_the_first_whole_step_there_is_nothing_to_save(
     assert not list_checkpoints(directory / "checkpoints")
 
 
-@pytest.mark.promise
 def test_rl_stopped_four_times_is_the_run_that_was_not(
     base: InputModel,
     quickstart_dir: Path,

@@ -109,7 +109,7 @@ def test_more_completions_than_files_may_be_open_wait_and_keep_nothing_else_from
 RAISE = """
 import resource, sys
 import rollouts_core.embedded.server
-from flows import cli
+from rollouts.flows import cli
 from rollouts_core.__main__ import main
 
 _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -14,7 +14,7 @@ REPOSITORY = Path(__file__).parents[3]
 
 
 def run_python(code: str, **variables: str) -> str:
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), **variables}
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY / "src"), **variables}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
@@ -50,4 +50,4 @@ def test_the_folder_that_was_added_last_comes_first_and_pythonpath_before_it(tmp
         "import own_thing; print(own_thing.NAME)"
     )
     assert run_python(code) == "b"
-    assert run_python(code, PYTHONPATH=f"{REPOSITORY}{os.pathsep}{tmp_path / 'c'}") == "c"
+    assert run_python(code, PYTHONPATH=f"{REPOSITORY / 'src'}{os.pathsep}{tmp_path / 'c'}") == "c"
