@@ -82,5 +82,5 @@ def test_a_machine_without_the_router_is_refused_where_rl_would_start_it(
 def test_a_machine_of_engines_without_one_is_named(tmp_path: Path, node: Node) -> None:
     further = FurtherNode(host="me@127.0.0.1:1", python=sys.executable)
     settings = SSHNode(host="me@127.0.0.1", python=sys.executable, engine_nodes=(further,))
-    with pytest.raises(PermanentInfraError, match=r"^node\.engine_nodes, second: rollout\.engine\.kind .* no sglang:"):
+    with pytest.raises(PermanentInfraError, match=r"^node\.engine_nodes, second: .* has no sglang,"):
         bootstrap.fn(with_engine_node(node), config_of(tmp_path, **ELSEWHERE), settings)
