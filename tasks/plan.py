@@ -131,7 +131,7 @@ def plan_follower(stage: Stage, node: Node, node_rank: int) -> Stage:
 
 
 def plan_evaluation(models: Mapping[str, InputModel], config: Config, scope: RunScope, node: Node) -> Stage:
-    """Score the models on the held-out rows, under the names base, sft and rl."""
+    """Score the models on the held-out rows, under the names of `models`."""
     renamed = [model.model_copy(update={"name": name}) for name, model in models.items()]
     rows = input_file(config.data.heldout, config.data.columns_of("heldout"))
     job = evaluation_job(renamed, rows, config, node)

@@ -78,7 +78,7 @@ class StageNeeds:
     """What a training stage takes on each of its devices."""
 
     kind: str
-    """sft or rl."""
+    """The name of the stage."""
     parts: Sequence[Part]
     remedies: Sequence[str]
     """What lowers it, as settings."""

@@ -59,7 +59,7 @@ class ShownScore:
     """One checkpoint's score as texts, and as places on an axis in percent of its width."""
 
     name: str
-    """base, sft or rl for held-out results; also the CSS class."""
+    """For held-out results the start model or a training: base, sft, rl."""
     label: str
     checkpoint: str
     """The name of the checkpoint in its training run; empty for the base model."""
