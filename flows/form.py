@@ -35,8 +35,9 @@ from pydantic import (
 from rollouts.flows.evaluate_settings import EvaluateConfig
 from rollouts.flows.retrain_settings import LINE_PATTERN, RetrainConfig, ScheduleConfig, check_retraining
 from rollouts.flows.store import with_store
+from rollouts.infra.clouds import cloud_names, reached_through
 from rollouts.infra.node import NODE_TYPES, LocalNode, NodeSettings
-from rollouts.infra.offers import CLOUD_NAMES, THROUGH_SKY, GPUQuery
+from rollouts.infra.offers import GPUQuery
 from rollouts.infra.stores.object_store import check_url
 from rollouts.tasks.trackers import TrackerName
 from rollouts_core.config import (
@@ -388,8 +389,8 @@ def _suggest_node_key(key: str, *, provider: str) -> str:
 def _expected_provider(given: object) -> str:
     """What `node.provider` may be, for somebody who gave something else."""
     expected = f"expected one of {', '.join(NODE_TYPES)}"
-    cloud = "sky" if given in THROUGH_SKY else given
-    if cloud not in CLOUD_NAMES:
+    cloud = given if given in cloud_names() else reached_through(given)
+    if not cloud:
         return expected
     return (
         f'{expected}; to have a machine rented there, set node.provider = "provision" and node.query.providers = '
@@ -469,18 +470,19 @@ def _check_importable(config: Config, path: Path, mistakes: Mistakes) -> None:
     functions = {name: getattr(rollout, name) for name in ("generate_fn", "reward_fn", "filter_fn", "buffer_filter_fn")}
     functions |= {f"rewards.{index}.name": each.name for index, each in enumerate(rollout.rewards)}
     functions |= {f"filters.{index}.name": each.name for index, each in enumerate(rollout.filters)}
-    for name, function in functions.items():
+    named = {f"rollout.{name}": function for name, function in functions.items()}
+    for setting, function in {**named, "training.rl.loss_fn": config.training.rl.loss_fn}.items():
         if isinstance(function, str):
             continue
         called = getattr(function, "__qualname__", f"a {type(function).__qualname__}")
         try:
             if not hasattr(function, "__qualname__"):
                 raise ConfigError(f"{function!r} has no name")
-            resolve_function(name_of_function(function), {}, setting=f"rollout.{name}")
+            resolve_function(name_of_function(function), {}, setting=setting)
         except ConfigError as error:
             located = ConfigError(
-                f"{path}: rollout.{name}: the jobs, processes of their own, cannot import {called}: put it into a "
+                f"{path}: {setting}: the jobs, processes of their own, cannot import {called}: put it into a "
                 'module beside the configuration and name it "module:function"'
             )
             located.__cause__ = error
-            mistakes.note(f"rollout.{name}", located, names_place=True)
+            mistakes.note(setting, located, names_place=True)

@@ -121,6 +121,11 @@ class TrainingJob(Record):
         """The settings that name who grades completions during the training; None if no completion is graded."""
         return None
 
+    @property
+    def modules_named(self) -> dict[str, str]:
+        """The modules of the user's own functions that the job calls, by the settings that name them."""
+        return {}
+
 
 class SFTJob(TrainingJob):
     """Fine-tune a model on demonstrations."""
@@ -176,6 +181,11 @@ class RLJob(TrainingJob):
     def graders(self) -> RolloutConfig | None:
         """The settings that name who grades; recorded rollouts are graded already."""
         return self.rollout if self.prompts else None
+
+    @property
+    def modules_named(self) -> dict[str, str]:
+        """Those of sampling, grading, filtering and the loss."""
+        return {**self.rollout.modules_named, **self.training.modules_named}
 
     @property
     def replicated_rollout(self) -> RolloutConfig:
@@ -257,6 +267,14 @@ class ServeJob(Record):
 
 
 Job = TrainingJob | EvalJob | GenerateJob | ServeJob
+
+
+def modules_named(job: Job) -> dict[str, str]:
+    """The modules of the user's own functions that a job calls, by the settings that name them."""
+    if isinstance(job, ServeJob):
+        return {}
+    return job.modules_named if isinstance(job, TrainingJob) else job.rollout.modules_named
+
 
 OTHER_JOBS: dict[str, type[EvalJob] | type[GenerateJob] | type[ServeJob]] = {
     "eval": EvalJob,

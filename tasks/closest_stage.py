@@ -32,7 +32,7 @@ CONTENTS = {
     "rollouts.digest": "the recorded rollouts",
     "checkpoints": "the checkpoints",
     "resume_digest": "the checkpoint to resume from",
-    "plugin_digest": "the code of rewards and environments, or a model that grades,",
+    "plugin_digest": "the code of rewards, environments or the loss, or a model that grades,",
 }
 """What people call the inputs whose digests a job names."""
 

@@ -22,6 +22,7 @@ from pathlib import Path, PurePosixPath
 from typing import TypeVar, cast
 
 import rollouts_core
+from rollouts.infra.bootstrap import NO_MODULES
 from rollouts.infra.errors import InfraError, StoreUnavailableError, TransientInfraError
 from rollouts.infra.jobs import JobState, cancel_job, job_status
 from rollouts.infra.node import Node
@@ -49,6 +50,7 @@ from rollouts_core.job import (
     ServeJob,
     TrainingJob,
     job_type,
+    modules_named,
 )
 from rollouts_core.user_code.own_files import own_code
 
@@ -88,7 +90,7 @@ def place_stage(session: Session, stage: Stage, node: Node, *, say: Callable[[st
     job = place_job(job_type(stage.kind).model_validate(stage.job), inputs)
     placed = stage.model_copy(update={"job": job.model_dump(mode="json"), "run_dir": run_dir})
     bring_earlier_work(session, Path(stage.run_dir), run_dir)
-    return Placement(placed, place_code(session, node, getattr(job, "rollout", None)))
+    return Placement(placed, place_code(session, node, modules_named(job)))
 
 
 def place_job(job: Job, inputs: NodeInputs) -> Job:
@@ -264,11 +266,12 @@ def bring_earlier_work(session: Session, mirror: Path, run_dir: str) -> None:
 
 
 def place_code(
-    session: Session, node: Node, rollout: RolloutConfig | None, *, say: Callable[[str], None] = logger.info
+    session: Session, node: Node, modules: Mapping[str, str] = NO_MODULES, *, say: Callable[[str], None] = logger.info
 ) -> str:
     """The folder on the node with `rollouts_core` as it is here, and the user's own code beside it.
 
     Args:
+        modules: the user's, by the settings that name them.
         say: told what is sent, in a sentence.
 
     Raises:
@@ -276,7 +279,7 @@ def place_code(
     """
     core = source_files(Path(rollouts_core.__file__).parent)
     parts = {"rollouts_core": {f"rollouts_core/{name}": path for name, path in core.items()}}
-    parts |= {code.name: code.files for code in (own_code(rollout.modules_named.values()) if rollout else ())}
+    parts |= {code.name: code.files for code in own_code(modules.values())}
     files = {name: path for part in parts.values() for name, path in part.items()}
     before = _versions_of(files.values())
     digest = hashlib.sha256()

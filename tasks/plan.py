@@ -200,10 +200,11 @@ def check_plugins(stage: Stage) -> None:
     Engines start in between: what was edited meanwhile would train under the identity of what it was.
     """
     planned = stage.job.get("plugin_digest")
-    if planned and plugin_digest(RolloutConfig.model_validate(stage.job["rollout"])) != planned:
+    loss_fn = stage.job.get("training", {}).get("loss_fn", "")
+    if planned and plugin_digest(RolloutConfig.model_validate(stage.job["rollout"]), loss_fn) != planned:
         raise ConfigError(
-            "the code of rewards and environments, or a model that grades, changed since the stage was planned: start "
-            "the run again"
+            "the code of rewards, environments or the loss, or a model that grades, changed since the stage was "
+            "planned: start the run again"
         )
 
 

@@ -138,7 +138,7 @@ def _of_absent_parts(rl: RLTrainingConfig) -> list[str]:
     """Settings of a part of the algorithm that the other settings leave out."""
     loss, shaping, has_values = rl.loss, rl.reward_shaping, rl.with_values
     has_penalty, has_kl_reward, has_kl_loss = shaping.overlong_buffer_tokens > 0, shaping.kl_coef > 0, loss.kl_coef > 0
-    is_clipped, is_capped = loss.objective != "reinforce", loss.objective in ("ppo", "gspo")
+    objective, is_chosen = rl.objective, rl.loss_fn == ""
     is_constant, is_averaged = rl.advantage.estimator == "constant", loss.aggregation == "constant_length"
     parts = [
         ("advantage", "baseline", is_constant, 'without advantage.estimator = "constant"'),
@@ -155,9 +155,10 @@ def _of_absent_parts(rl: RLTrainingConfig) -> list[str]:
         ("loss", "kl_output_clamp", has_kl_loss, "without loss.kl_coef"),
         ("loss", "value_coef", has_values, 'without advantage.estimator = "gae"'),
         ("loss", "value_clip", has_values, 'without advantage.estimator = "gae"'),
-        ("loss", "clip_low", is_clipped, f'with the objective "{loss.objective}"'),
-        ("loss", "clip_high", is_clipped, f'with the objective "{loss.objective}"'),
-        ("loss", "dual_clip", is_capped, f'with the objective "{loss.objective}"'),
+        ("loss", "objective", is_chosen, "with training.rl.loss_fn, which takes its place"),
+        ("loss", "clip_low", objective.is_clipped, f'with the objective "{loss.objective}"'),
+        ("loss", "clip_high", objective.is_clipped, f'with the objective "{loss.objective}"'),
+        ("loss", "dual_clip", objective.is_capped, f'with the objective "{loss.objective}"'),
         ("loss", "constant_length", is_averaged, f'with the aggregation "{loss.aggregation}"'),
         ("loss.mismatch", "weight_low", loss.mismatch.weight != "none", "without loss.mismatch.weight"),
         ("loss.mismatch", "weight_high", loss.mismatch.weight != "none", "without loss.mismatch.weight"),

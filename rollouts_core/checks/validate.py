@@ -1,8 +1,8 @@
 """Find out before any training whether a configuration can work: all checks in their order.
 
 Not here: the checks of a model's folder (model_checks.py), of demonstrations (demonstrations.py), of prompts
-(answers.py), of what models are compared on (compared_rows.py), of functions (function_checks.py), of checkpoints to go
-on from (resumed.py), the form of settings (config/), machines and ports (infra).
+(answers.py), of what models are compared on (compared_rows.py), of functions (function_checks.py, loss_checks.py), of
+checkpoints to go on from (resumed.py), the form of settings (config/), machines and ports (infra).
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from rollouts_core.checks.demonstrations import (
 from rollouts_core.checks.epochs import MANY_EPOCHS_OF_RL, MANY_EPOCHS_OF_SFT, describe_epochs
 from rollouts_core.checks.function_checks import check_functions, find_functions, one_of_each_shape, shape_of
 from rollouts_core.checks.learning_rates import check_learning_rates
+from rollouts_core.checks.loss_checks import check_loss_fn, reads_rollout_logprobs
 from rollouts_core.checks.model_checks import (
     check_generable,
     check_jax_model,
@@ -92,6 +93,9 @@ def validate_config(config: Config, mistakes: Mistakes | None = None, *, trains_
     """
     noted = Mistakes() if mistakes is None else mistakes
     findings = _check_settings(config, noted, trains_here=trains_here)
+    if config.is_graded and config.training.rl.loss_fn:
+        with noted.at("training.rl.loss_fn"):
+            findings += check_loss_fn(config.training.rl)
     tokenizer = _load_tokenizer(config, noted, findings)
     by_loss = config.evaluation.metric == "loss"
     is_graded = not by_loss or config.is_graded
@@ -396,8 +400,16 @@ def warn_of_uncorrected_age(config: Config) -> list[Caution]:
         old.append(f"training.rl.sync_every {config.training.rl.sync_every}")
     if config.data.rollouts:
         old = ["data.rollouts"]
-    if not old or config.training.rl.corrects_for_age:
+    rl = config.training.rl
+    if not old or (reads_rollout_logprobs(rl) if rl.loss_fn else rl.corrects_for_age):
         return []
+    if rl.loss_fn:
+        return [
+            Caution(
+                f"{old[0]} trains on completions of other weights than the current ones, and training.rl.loss_fn "
+                f"{name_of_function(rl.loss_fn)} does not correct for that: it does not read batch.rollout_logprobs_BT"
+            )
+        ]
     return [
         Caution(
             f"{old[0]} trains on completions of other weights than the current ones, and nothing in "

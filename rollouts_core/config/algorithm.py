@@ -1,6 +1,7 @@
 """`training.rl.advantage`, `.reward_shaping` and `.loss`: what tells one RL algorithm from another.
 
-Not here: the formulas (algorithms/advantages.py, algorithms/loss.py), the settings of named systems
+Not here: the formulas (algorithms/advantages.py, algorithms/loss.py), which objectives there are
+(algorithms/objectives.py), the settings of named systems
 (algorithms/presets.py), how a name is filled in (config/rl.py).
 """
 
@@ -10,7 +11,8 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from rollouts_core.config.record import Finite, Record
+from rollouts_core.algorithms.objectives import OBJECTIVES, describe_objectives
+from rollouts_core.config.record import Finite, KeyOf, Record
 
 
 class AdvantageConfig(Record):
@@ -122,10 +124,7 @@ class MismatchConfig(Record):
 class LossConfig(Record):
     """The policy loss. The ratio is that of a token's probability now to its probability before the update."""
 
-    objective: Literal["ppo", "gspo", "cispo", "dppo", "reinforce"] = "ppo"
-    """ppo: the clipped ratio times the advantage. gspo: with the completion's geometric mean ratio. cispo: the
-    gradient of the log-prob, weighted by the clipped ratio. dppo: the free ratio, without tokens whose probability
-    moved too far. reinforce: the gradient of the log-prob."""
+    objective: Annotated[str, KeyOf(OBJECTIVES)] = Field(default="ppo", description=describe_objectives())
     ratio_base: Literal["rollout", "old"] = "rollout"
     """Denominator of the ratio: the engine's log-probs at sampling, or the trainer's own before the first update of the
     step."""
@@ -174,7 +173,7 @@ class LossConfig(Record):
         if self.aggregation == "constant_length" and not self.constant_length:
             raise ValueError('aggregation "constant_length" needs constant_length')
         corrects = self.mismatch.weight != "none"
-        if corrects and self.ratio_base == "rollout" and self.objective != "reinforce":
+        if corrects and self.ratio_base == "rollout" and OBJECTIVES[self.objective].has_ratio:
             raise ValueError(
                 'mismatch.weight corrects twice with ratio_base "rollout", whose ratio holds it already: '
                 'set ratio_base = "old"'

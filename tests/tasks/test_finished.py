@@ -12,12 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from rollouts.infra.clouds import cloud_names, find_cloud
 from rollouts.infra.errors import PermanentInfraError
 from rollouts.infra.ledger import Ledger
 from rollouts.infra.node import LocalNode, Node, NodeSettings, RentedNode, SSHNode, no_machine
-from rollouts.infra.offers import CLOUD_NAMES
 from rollouts.infra.providers import open_session
-from rollouts.infra.providers.clouds import ENDPOINTS
 from rollouts.infra.providers.rented import purpose_of
 from rollouts.infra.renting.rentals import Rental, RentalState, add_rental
 from rollouts.tasks.finished import RunStage, placeholder_if_finished, trainings_begun
@@ -156,8 +155,8 @@ def test_beside_one_that_no_run_of_these_settings_goes_on_with_nothing_is_rented
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    for name in CLOUD_NAMES:
-        monkeypatch.delenv(ENDPOINTS[name].key_variable, raising=False)
+    for name in cloud_names():
+        monkeypatch.delenv(find_cloud(name).endpoint.key_variable, raising=False)
     rent(ledger, "theirs", state, settings=None if state is RentalState.READY else RENTED)
     with ledger.living_run("theirs"):
         pass

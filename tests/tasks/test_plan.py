@@ -192,6 +192,31 @@ def test_a_reward_that_is_edited_between_planning_and_starting_is_not_trained_on
         check_plugins(stage)
 
 
+def test_the_code_of_a_loss_is_part_of_the_identity_of_rl_alone(
+    tmp_path: Path, scope: RunScope, node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = tmp_path / "edited_loss_of_a_test.py"
+    code.write_text("A = 1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    config = config_at(tmp_path / "inputs", training={"rl": {"loss_fn": "edited_loss_of_a_test:loss"}})
+    model = base_model(config)
+
+    def plan() -> list[Stage]:
+        evaluation = plan_evaluation({"base": model}, config, scope, node)
+        return [plan_rl(model, config, scope, node), plan_sft(config, scope, node), evaluation]
+
+    before = plan()
+    check_plugins(before[0])
+    code.write_text("A = 2\n")
+    assert [one.fingerprint == other.fingerprint for one, other in zip(before, plan(), strict=True)] == [
+        False,
+        True,
+        True,
+    ]
+    with pytest.raises(ConfigError, match=r"environments or the loss, .* changed since the stage was planned"):
+        check_plugins(before[0])
+
+
 def test_engines_and_ports_are_no_part_of_the_identity_of_rl(
     config: Config, tmp_path: Path, scope: RunScope, node: Node
 ) -> None:
