@@ -15,11 +15,11 @@ from __future__ import annotations
 
 import re
 import runpy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -185,11 +185,9 @@ class RunOptions(Record):
     def _check_publish(cls, value: str) -> str:
         return check_url(value) if value else value
 
-    @model_validator(mode="after")
-    def _check_checkpoints(self) -> Self:
+    def _broken_rules(self) -> Iterator[str]:
         if self.publish_checkpoints and not self.publish:
-            raise ValueError("publish_checkpoints needs publish, the URL to publish them at")
-        return self
+            yield "publish_checkpoints needs publish, the URL to publish them at"
 
 
 FormRun = Annotated[RunOptions, WrapValidator(partial(in_sentences, RunOptions, "run"))]
@@ -415,14 +413,19 @@ def _run_python_file(path: Path) -> Any:  # Any: whatever the user's file calls 
     try:
         names = runpy.run_path(str(path))
     except ValidationError as error:
-        problem = error.errors()[0]
-        place = " ".join([error.title, ".".join(str(part) for part in problem["loc"])]).rstrip()
-        raise ConfigError(f"{path}: {place}: {reason_of(problem)}") from error
+        raise ConfigError("\n".join(_tell_misfits(error, path))) from error
     except (Exception, SystemExit) as error:
         raise ConfigError(f"{path} {describe_raised(error)}{_name_moved(error)}") from error
     if not isinstance(names.get("config"), Pipeline | Config | dict):
         raise ConfigError(f"{path} must define `config`, a Config, a Pipeline or a dict of settings")
     return names["config"]
+
+
+def _tell_misfits(error: ValidationError, path: Path) -> Iterator[str]:
+    """What does not fit in a record that a Python file makes, a sentence for each setting and each broken rule."""
+    for problem in error.errors():
+        place = " ".join([error.title, ".".join(map(str, problem["loc"]))]).rstrip()
+        yield from (f"{path}: {place}: {line}" for line in reason_of(problem).splitlines())
 
 
 def _name_moved(error: BaseException) -> str:

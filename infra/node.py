@@ -163,7 +163,7 @@ class SSHNode(SSHMachine):
 
     @model_validator(mode="after")
     def _check_places(self) -> Self:
-        seen = {self.place}
+        seen, broken = {self.place}, list[str]()
         for setting, nodes, several in (
             ("trainer_nodes", self.trainer_nodes, "processes on each give deployment.trainer_gpu_ranks"),
             ("engine_nodes", self.engine_nodes, "engines on each give deployment.num_engines"),
@@ -171,11 +171,13 @@ class SSHNode(SSHMachine):
             for node in nodes:
                 host, port = node.place
                 if node.place in seen:
-                    raise ValueError(
+                    broken.append(
                         f"{setting}: {host}:{port} is named twice: each machine of a run is another one; for several "
                         f"{several}"
                     )
                 seen.add(node.place)
+        if broken:
+            raise ValueError("\n".join(broken))
         return self
 
 

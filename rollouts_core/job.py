@@ -8,10 +8,11 @@ Inputs are named by path and digest; the digest is part of the job's identity, t
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal, Self
+from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from rollouts_core.config import (
     PLACEMENT,
@@ -163,11 +164,9 @@ class RLJob(TrainingJob):
     engines: tuple[EngineAddress, ...] = Field((), json_schema_extra=PLACEMENT)
     """The engines that sample."""
 
-    @model_validator(mode="after")
-    def _check_source(self) -> Self:
+    def _broken_rules(self) -> Iterator[str]:
         if (self.prompts is None) == (self.rollouts is None):
-            raise ValueError("an RL job has either prompts or rollouts")
-        return self
+            yield "an RL job has either prompts or rollouts"
 
     @property
     def inputs(self) -> dict[str, str]:
@@ -216,14 +215,12 @@ class EvalJob(Record):
     deployment: DeploymentConfig = Field(DeploymentConfig(), json_schema_extra=PLACEMENT)
     """Threads and devices."""
 
-    @model_validator(mode="after")
-    def _check_names(self) -> Self:
+    def _broken_rules(self) -> Iterator[str]:
         """What a checkpoint said lies under its name, and is taken from there by whoever asks for it again."""
         digests: dict[str, str] = {}
         for each in self.checkpoints:
             if digests.setdefault(each.name, each.digest) != each.digest:
-                raise ValueError(f"two checkpoints are called {each.name}: results tell them apart by their names")
-        return self
+                yield f"two checkpoints are called {each.name}: results tell them apart by their names"
 
 
 class GenerateJob(Record):

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 import tomli_w
-from pydantic import Field, ValidationInfo, create_model, model_validator
+from pydantic import Field, create_model
 
 from rollouts_core.config.data import DataConfig, DatasetConfig
 from rollouts_core.config.deployment import DeploymentConfig
@@ -19,7 +19,7 @@ from rollouts_core.config.engine import EngineConfig
 from rollouts_core.config.evaluation import EvaluationConfig
 from rollouts_core.config.files import parse_config, read_settings, resolve_paths
 from rollouts_core.config.model import ModelConfig
-from rollouts_core.config.record import PARTS_ALONE, Record
+from rollouts_core.config.record import Record
 from rollouts_core.config.rl import RLTrainingConfig
 from rollouts_core.config.rollout import RolloutConfig
 from rollouts_core.config.sft import SFTTrainingConfig
@@ -106,16 +106,12 @@ class Config(Record):
         is_server = self.evaluation.engine == "rollout" and not engine.spec.is_own
         return engine if is_server else EngineConfig()
 
-    @model_validator(mode="after")
-    def _check_rules(self, info: ValidationInfo) -> Self:
-        """Refuse settings of several sections that do not go together, each rule in a line."""
-        broken = list(self._check_data())
+    def _broken_rules(self) -> Iterator[str]:
+        """A sentence for each rule between settings of several sections that these break."""
+        yield from self._check_data()
         for name in self.trainings:
-            broken += load(kind_of(name).rules)(self)
-        broken += self._check_temperatures()
-        if broken and info.context != PARTS_ALONE:
-            raise ValueError("\n".join(broken))
-        return self
+            yield from load(kind_of(name).rules)(self)
+        yield from self._check_temperatures()
 
     def _check_data(self) -> Iterator[str]:
         if self.data.prompts and self.data.rollouts:

@@ -5,9 +5,10 @@ Not here: which model it is (model.py), the policy itself (rollouts_core/model).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from rollouts_core.config.record import PLACEMENT, Finite, Record
 
@@ -56,22 +57,16 @@ class PolicyConfig(Record):
         """Itself with "auto" instead of sdpa and varlen: it may stand for either, and they differ by rounding alone."""
         return self.model_copy(update={"attention": "auto"}) if self.attention in ("sdpa", "varlen") else self
 
-    @model_validator(mode="after")
-    def _check_attention(self) -> Self:
+    def _broken_rules(self) -> Iterator[str]:
         if not self.takes_masks and self.precision != "bfloat16":
-            raise ValueError(f'attention "{self.attention}" needs precision = "bfloat16"')
-        return self
-
-    @model_validator(mode="after")
-    def _check_backend(self) -> Self:
+            yield f'attention "{self.attention}" needs precision = "bfloat16"'
         wanted = {
             "lora": self.lora.rank > 0,
             "compile": self.compile,
             "attention": self.attention not in ("auto", "sdpa"),
         }
-        if self.backend == "jax" and (without := [name for name, is_set in wanted.items() if is_set]):
-            raise ValueError(f'backend "jax" has no {without[0]} setting: leave it out, or set backend = "pytorch"')
-        return self
+        for name in [name for name, is_set in wanted.items() if is_set and self.backend == "jax"]:
+            yield f'backend "jax" has no {name} setting: leave it out, or set backend = "pytorch"'
 
 
 PLAIN_POLICY = PolicyConfig()
