@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -45,8 +45,6 @@ from rollouts_core.config import (
     DataConfig,
     ModelConfig,
     Record,
-    RLTrainingConfig,
-    SFTTrainingConfig,
     name_of_function,
     read_settings,
     resolve_paths,
@@ -55,6 +53,7 @@ from rollouts_core.config.files import leave_out_meant, read_record
 from rollouts_core.config.messages import reason_of, suggest_key
 from rollouts_core.errors import ConfigError, InputError
 from rollouts_core.mistakes import Mistakes
+from rollouts_core.stages import STAGE_NAMES
 from rollouts_core.user_code.code_folders import add_code_folders
 from rollouts_core.user_code.failures import describe_raised
 from rollouts_core.user_code.functions import resolve_function
@@ -67,7 +66,10 @@ NODE_FILES = ("key_file", "known_hosts", "requirements", "ssh_config")
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
 CREDENTIALS_PATTERN = r"^([a-z0-9][a-z0-9-]{0,63})?$"
 """Prefect's names of blocks; empty names none."""
-StageName = Literal["sft", "select-sft", "rl", "select-rl", "evaluate"]
+if TYPE_CHECKING:
+    StageName = str
+else:
+    StageName = Literal[STAGE_NAMES]
 
 
 def without_stale(settings: Any) -> Any:  # Any: unchecked input
@@ -440,17 +442,16 @@ def name_of(path: Path) -> str:
 def _beside(config: Config, folder: Path) -> Config:
     """The configuration with its paths relative to `folder` made absolute."""
     training, rewards = config.training, config.rollout.rewards
-    stages: dict[str, SFTTrainingConfig | RLTrainingConfig] = {"sft": training.sft, "rl": training.rl}
     given = {
         "model": config.model.model_dump(),
         "data": config.data.model_dump(),
-        "training": {name: {"resume_from": stage.resume_from} for name, stage in stages.items()},
+        "training": {name: {"resume_from": stage.resume_from} for name, stage in training},
         "rollout": {"rewards": [each.model_dump(include={"kind", "url", "model"}) for each in rewards]},
     }
     resolved = resolve_paths(given, folder)
     models = [each["model"] for each in resolved["rollout"]["rewards"]]
     graders = tuple(each.model_copy(update={"model": model}) for each, model in zip(rewards, models, strict=True))
-    resumed = {name: stage.model_copy(update=resolved["training"][name]) for name, stage in stages.items()}
+    resumed = {name: stage.model_copy(update=resolved["training"][name]) for name, stage in training}
     return config.model_copy(
         update={
             "model": ModelConfig.model_validate(resolved["model"]),

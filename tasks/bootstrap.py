@@ -194,14 +194,14 @@ def wants_gpu(config: Config) -> bool:
 
 
 def torch_policies(config: Config) -> dict[str, PolicyConfig]:
-    """How the trainings of the mode compute, by their kind: those that torch does."""
-    policies = {"sft": config.training.sft.policy, "rl": config.training.rl.policy}
-    return {kind: policy for kind, policy in policies.items() if kind in config.mode and policy.backend == "pytorch"}
+    """The policy settings of the mode's trainings by torch, by the names of the stages."""
+    policies = {name: training.policy for name, training in config.trainings.items()}
+    return {name: policy for name, policy in policies.items() if policy.backend == "pytorch"}
 
 
 def modules_called(config: Config, *, trains: bool) -> dict[str, str]:
     """The user's modules that stages import, by the settings that name them; none where nothing is sampled."""
-    samples_for_rl = trains and config.mode != "sft"
+    samples_for_rl = trains and config.is_graded
     if not samples_for_rl and config.evaluation.metric != "accuracy":
         return {}
     if samples_for_rl:

@@ -13,7 +13,7 @@ from rollouts_core.config import Config, EngineConfig
 
 def samples_for_rl(config: Config, *, trains: bool) -> bool:
     """Whether RL asks engines for completions."""
-    return trains and config.mode != "sft" and not config.data.rollouts
+    return trains and config.samples_for_training
 
 
 def leads_engines(config: Config, node: Node, *, trains: bool) -> bool:

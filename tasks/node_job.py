@@ -102,7 +102,7 @@ def gpus_of(stage: Stage, node: Node) -> tuple[str, ...]:
     gpus = [] if shares_cpu else [str(rank) for rank in trainer] or [FIRST_GPU]
     # Recorded rollouts need no engine, and the engines of a machine that leads are not on the others.
     is_beside_engines = not node.engine_nodes and not stage.job.get("node_rank")
-    if stage.kind == "rl" and not stage.job["rollouts"] and is_beside_engines:
+    if stage.samples and is_beside_engines:
         gpus += gpus_of_engines(stage)
     return tuple(dict.fromkeys(gpus))
 
@@ -133,7 +133,7 @@ def job_environment(stage: Stage, known_keys: Mapping[str, str] = MappingProxyTy
     gpus = COUNTED_BY_BUS | ({"CUDA_VISIBLE_DEVICES": ",".join(str(rank) for rank in ranks)} if ranks else {})
     keys = read_named_keys(stage.job, known_keys) | read_hub_token(stage.job)
     is_own_engine = stage.kind == "serve" and ENGINES[stage.job["engine"]["kind"]].is_own
-    return gpus | keys | (KEPT_MEMORY if stage.kind in ("sft", "rl") or is_own_engine else {})
+    return gpus | keys | (KEPT_MEMORY if stage.trains or is_own_engine else {})
 
 
 def running_job(session: Session, run_dir: str) -> dict[str, Any] | None:  # Any: JSON

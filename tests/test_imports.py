@@ -65,6 +65,7 @@ def test_heavy_libraries_stay_in_their_rooms() -> None:
         "rollouts_core.job",
         "rollouts_core.fingerprint",
         "rollouts_core.report",
+        "rollouts_core.stages.planning",
         "rollouts.tasks.plan",
         "rollouts.tasks.artifacts",
         "rollouts.infra.jobs",

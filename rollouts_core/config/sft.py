@@ -61,6 +61,11 @@ class SFTTrainingConfig(Record):
     optim: OptimConfig = OptimConfig()
     """Optimizer of this stage."""
 
+    @property
+    def num_optim_steps(self) -> int:
+        """Optimizer updates of the whole stage."""
+        return self.num_steps
+
     def _broken_rules(self) -> Iterator[str]:
         most = min(self.micro_batch_size, self.batch_size)
         if self.batch_size % most:
