@@ -63,6 +63,7 @@ from rollouts_core.config import Config, parse_config
 from rollouts_core.config.record import MAX_INTEGER
 from rollouts_core.errors import InputError, RolloutsError
 from rollouts_core.mistakes import Mistakes
+from rollouts_core.stages import STAGE_NAMES
 from rollouts_core.system.open_files import raise_file_limit
 from rollouts_core.system.utf8 import ensure_utf8
 
@@ -190,7 +191,7 @@ def run(
     deployment: Annotated[str, typer.Option(help="Have this deployment of `rollouts up` run, in the background.")] = "",
     name: Annotated[str, typer.Option(help="Name of the run; the configuration's own otherwise.")] = "",
     fresh: Annotated[
-        list[str] | None, typer.Option(help="Do this stage anew: sft, select-sft, rl, select-rl, evaluate. Repeatable.")
+        list[str] | None, typer.Option(help=f"Do this stage anew: {', '.join(STAGE_NAMES)}. Repeatable.")
     ] = None,
     port: Port = 0,
 ) -> None:

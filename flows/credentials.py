@@ -21,9 +21,10 @@ from prefect.blocks.core import Block
 from prefect.client.orchestration import get_client
 from prefect.exceptions import PrefectHTTPStatusError
 from prefect.types import SecretDict
-from pydantic import Field, SecretStr
+from pydantic import Field, SecretStr, create_model
 
 from rollouts.flows.credential_variables import check_carried
+from rollouts.infra.clouds import cloud_names, find_cloud
 from rollouts.infra.errors import TransientInfraError
 from rollouts.infra.foreign_text import shown_line
 from rollouts.infra.providers.clouds import CREDENTIALS_VARIABLE
@@ -33,7 +34,17 @@ TYPE_NAME, TYPE_SLUG = "Rollouts credentials", "rollouts-credentials"
 NOTHING = SecretStr("")
 
 
-class Credentials(Block):
+def _key_fields() -> dict[str, Any]:  # Any: as pydantic takes fields
+    """A field for the key of each provider with an API."""
+    endpoints = [find_cloud(name).endpoint for name in cloud_names()]
+    return {
+        endpoint.key_variable.lower(): (SecretStr, Field(NOTHING, title=f"{endpoint.title} API key"))
+        for endpoint in endpoints
+        if endpoint.url
+    }
+
+
+class Credentials(create_model("ProviderKeys", __base__=Block, **_key_fields())):  # type: ignore[misc]  # made from rows
     """Keys that runs may use by name: `run.credentials`. Leave empty what they do not need."""
 
     _block_type_name = TYPE_NAME
@@ -46,11 +57,6 @@ class Credentials(Block):
         description="Without passphrase, from -----BEGIN to END-----. Machines use it where node.key_variable is "
         "ROLLOUTS_SSH_KEY.",
     )
-    runpod_api_key: SecretStr = Field(NOTHING, title="RunPod API key")
-    lambda_api_key: SecretStr = Field(NOTHING, title="Lambda API key")
-    prime_api_key: SecretStr = Field(NOTHING, title="Prime Intellect API key")
-    shadeform_api_key: SecretStr = Field(NOTHING, title="Shadeform API key")
-    vast_api_key: SecretStr = Field(NOTHING, title="Vast.ai API key")
     hf_token: SecretStr = Field(NOTHING, title="Hugging Face token", description="For datasets and models of the hub.")
     aws_access_key_id: SecretStr = Field(NOTHING, title="S3 access key", description="For s3:// URLs.")
     aws_secret_access_key: SecretStr = Field(NOTHING, title="S3 secret key")

@@ -18,9 +18,9 @@ from dataclasses import asdict
 from pathlib import Path
 
 from rollouts.infra.cloud import Pace
+from rollouts.infra.clouds import cloud_names
 from rollouts.infra.errors import InfraError, PermanentInfraError, TransientInfraError
 from rollouts.infra.ledger import LEDGER_FILE, Ledger
-from rollouts.infra.offers import CLOUD_NAMES
 from rollouts.infra.providers.clouds import clouds_with_keys, credentials_in_use, open_usable_clouds
 from rollouts.infra.renting.reaper import ReapReport, reap
 from rollouts.infra.renting.rentals import Rental, given_up, open_rentals
@@ -80,7 +80,7 @@ def _look_at_own(store: Path, *, spare: bool, everywhere: bool) -> ReapReport:
     own = credentials_in_use()
     with Ledger(store / LEDGER_FILE) as ledger:
         providers = {rental.provider for rental in looked_for(ledger) if rental.credentials == own}
-        providers |= set(clouds_with_keys(CLOUD_NAMES)[0]) if everywhere else set()
+        providers |= set(clouds_with_keys(cloud_names())[0]) if everywhere else set()
         if not providers:
             return ReapReport()
         with open_usable_clouds(sorted(providers)) as (clouds, problems):

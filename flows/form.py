@@ -15,11 +15,11 @@ from __future__ import annotations
 
 import re
 import runpy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -35,8 +35,9 @@ from pydantic import (
 from rollouts.flows.evaluate_settings import EvaluateConfig
 from rollouts.flows.retrain_settings import LINE_PATTERN, RetrainConfig, ScheduleConfig, check_retraining
 from rollouts.flows.store import with_store
+from rollouts.infra.clouds import cloud_names, reached_through
 from rollouts.infra.node import NODE_TYPES, LocalNode, NodeSettings
-from rollouts.infra.offers import CLOUD_NAMES, THROUGH_SKY, GPUQuery
+from rollouts.infra.offers import GPUQuery
 from rollouts.infra.stores.object_store import check_url
 from rollouts.tasks.trackers import TrackerName
 from rollouts_core.config import (
@@ -44,8 +45,6 @@ from rollouts_core.config import (
     DataConfig,
     ModelConfig,
     Record,
-    RLTrainingConfig,
-    SFTTrainingConfig,
     name_of_function,
     read_settings,
     resolve_paths,
@@ -54,6 +53,7 @@ from rollouts_core.config.files import leave_out_meant, read_record
 from rollouts_core.config.messages import reason_of, suggest_key
 from rollouts_core.errors import ConfigError, InputError
 from rollouts_core.mistakes import Mistakes
+from rollouts_core.stages import STAGE_NAMES
 from rollouts_core.user_code.code_folders import add_code_folders
 from rollouts_core.user_code.failures import describe_raised
 from rollouts_core.user_code.functions import resolve_function
@@ -66,7 +66,10 @@ NODE_FILES = ("key_file", "known_hosts", "requirements", "ssh_config")
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
 CREDENTIALS_PATTERN = r"^([a-z0-9][a-z0-9-]{0,63})?$"
 """Prefect's names of blocks; empty names none."""
-StageName = Literal["sft", "select-sft", "rl", "select-rl", "evaluate"]
+if TYPE_CHECKING:
+    StageName = str
+else:
+    StageName = Literal[STAGE_NAMES]
 
 
 def without_stale(settings: Any) -> Any:  # Any: unchecked input
@@ -182,11 +185,9 @@ class RunOptions(Record):
     def _check_publish(cls, value: str) -> str:
         return check_url(value) if value else value
 
-    @model_validator(mode="after")
-    def _check_checkpoints(self) -> Self:
+    def _broken_rules(self) -> Iterator[str]:
         if self.publish_checkpoints and not self.publish:
-            raise ValueError("publish_checkpoints needs publish, the URL to publish them at")
-        return self
+            yield "publish_checkpoints needs publish, the URL to publish them at"
 
 
 FormRun = Annotated[RunOptions, WrapValidator(partial(in_sentences, RunOptions, "run"))]
@@ -386,8 +387,8 @@ def _suggest_node_key(key: str, *, provider: str) -> str:
 def _expected_provider(given: object) -> str:
     """What `node.provider` may be, for somebody who gave something else."""
     expected = f"expected one of {', '.join(NODE_TYPES)}"
-    cloud = "sky" if given in THROUGH_SKY else given
-    if cloud not in CLOUD_NAMES:
+    cloud = given if given in cloud_names() else reached_through(given)
+    if not cloud:
         return expected
     return (
         f'{expected}; to have a machine rented there, set node.provider = "provision" and node.query.providers = '
@@ -412,14 +413,19 @@ def _run_python_file(path: Path) -> Any:  # Any: whatever the user's file calls 
     try:
         names = runpy.run_path(str(path))
     except ValidationError as error:
-        problem = error.errors()[0]
-        place = " ".join([error.title, ".".join(str(part) for part in problem["loc"])]).rstrip()
-        raise ConfigError(f"{path}: {place}: {reason_of(problem)}") from error
+        raise ConfigError("\n".join(_tell_misfits(error, path))) from error
     except (Exception, SystemExit) as error:
         raise ConfigError(f"{path} {describe_raised(error)}{_name_moved(error)}") from error
     if not isinstance(names.get("config"), Pipeline | Config | dict):
         raise ConfigError(f"{path} must define `config`, a Config, a Pipeline or a dict of settings")
     return names["config"]
+
+
+def _tell_misfits(error: ValidationError, path: Path) -> Iterator[str]:
+    """What does not fit in a record that a Python file makes, a sentence for each setting and each broken rule."""
+    for problem in error.errors():
+        place = " ".join([error.title, ".".join(map(str, problem["loc"]))]).rstrip()
+        yield from (f"{path}: {place}: {line}" for line in reason_of(problem).splitlines())
 
 
 def _name_moved(error: BaseException) -> str:
@@ -436,17 +442,16 @@ def name_of(path: Path) -> str:
 def _beside(config: Config, folder: Path) -> Config:
     """The configuration with its paths relative to `folder` made absolute."""
     training, rewards = config.training, config.rollout.rewards
-    stages: dict[str, SFTTrainingConfig | RLTrainingConfig] = {"sft": training.sft, "rl": training.rl}
     given = {
         "model": config.model.model_dump(),
         "data": config.data.model_dump(),
-        "training": {name: {"resume_from": stage.resume_from} for name, stage in stages.items()},
+        "training": {name: {"resume_from": stage.resume_from} for name, stage in training},
         "rollout": {"rewards": [each.model_dump(include={"kind", "url", "model"}) for each in rewards]},
     }
     resolved = resolve_paths(given, folder)
     models = [each["model"] for each in resolved["rollout"]["rewards"]]
     graders = tuple(each.model_copy(update={"model": model}) for each, model in zip(rewards, models, strict=True))
-    resumed = {name: stage.model_copy(update=resolved["training"][name]) for name, stage in stages.items()}
+    resumed = {name: stage.model_copy(update=resolved["training"][name]) for name, stage in training}
     return config.model_copy(
         update={
             "model": ModelConfig.model_validate(resolved["model"]),
@@ -468,18 +473,19 @@ def _check_importable(config: Config, path: Path, mistakes: Mistakes) -> None:
     functions = {name: getattr(rollout, name) for name in ("generate_fn", "reward_fn", "filter_fn", "buffer_filter_fn")}
     functions |= {f"rewards.{index}.name": each.name for index, each in enumerate(rollout.rewards)}
     functions |= {f"filters.{index}.name": each.name for index, each in enumerate(rollout.filters)}
-    for name, function in functions.items():
+    named = {f"rollout.{name}": function for name, function in functions.items()}
+    for setting, function in {**named, "training.rl.loss_fn": config.training.rl.loss_fn}.items():
         if isinstance(function, str):
             continue
         called = getattr(function, "__qualname__", f"a {type(function).__qualname__}")
         try:
             if not hasattr(function, "__qualname__"):
                 raise ConfigError(f"{function!r} has no name")
-            resolve_function(name_of_function(function), {}, setting=f"rollout.{name}")
+            resolve_function(name_of_function(function), {}, setting=setting)
         except ConfigError as error:
             located = ConfigError(
-                f"{path}: rollout.{name}: the jobs, processes of their own, cannot import {called}: put it into a "
+                f"{path}: {setting}: the jobs, processes of their own, cannot import {called}: put it into a "
                 'module beside the configuration and name it "module:function"'
             )
             located.__cause__ = error
-            mistakes.note(f"rollout.{name}", located, names_place=True)
+            mistakes.note(setting, located, names_place=True)

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rollouts.flows.password import basic_authorization, own_password
-from rollouts.infra.jobs import JobExit, describe_exit
+from rollouts.infra.jobs import JobExit, describe_exit, describe_saved
 from rollouts.infra.ledger import LEDGER_FILE, Ledger, StageUse
 from rollouts.infra.process_identity import ProcessIdentity, identify
 from rollouts.infra.renting.rentals import all_rentals, usd_spent
@@ -243,11 +243,11 @@ def describe_end(run_dir: Path) -> tuple[int, str]:
     try:
         record = json.loads((run_dir / f"exit-{attempt}.json").read_text())
         at = datetime.fromisoformat(record["ended_at"]).astimezone().strftime("%Y-%m-%d %H:%M:%S")
-        if record["cancelled"]:
-            return attempt, f"cancelled at {at}"
         exit_record = JobExit(**{each.name: record[each.name] for each in fields(JobExit) if each.name in record})
     except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return 0, ""
+    if exit_record.cancelled:
+        return attempt, f"cancelled at {at}{describe_saved(exit_record)}"
     return attempt, f"ended at {at}: {describe_exit(exit_record).rstrip('.')}"
 
 

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, Any
 
 import typer
 from pydantic import ValidationError
@@ -26,23 +26,19 @@ from rollouts.flows.expired_machines import looked_for
 from rollouts.flows.store import STORE_VARIABLE, from_home
 from rollouts.flows.terminal import DEFAULT_STORE
 from rollouts.infra.cloud import Cloud, look_up
+from rollouts.infra.clouds import CloudName, cloud_names, explain_reached_through, find_cloud
 from rollouts.infra.errors import InfraError, PermanentInfraError, TransientInfraError
 from rollouts.infra.foreign_text import shown_line, shown_lines
 from rollouts.infra.ledger import LEDGER_FILE, Ledger
 from rollouts.infra.offers import (
-    CLOUD_NAMES,
     CUDA_PATTERN,
-    THROUGH_SKY,
-    CloudName,
     GPUQuery,
     InstanceStatus,
     Offer,
     Offered,
     describe_closest,
-    explain_through_sky,
 )
 from rollouts.infra.providers.clouds import (
-    ENDPOINTS,
     account_of,
     clouds_with_keys,
     open_clouds,
@@ -118,7 +114,7 @@ def gpus(
     spot: Annotated[bool, typer.Option("--spot", help="Only machines that may be taken away at any time.")] = False,
     min_cuda: Annotated[str, typer.Option(help="Lowest CUDA version of the driver, for example 12.8.")] = "",
     provider: Annotated[
-        list[str] | None, typer.Option(help=f"Only this provider: {', '.join(CLOUD_NAMES)}. Repeatable.")
+        list[str] | None, typer.Option(help=f"Only this provider: {', '.join(cloud_names())}. Repeatable.")
     ] = None,
     limit: Annotated[int, typer.Option(min=1, help="How many offers to show.")] = 30,
     credentials: CredentialsName = "",
@@ -148,7 +144,8 @@ def gpus(
         typer.echo(f"and {len(offers) - limit} more: --limit shows them")
     others = clouds_with_keys(query.providers)[1]
     if others:
-        variables = ", ".join(f"{ENDPOINTS[name].title} ({ENDPOINTS[name].key_variable})" for name in others)
+        endpoints = [find_cloud(name).endpoint for name in others]
+        variables = ", ".join(f"{endpoint.title} ({endpoint.key_variable})" for endpoint in endpoints)
         typer.echo(f"not asked, for want of a key: {variables}")
     for failure in failures:
         typer.echo(shown_lines(failure), err=True)
@@ -213,11 +210,11 @@ def render_offers(offers: Sequence[Offer]) -> str:
 def check_providers(given: Sequence[str]) -> tuple[CloudName, ...]:
     """The providers of a command line; all when none is given."""
     for name in given:
-        if name in THROUGH_SKY:
-            raise InputError(f"--provider: {explain_through_sky(name)}")
-        if name not in CLOUD_NAMES:
-            raise InputError(f"there is no provider {name}: choose of {', '.join(CLOUD_NAMES)}")
-    return tuple(cast(CloudName, name) for name in given) or CLOUD_NAMES
+        if name not in cloud_names():
+            if explained := explain_reached_through(name):
+                raise InputError(f"--provider: {explained}")
+            raise InputError(f"there is no provider {name}: choose of {', '.join(cloud_names())}")
+    return tuple(given) or cloud_names()
 
 
 def check_version(given: str) -> str:
@@ -257,7 +254,7 @@ def list_nodes(store: Path, *, everything: bool) -> None:
         total_usd = sum(rental.usd(now) for rental in all_rentals(ledger))
         typer.echo(f"spent by this store so far: {total_usd:.2f} USD")
         known = {rental.name: rental for rental in all_rentals(ledger)}
-        with open_usable_clouds(clouds_with_keys(CLOUD_NAMES)[0]) as (clouds, problems):
+        with open_usable_clouds(clouds_with_keys(cloud_names())[0]) as (clouds, problems):
             for problem in problems:
                 typer.echo(shown_lines(problem), err=True)
             for cloud in clouds.values():
@@ -298,7 +295,7 @@ def show(name: MachineName, store: Store = DEFAULT_STORE) -> None:
         "note": note_of(rental) or "-",
     }
     echo_facts(facts)  # before its provider is asked, which may not answer
-    if rental.instance_id and (rental.credentials or rental.provider in clouds_with_keys(CLOUD_NAMES)[0]):
+    if rental.instance_id and (rental.credentials or rental.provider in clouds_with_keys(cloud_names())[0]):
         with with_credentials(rental.credentials, store), account_of(rental) as cloud:
             instance = look_up(cloud, rental.instance_id, rental.name)
         echo_facts({"provider says": "it is gone" if instance is None else instance.status.value})
@@ -378,7 +375,7 @@ def reap_now(
     # A store that is no more left machines and no ledger: any other can end them, also an empty one.
     with Ledger(store / LEDGER_FILE) if other_store else open_ledger(store) as ledger:
         named = sorted({rental.credentials for rental in looked_for(ledger)} - {""})
-        providers = clouds_with_keys(CLOUD_NAMES)[0] if named else require_keys(CLOUD_NAMES)
+        providers = clouds_with_keys(cloud_names())[0] if named else require_keys(cloud_names())
         with open_usable_clouds(providers) as (clouds, problems):
             report = reap(ledger, clouds, spare=spare, other_ledger=other_store)
         report.failures += problems
@@ -399,7 +396,7 @@ def reap_with(credentials: str, store: Path, ledger: Ledger, *, spare: bool) -> 
     try:
         with (
             with_credentials(credentials, store),
-            open_usable_clouds(clouds_with_keys(CLOUD_NAMES)[0]) as (clouds, problems),
+            open_usable_clouds(clouds_with_keys(cloud_names())[0]) as (clouds, problems),
         ):
             report = reap(ledger, clouds, spare=spare, credentials=credentials)
         report.failures += problems

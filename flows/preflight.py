@@ -46,7 +46,6 @@ from rollouts.tasks.inputs import bring_inputs, named_urls
 from rollouts.tasks.installed_engines import check_installed, check_router, leads_engines
 from rollouts.tasks.model_names import find_named_model, with_heldout
 from rollouts.tasks.optional_packages import check_packages, check_sent_packages, needed_packages
-from rollouts.tasks.plan import base_model, rl_job, sft_job
 from rollouts.tasks.plan_node import with_enough_memory
 from rollouts.tasks.trackers import check_trackers
 from rollouts.tasks.unit_keys import own_unit_key
@@ -60,11 +59,15 @@ from rollouts_core.checks.resource_needs import (
     training_needs,
 )
 from rollouts_core.config import Config, DataConfig, EngineConfig, ModelConfig
+from rollouts_core.engine_kinds import ENGINES
 from rollouts_core.errors import ConfigError, DataError, InputError
 from rollouts_core.findings import Caution
 from rollouts_core.keys import key_header, read_key
 from rollouts_core.mistakes import Mistakes
 from rollouts_core.model.model_size import ModelSize, find_model_size
+from rollouts_core.stages import kind_of
+from rollouts_core.stages.kind import load
+from rollouts_core.stages.planning import base_model
 from rollouts_core.system.private_files import keep_private
 
 ENGINE_ANSWER_TIMEOUT_S = 2.0
@@ -180,7 +183,7 @@ def _check_node(settings: NodeSettings, config: Config, store: Path, mistakes: M
         check_installed_packages(config, settings, node)
     with mistakes.at("node"):
         check_own_disk(config, settings, node)
-    if config.mode != "sft" and not config.data.rollouts:
+    if config.samples_for_training:
         with mistakes.at("deployment"):
             check_engine_ports(config, node, store)
     return findings
@@ -258,22 +261,22 @@ def check_training(config: Config, mistakes: Mistakes, *, trains_here: bool) -> 
     findings = validate_config(config, mistakes, trains_here=trains_here)
     if mistakes:  # digests of large data take a while
         return findings
-    if config.mode != "rl" and config.training.sft.resume_from:
-        with mistakes.at("training.sft.resume_from"):
-            check_resumed_inputs(sft_job(config))
-    if config.mode != "sft" and config.training.rl.resume_from:
-        with mistakes.at("training.rl.resume_from"):
-            check_resumed_inputs(rl_job(base_model(config), config), knows_model=config.mode == "rl")
+    first = next(iter(config.trainings), "")
+    for name, training in config.trainings.items():
+        if training.resume_from:
+            with mistakes.at(f"training.{name}.resume_from"):
+                job = load(kind_of(name).plan)(base_model(config), config)
+                check_resumed_inputs(job, knows_model=name == first)
     return findings
 
 
 def warn_of_older_stages(config: Config, store: Path) -> list[str]:
     """A warning if the first training of the run is finished in the store, but by code that gave other results."""
-    name = "rl" if config.mode == "rl" else "sft"
+    name = next(iter(config.trainings))
     stages = store.resolve() / "stages"
     if not any(stages.glob(f"{name}-*")):
         return []  # digests of large data take a while
-    job = rl_job(base_model(config), config) if name == "rl" else sft_job(config)
+    job = load(kind_of(name).plan)(base_model(config), config)
     older = find_older_version(name, job, stages)
     if not older:
         return []
@@ -384,10 +387,10 @@ def check_trainer_nodes(config: Config, node: NodeSettings) -> None:
     if not settings_of_trainers(node):
         return
     setting = "node.num_trainer_nodes" if isinstance(node, RentedNode) else "node.trainer_nodes"
-    for kind, stage in (("sft", config.training.sft), ("rl", config.training.rl)):
-        if kind in config.mode and stage.policy.backend != "pytorch":
+    for name, training in config.trainings.items():
+        if training.policy.backend != "pytorch":
             raise ConfigError(
-                f'{setting}: training.{kind}.policy.backend "{stage.policy.backend}" trains in one process: '
+                f'{setting}: training.{name}.policy.backend "{training.policy.backend}" trains in one process: '
                 'leave the nodes out, or set backend = "pytorch"'
             )
 
@@ -398,19 +401,20 @@ def check_engine_nodes(config: Config, node: NodeSettings) -> None:
         return
     setting = "node.num_engine_nodes" if isinstance(node, RentedNode) else "node.engine_nodes"
     engine = config.rollout.engine
-    if config.mode == "sft" or config.data.rollouts:
-        what = 'mode "sft"' if config.mode == "sft" else "data.rollouts"
+    if not config.samples_for_training:
+        what = "data.rollouts" if config.is_graded else f'mode "{config.mode}"'
         raise ConfigError(f"{setting}: {what} samples nothing, so there are no engines: leave the nodes out")
     if config.deployment.colocated:
         raise ConfigError(
             f"{setting}: with deployment.colocated engines and trainer share GPUs, which they cannot on "
             "different nodes: leave one of them out"
         )
-    if engine.kind == "vllm":
+    if engine.spec.is_local_only:
+        others = " or ".join(name for name, each in ENGINES.items() if not each.is_local_only)
         raise ConfigError(
-            f"{setting}: an engine on another node is reached over the network, and vLLM's development endpoints, "
-            "which replace weights and run code, stay on their machine: choose the kind sglang or embedded, or "
-            "leave the nodes out"
+            f"{setting}: an engine on another node is reached over the network, and the development endpoints of "
+            f"{engine.spec.title}, which replace weights and run code, stay on their machine: choose the kind "
+            f"{others}, or leave the nodes out"
         )
     if engine.weight_transfer == "tensors":
         raise ConfigError(
@@ -430,7 +434,7 @@ def check_weight_transfer(config: Config, node: NodeSettings) -> None:
     They leave the GPU of the trainer's first process.
     """
     deployment, way = config.deployment, config.rollout.engine.weight_transfer
-    if config.mode == "sft" or config.data.rollouts or settings_of_engines(node):
+    if not config.samples_for_training or settings_of_engines(node):
         return
     sender = next(iter(deployment.trainer_gpu_ranks), 0)
     of_engines = [deployment.of_engine(index).engine_gpu_ranks for index in range(deployment.num_engines)]
@@ -513,7 +517,7 @@ def check_engine_port(session: Session, port: int, node: Node, *, trainer: Sessi
 
 def check_installed_engine(settings: NodeSettings | FurtherNode, node: Node, engine: EngineConfig) -> None:
     """Raise ConfigError when the engine is not installed; one that a run installs is seen when it has done so."""
-    if engine.kind == "embedded" or (is_installed_by_run(settings) and not engine.python):
+    if engine.spec.is_own or (is_installed_by_run(settings) and not engine.python):
         return
     with open_session(node) as session, as_config_errors():
         check_installed(session, node, engine)

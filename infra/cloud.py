@@ -1,13 +1,50 @@
 """What a provider of rented machines can do for us, one Protocol for all.
 
-Not here: the providers (providers/runpod.py and its like), which of them there are (providers/clouds.py), and the way
-by which machines are rented and given back without losing one (provision.py, release.py).
+Not here: the providers (providers/runpod.py and its like), which of them there are (clouds.py), and the way by which
+machines are rented and given back without losing one (provision.py, release.py).
 """
 
 from dataclasses import dataclass
-from typing import Protocol, Self
+from typing import TYPE_CHECKING, Protocol, Self
 
-from rollouts.infra.offers import CloudName, GPUQuery, Instance, InstanceStatus, MachineSpec, Offer
+from rollouts.infra.clouds import CloudName
+from rollouts.infra.offers import GPUQuery, Instance, InstanceStatus, MachineSpec, Offer
+
+if TYPE_CHECKING:
+    from rollouts.infra.providers.http import Endpoint
+
+
+class CloudType(Protocol):
+    """The class of a provider's accounts: the one record of all that is known of a provider."""
+
+    @property
+    def name(self) -> CloudName:
+        """Its name in settings, and its row in `clouds.py`."""
+        ...
+
+    @property
+    def endpoint(self) -> "Endpoint":
+        """Its title, the variable with its key, and its API."""
+        ...
+
+    @property
+    def gives_host_key(self) -> bool:
+        """See `Cloud`."""
+        ...
+
+    @property
+    def is_networked(self) -> bool:
+        """Whether its machines reach each other by private addresses within a region."""
+        ...
+
+    @property
+    def reaches(self) -> tuple[str, ...]:
+        """Names of others whose machines are rented through it."""
+        ...
+
+    def __call__(self, key: str, url: str = "", /) -> "Cloud":
+        """An account with this key; `url` takes the place of the address of the API."""
+        ...
 
 
 class Cloud(Protocol):

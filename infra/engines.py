@@ -21,23 +21,11 @@ from rollouts.infra.session import LOOPBACK, Session
 POLL_S = 0.5
 COMPLETION_TIMEOUT_S = 40.0
 """One request for a token. The first completion of a big engine compiles kernels and may take several."""
-SGLANG_PROBE = ("/generate", {"input_ids": [1], "sampling_params": {"max_new_tokens": 1, "temperature": 0}})
-PROBES: Mapping[str, tuple[str, Mapping[str, object]]] = {
-    "embedded": SGLANG_PROBE,
-    "sglang": SGLANG_PROBE,
-    "vllm": ("/v1/completions", {"prompt": [1], "max_tokens": 1, "temperature": 0}),
-}
-"""Path and body of a request for one token, by the kind of engine."""
-RESUME_PATHS: Mapping[str, Sequence[str]] = {
-    "embedded": ["/continue_generation"],
-    "sglang": ["/continue_generation"],
-    "vllm": ["/wake_up", "/resume"],
-}
-"""Where each kind of engine is told to go on after a pause, and to take its memory back. SGLang ends at a request
-without its memory, and is started anew."""
 RESUME_TIMEOUT_S = 10.0
 CHECK_TIMEOUT_S = 60.0
 ROUTER_PACKAGE = "sglang_router"
+Probe = tuple[str, Mapping[str, object]]
+"""Path and body of a request for one token."""
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +33,8 @@ logger = logging.getLogger(__name__)
 def wait_until_engine_ready(
     session: Session,
     *,
-    kind: str,
+    probe: Probe,
+    resume_paths: Sequence[str],
     port: int,
     host: str = LOOPBACK,
     trainer: Session | None = None,
@@ -60,7 +49,7 @@ def wait_until_engine_ready(
     """Return once the engine has generated a token; its health endpoints promise less than that.
 
     Args:
-        kind: a key of `PROBES`.
+        resume_paths: where it is told to go on after a pause, and to take its memory back.
         port: where it listens on the node.
         host: the same.
         trainer: the session of the node from which it is asked, where that is another one.
@@ -87,9 +76,9 @@ def wait_until_engine_ready(
         url = f"http://{LOOPBACK}:{local_port}"
         while time.monotonic() < deadline:
             if is_idle:
-                resume_generation(client, kind, url)
+                resume_generation(client, resume_paths, url)
             remaining_s = deadline - time.monotonic()
-            if has_generated(client, kind, url, timeout_s=min(COMPLETION_TIMEOUT_S, remaining_s)):
+            if has_generated(client, probe, url, timeout_s=min(COMPLETION_TIMEOUT_S, remaining_s)):
                 logger.info("engine %s was ready after %.1f s", run_dir, time.monotonic() - started)
                 return
             status = job_status(session, run_dir)
@@ -107,21 +96,20 @@ def wait_until_engine_ready(
     )
 
 
-def check_engine_installed(session: Session, kind: str, *, python: str) -> None:
-    """Find out whether an interpreter on the node has the engine's package.
+def check_engine_installed(session: Session, package: str, *, python: str) -> None:
+    """Find out whether an interpreter on the node has an engine's package.
 
     Args:
-        kind: the package, sglang or vllm.
         python: the interpreter; empty takes the session's.
 
     Raises:
         PermanentInfraError: one sentence about what is missing.
     """
     interpreter = python or session.python
-    if not _has_package(session, interpreter, kind, setting="rollout.engine.python"):
+    if not _has_package(session, interpreter, package, setting="rollout.engine.python"):
         raise PermanentInfraError(
-            f'rollout.engine.kind is "{kind}", but {interpreter} has no {kind}: install it, and name the interpreter '
-            "of its environment as rollout.engine.python"
+            f"{interpreter} has no {package}, which this rollout.engine.kind needs: install it, and name the "
+            "interpreter of its environment as rollout.engine.python"
         )
 
 
@@ -154,13 +142,13 @@ def _is_program(session: Session, interpreter: str) -> bool:
     return session.run(find, timeout_s=CHECK_TIMEOUT_S, check=False, may_repeat=True).exit_code == 0
 
 
-def has_generated(client: httpx.Client, kind: str, url: str, *, timeout_s: float) -> bool:
+def has_generated(client: httpx.Client, probe: Probe, url: str, *, timeout_s: float) -> bool:
     """True if the engine answered a request for one token with a completion.
 
     Raises:
         PermanentInfraError: it wants another key, now and later.
     """
-    path, request = PROBES[kind]
+    path, request = probe
     try:
         response = client.post(f"{url}{path}", json=request, timeout=timeout_s)
         if response.status_code == httpx.codes.UNAUTHORIZED:
@@ -174,8 +162,8 @@ def has_generated(client: httpx.Client, kind: str, url: str, *, timeout_s: float
         return False
 
 
-def resume_generation(client: httpx.Client, kind: str, url: str) -> None:
+def resume_generation(client: httpx.Client, paths: Sequence[str], url: str) -> None:
     """End a pause of the engine; one that is not paused, or does not answer, stays as it is."""
     with suppress(httpx.TransportError):
-        for path in RESUME_PATHS[kind]:
+        for path in paths:
             client.post(f"{url}{path}", json={}, timeout=RESUME_TIMEOUT_S)

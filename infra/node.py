@@ -13,7 +13,8 @@ from typing import Annotated, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 from pydantic.config import JsonDict
 
-from rollouts.infra.offers import CLOUD_NAMES, NETWORKED_CLOUDS, GPUQuery
+from rollouts.infra.clouds import cloud_names, networked_clouds
+from rollouts.infra.offers import GPUQuery
 
 HOST = re.compile(
     r"""(?P<user>[A-Za-z0-9_][\w.-]*) @
@@ -35,7 +36,7 @@ INDEX = re.compile(
     r"(?!.*/(?=[^/]*[a-z])(?=[^/]*[A-Z])(?=[^/]*[0-9])[\w.~+=%-]{16,}(/|$))"  # a part that looks like a key
     r"(https?://[^\s@?#]+)?"
 )
-INSTANCE = re.compile(rf"({'|'.join(CLOUD_NAMES)}):[A-Za-z0-9][A-Za-z0-9_-]{{0,127}}")
+INSTANCE = re.compile(r"(?P<provider>[^:]+):[A-Za-z0-9][A-Za-z0-9_-]{0,127}")
 """A provider's name and its own name for a machine."""
 VARIABLE = r"^([A-Za-z_][A-Za-z0-9_]*)?$"
 """The name of an environment variable, or none."""
@@ -165,7 +166,7 @@ class SSHNode(SSHMachine):
 
     @model_validator(mode="after")
     def _check_places(self) -> Self:
-        seen = {self.place}
+        seen, broken = {self.place}, list[str]()
         for setting, nodes, several in (
             ("trainer_nodes", self.trainer_nodes, "processes on each give deployment.trainer_gpu_ranks"),
             ("engine_nodes", self.engine_nodes, "engines on each give deployment.num_engines"),
@@ -173,11 +174,13 @@ class SSHNode(SSHMachine):
             for node in nodes:
                 host, port = node.place
                 if node.place in seen:
-                    raise ValueError(
+                    broken.append(
                         f"{setting}: {host}:{port} is named twice: each machine of a run is another one; for several "
                         f"{several}"
                     )
                 seen.add(node.place)
+        if broken:
+            raise ValueError("\n".join(broken))
         return self
 
 
@@ -192,8 +195,7 @@ class InstanceNode(PackageSettings):
     """Where the stages run: on a machine that you rented yourself. Its provider's key is in an environment variable of
     the worker, for example RUNPOD_API_KEY."""
     instance: str
-    """The machine, as PROVIDER:ID, for example runpod:abc123; providers are runpod, lambda, prime, shadeform, vast
-    and sky."""
+    """The machine, as PROVIDER:ID, for example runpod:abc123, of one of the providers of `rollouts gpus`."""
     key_file: str = ""
     """Private key to log in with. Leave it empty to use those of the SSH agent and of ~/.ssh."""
     key_variable: str = Field("", pattern=VARIABLE)
@@ -279,10 +281,10 @@ class RentedNode(PackageSettings):
 
     @model_validator(mode="after")
     def _check_unit(self) -> Self:
-        if self.num_machines > 1 and not set(self.query.providers) & set(NETWORKED_CLOUDS):
+        if self.num_machines > 1 and not set(self.query.providers) & set(networked := networked_clouds()):
             raise ValueError(
                 f"num_trainer_nodes, num_engine_nodes: several machines need a network that they share, and it is not "
-                f"known that {', '.join(self.query.providers)} have one: add {' or '.join(NETWORKED_CLOUDS)} to "
+                f"known that {', '.join(self.query.providers)} have one: add {' or '.join(networked)} to "
                 "query.providers, or ask for one machine"
             )
         return self
@@ -304,10 +306,12 @@ def check_form(value: str, info: ValidationInfo) -> str:
     match = pattern.fullmatch(value)
     if match is None and info.field_name == "host" and HOST_NAME.fullmatch(value):
         return value
+    if match is not None and match.groupdict().get("provider", cloud_names()[0]) not in cloud_names():
+        match = None
     is_port = match is None or int(match.groupdict().get("port") or SSH_PORT) in range(1, 65536)
     if match is None or not is_port:
         found = "" if "://" in value else f", found {value!r}"  # it may hold a password
-        raise ValueError(f"expected {expected}{found}")
+        raise ValueError(f"expected {expected.format(clouds=', '.join(cloud_names()))}{found}")
     return value
 
 
@@ -322,7 +326,7 @@ def is_ip_address(text: str) -> bool:
 
 _FORMS = {
     "host": (HOST, "user@host, user@host:port or a name in ~/.ssh/config"),
-    "instance": (INSTANCE, f"PROVIDER:ID, for example runpod:abc123, of one of {', '.join(CLOUD_NAMES)}"),
+    "instance": (INSTANCE, "PROVIDER:ID, for example runpod:abc123, of one of {clouds}"),
     "host_key": (FINGERPRINT, "a fingerprint as `ssh-keygen -l` prints it, SHA256:..."),
     "proxy_jump": (PROXY_JUMP, "user@host:port or a name in ~/.ssh/config, several with commas and no spaces"),
     "root": (ROOT, "a path on the machine that begins with / or ~/"),

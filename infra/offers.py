@@ -14,14 +14,9 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
+from rollouts.infra.clouds import CLOUDS, CloudChoice, CloudName, cloud_names, explain_reached_through
 from rollouts.infra.errors import InfraError
 
-CloudName = Literal["runpod", "lambda", "prime", "shadeform", "vast", "sky"]
-CLOUD_NAMES: tuple[CloudName, ...] = ("runpod", "lambda", "prime", "shadeform", "vast", "sky")
-THROUGH_SKY = ("aws", "gcp", "google", "azure", "kubernetes")
-"""Clouds that are reached through the provider `sky`."""
-NETWORKED_CLOUDS: tuple[CloudName, ...] = ("lambda", "sky")
-"""Clouds whose machines reach each other by private addresses within a region."""
 MAX_USD_PER_HOUR = 1e6
 """A price beyond it is a mistake."""
 CUDA_PATTERN = r"^(\d+\.\d+)?$"
@@ -60,15 +55,16 @@ class GPUQuery(BaseModel):
     """Rent only machines that the provider may take away at any time; Prime Intellect has some."""
     min_cuda: Annotated[str, Field(pattern=CUDA_PATTERN)] = ""
     """Lowest CUDA version of the machine's driver, for example 12.8, where the provider lets one choose."""
-    providers: tuple[CloudName, ...] = CLOUD_NAMES
-    """Providers to ask. The order decides between offers of the same price."""
+    providers: tuple[CloudChoice, ...] = tuple(CLOUDS)
+    """Providers to ask. The order decides between offers of the same price. A provider of an installed package is asked
+    only if it is named."""
 
     @field_validator("providers", mode="before")
     @classmethod
-    def _lead_to_sky(cls, value: object) -> object:
+    def _lead_to_the_way(cls, value: object) -> object:
         for name in value if isinstance(value, list | tuple) else ():
-            if name in THROUGH_SKY:
-                raise ValueError(explain_through_sky(name))
+            if name not in cloud_names() and (explained := explain_reached_through(name)):
+                raise ValueError(explained)
         return value
 
     @field_validator("gpu_types", "regions")
@@ -263,11 +259,6 @@ def describe_closest(query: GPUQuery, offers: Sequence[Offer], named: Callable[[
     fields = " and ".join(named(field) for field in missed[closest])
     price_said = "at an unknown price" if closest.is_unpriced else f"for {usd:.2f} USD per GPU and hour"
     return f"the closest is {what} {price_said}, which does not answer to {fields}"
-
-
-def explain_through_sky(name: str) -> str:
-    """How the machines of a cloud of THROUGH_SKY are had."""
-    return f"{name} is reached through SkyPilot: name the provider sky instead, and its program in ROLLOUTS_SKY"
 
 
 def is_gpu_type(name: str, wanted: str, vram_gb: float | None = None) -> bool:

@@ -21,7 +21,7 @@ import httpx
 import torch
 
 from rollouts_core.batch import build_batch
-from rollouts_core.config import ENGINE_MARGINS, EvaluationConfig, ModelConfig, RolloutConfig
+from rollouts_core.config import EvaluationConfig, ModelConfig, RolloutConfig
 from rollouts_core.data.chat import stop_token_ids, tokenize_prompt, tokenize_prompts
 from rollouts_core.embedded.app import build_app
 from rollouts_core.embedded.decoder import Decoder
@@ -29,6 +29,7 @@ from rollouts_core.embedded.offline import generate_tokens
 from rollouts_core.embedded.running import Completion as EmbeddedCompletion
 from rollouts_core.embedded.sampling import SamplingParams
 from rollouts_core.embedded.scheduler import Scheduler
+from rollouts_core.engine_kinds import EMBEDDED
 from rollouts_core.engines.completion import Completion, status_of_finish
 from rollouts_core.engines.protocol import InferenceEngine
 from rollouts_core.engines.sglang import SGLangEngine
@@ -83,7 +84,7 @@ async def generate_samples(
     decoder = Decoder(
         Path(model.path),
         num_slots=num_slots,
-        context_length=longest + config.sampling.max_new_tokens + ENGINE_MARGINS["embedded"],
+        context_length=longest + config.sampling.max_new_tokens + EMBEDDED.reserved_tokens,
     )
     if is_multi_turn(environment):
         with Scheduler(decoder, model_dir=Path(model.path)) as scheduler:

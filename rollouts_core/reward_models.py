@@ -9,61 +9,17 @@ Not here: how conversations become token ids (reward_services.py), how a server 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from rollouts_core.config import RewardConfig
 from rollouts_core.config.messages import first_line
+from rollouts_core.engine_kinds import ENGINES, ScoringAPI
 from rollouts_core.errors import CheckpointError, ConfigError, RewardError
 from rollouts_core.system.http_service import HTTPService
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScoringAPI:
-    """How a kind of server is asked for scores."""
-
-    path: str
-    """Where."""
-    render: Callable[[Sequence[list[int]]], dict[str, Any]]
-    """The body for some conversations in token ids."""
-    read: Callable[[Any], list[list[float]]]
-    """The scores of each in an answer."""
-    num_reserved: int
-    """Tokens of the server's context that a conversation cannot have."""
-
-
-def _read_sglang(answer: Any) -> list[list[float]]:  # Any: JSON
-    return [_as_scores(row["embedding"]) for row in answer]
-
-
-def _read_vllm(answer: Any) -> list[list[float]]:  # Any: JSON
-    return [_as_scores(row["data"]) for row in sorted(answer["data"], key=lambda row: row["index"])]
-
-
-def _as_scores(value: Any) -> list[float]:  # Any: JSON
-    """The scores of one conversation: where there are some for each of its tokens, those of the last."""
-    if isinstance(value, list) and value and isinstance(value[-1], list):
-        return _as_scores(value[-1])
-    scores = value if isinstance(value, list) else [value]
-    if not scores or not all(isinstance(score, int | float) and not isinstance(score, bool) for score in scores):
-        raise ValueError(f"{str(value)[:100]} are no scores")
-    return scores
-
-
-SCORING_APIS = {
-    "sglang": ScoringAPI(
-        path="/classify", render=lambda rows: {"input_ids": list(rows)}, read=_read_sglang, num_reserved=1
-    ),
-    # /pooling, unlike /classify, is there for models with scores at each token, too.
-    "vllm": ScoringAPI(
-        path="/pooling",
-        render=lambda rows: {"input": list(rows), "use_activation": False},
-        read=_read_vllm,
-        num_reserved=0,
-    ),
-}
+SCORING_APIS = {name: engine.scoring for name, engine in ENGINES.items() if engine.scoring}
 """By what servers say of their models (`owned_by`)."""
 
 

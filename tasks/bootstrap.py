@@ -194,17 +194,19 @@ def wants_gpu(config: Config) -> bool:
 
 
 def torch_policies(config: Config) -> dict[str, PolicyConfig]:
-    """How the trainings of the mode compute, by their kind: those that torch does."""
-    policies = {"sft": config.training.sft.policy, "rl": config.training.rl.policy}
-    return {kind: policy for kind, policy in policies.items() if kind in config.mode and policy.backend == "pytorch"}
+    """The policy settings of the mode's trainings by torch, by the names of the stages."""
+    policies = {name: training.policy for name, training in config.trainings.items()}
+    return {name: policy for name, policy in policies.items() if policy.backend == "pytorch"}
 
 
 def modules_called(config: Config, *, trains: bool) -> dict[str, str]:
     """The user's modules that stages import, by the settings that name them; none where nothing is sampled."""
-    samples_for_rl = trains and config.mode != "sft"
+    samples_for_rl = trains and config.is_graded
     if not samples_for_rl and config.evaluation.metric != "accuracy":
         return {}
-    only_rl = () if samples_for_rl else ("rollout.generate_fn", "rollout.filter_fn")
+    if samples_for_rl:
+        return {**config.rollout.modules_named, **config.training.rl.modules_named}
+    only_rl = ("rollout.generate_fn", "rollout.filter_fn")
     return {setting: module for setting, module in config.rollout.modules_named.items() if setting not in only_rl}
 
 
@@ -235,7 +237,8 @@ def prepare_machine(
     report = probe_node(session, ready)
     check_node(report, needs)
     if ready.is_remote:
-        code_dir = place_code(session, ready, config.rollout, say=progress.say)
+        named = {**config.rollout.modules_named, **config.training.rl.modules_named}
+        code_dir = place_code(session, ready, named, say=progress.say)
         check_imports(session, ready, code_dir, modules, key_variables(config.rollout))
     progress.say(
         f"Python {report.python_version}, torch {report.torch_version}, {report.device_summary}, "

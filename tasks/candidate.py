@@ -27,7 +27,7 @@ from rollouts_core.system.files import new_directory
 
 def candidate_name(config: Config) -> str:
     """What an evaluation calls the model that a run ends with."""
-    return "sft" if config.mode == "sft" else "rl"
+    return list(config.trainings)[-1]
 
 
 def register_candidate(

@@ -62,7 +62,8 @@ def launch_engine(rl: Stage, wanted_port: int, scope: RunScope, node: Node, inde
         with lease_renewed(LeasedJob(own, run_dir)):
             wait_until_engine_ready(
                 session,
-                kind=job.engine.kind,
+                probe=job.engine.spec.probe,
+                resume_paths=job.engine.spec.resume_paths,
                 port=job.port,
                 host=job.host,
                 trainer=sessions[node.name],
@@ -116,8 +117,8 @@ def start_engine(
     placement = place_stage(session, plan_engine(rl, wanted_port, own, index), own, say=say)
     stage = placement.stage
     job = ServeJob.model_validate(stage.job)
-    if job.engine.kind != "embedded":
-        check_engine_installed(session, job.engine.kind, python=job.engine.python)
+    if package := job.engine.spec.package:
+        check_engine_installed(session, package, python=job.engine.python)
     with Ledger(scope.ledger_path) as ledger:
         ledger.add_lease(stage.run_dir, scope.run_id, own.name)
     running = running_job(session, stage.run_dir)

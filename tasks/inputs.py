@@ -41,7 +41,7 @@ def named_urls(config: Config) -> dict[str, str]:
     else:
         given |= {f"data.sft.{index}": each.path for index, each in enumerate(data.sft)}
     given |= {f"data.{name}": getattr(data, name) for name in _DATA}
-    given |= {"training.sft.resume_from": training.sft.resume_from, "training.rl.resume_from": training.rl.resume_from}
+    given |= {f"training.{name}.resume_from": settings.resume_from for name, settings in training}
     given |= {f"rollout.rewards.{index}": each.model_folder for index, each in enumerate(config.rollout.rewards)}
     return {setting: url for setting, url in given.items() if is_url(url)}
 
@@ -68,8 +68,7 @@ def bring_inputs(config: Config, store: Path, say: Callable[[str], None], mistak
         else tuple(each.model_copy(update={"path": placed(each.path)}) for each in data.sft)
     )
     resumed = {
-        name: stage.model_copy(update={"resume_from": placed(stage.resume_from)})
-        for name, stage in (("sft", training.sft), ("rl", training.rl))
+        name: settings.model_copy(update={"resume_from": placed(settings.resume_from)}) for name, settings in training
     }
     graders = tuple(
         each.model_copy(update={"model": placed(each.model)}) if each.model_folder else each

@@ -13,7 +13,7 @@ from rollouts_core.config import Config, EngineConfig
 
 def samples_for_rl(config: Config, *, trains: bool) -> bool:
     """Whether RL asks engines for completions."""
-    return trains and config.mode != "sft" and not config.data.rollouts
+    return trains and config.samples_for_training
 
 
 def leads_engines(config: Config, node: Node, *, trains: bool) -> bool:
@@ -24,8 +24,8 @@ def leads_engines(config: Config, node: Node, *, trains: bool) -> bool:
 
 def check_installed(session: Session, node: Node, engine: EngineConfig) -> None:
     """Raise PermanentInfraError when the engine is not installed where the stages of a node expect it."""
-    if engine.kind != "embedded":
-        check_engine_installed(session, engine.kind, python=engine.python or node.python)
+    if package := engine.spec.package:
+        check_engine_installed(session, package, python=engine.python or node.python)
 
 
 def check_router(session: Session, config: Config, *, trains: bool) -> None:

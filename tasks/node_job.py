@@ -19,6 +19,7 @@ from rollouts.infra.providers.rented import rentals_of_unit
 from rollouts.infra.session import Session
 from rollouts.tasks.records import RunScope, Stage
 from rollouts_core.backends.allocator import KEPT_MEMORY
+from rollouts_core.engine_kinds import ENGINES
 from rollouts_core.hub_cache import FALLBACK
 from rollouts_core.keys import read_hub_token, read_named_keys
 
@@ -101,21 +102,21 @@ def gpus_of(stage: Stage, node: Node) -> tuple[str, ...]:
     gpus = [] if shares_cpu else [str(rank) for rank in trainer] or [FIRST_GPU]
     # Recorded rollouts need no engine, and the engines of a machine that leads are not on the others.
     is_beside_engines = not node.engine_nodes and not stage.job.get("node_rank")
-    if stage.kind == "rl" and not stage.job["rollouts"] and is_beside_engines:
+    if stage.samples and is_beside_engines:
         gpus += gpus_of_engines(stage)
     return tuple(dict.fromkeys(gpus))
 
 
 def gpus_of_engines(stage: Stage) -> tuple[str, ...]:
     """The GPUs that the engines of a stage use, on each node that has some; the embedded engine computes on the CPU."""
-    if stage.job["rollout"]["engine"]["kind"] == "embedded":
+    if ENGINES[stage.job["rollout"]["engine"]["kind"]].is_own:
         return ()
     return tuple(str(rank) for rank in stage.job["deployment"]["engine_gpu_ranks"]) or (FIRST_GPU,)
 
 
 def starts_engines(stage: Stage) -> bool:
     """Whether a stage's own job starts engines: an evaluation, unless its process computes all by itself."""
-    return stage.kind == "eval" and stage.job["rollout"]["engine"]["kind"] != "embedded"
+    return stage.kind == "eval" and not ENGINES[stage.job["rollout"]["engine"]["kind"]].is_own
 
 
 def job_environment(stage: Stage, known_keys: Mapping[str, str] = MappingProxyType({})) -> dict[str, str]:
@@ -131,8 +132,8 @@ def job_environment(stage: Stage, known_keys: Mapping[str, str] = MappingProxyTy
     ranks = stage.job["deployment"]["engine_gpu_ranks" if uses_engine_gpus else "trainer_gpu_ranks"]
     gpus = COUNTED_BY_BUS | ({"CUDA_VISIBLE_DEVICES": ",".join(str(rank) for rank in ranks)} if ranks else {})
     keys = read_named_keys(stage.job, known_keys) | read_hub_token(stage.job)
-    is_own_engine = stage.kind == "serve" and stage.job["engine"]["kind"] == "embedded"
-    return gpus | keys | (KEPT_MEMORY if stage.kind in ("sft", "rl") or is_own_engine else {})
+    is_own_engine = stage.kind == "serve" and ENGINES[stage.job["engine"]["kind"]].is_own
+    return gpus | keys | (KEPT_MEMORY if stage.trains or is_own_engine else {})
 
 
 def running_job(session: Session, run_dir: str) -> dict[str, Any] | None:  # Any: JSON

@@ -19,9 +19,10 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import rollouts_core
+from rollouts.infra.bootstrap import NO_MODULES
 from rollouts.infra.errors import InfraError, StoreUnavailableError, TransientInfraError
 from rollouts.infra.jobs import JobState, cancel_job, job_status
 from rollouts.infra.node import Node
@@ -41,19 +42,19 @@ from rollouts_core.data.rows import KEPT_BESIDE, WEIGHTS, digest_path
 from rollouts_core.errors import ConfigError
 from rollouts_core.fingerprint import digest_checkpoint, digest_model
 from rollouts_core.job import (
-    JOB_TYPES,
     EvalJob,
     InputDataset,
     InputFile,
     InputModel,
     Job,
-    RLJob,
     ServeJob,
-    SFTJob,
+    TrainingJob,
+    job_type,
+    modules_named,
 )
 from rollouts_core.user_code.own_files import own_code
 
-TrainingT = TypeVar("TrainingT", SFTTrainingConfig, RLTrainingConfig)
+TrainingT = TypeVar("TrainingT", bound=SFTTrainingConfig | RLTrainingConfig)
 
 CALL_TIMEOUT_S = 60.0
 _DIGEST_CHARS = 16
@@ -86,32 +87,22 @@ def place_stage(session: Session, stage: Stage, node: Node, *, say: Callable[[st
     ended = job_status(session, run_dir).exit
     is_doubtful = ended is not None and ended.code == USER_ERROR_CODE
     inputs = NodeInputs(session, node, say, is_doubtful=is_doubtful)
-    job = place_job(JOB_TYPES[stage.kind].model_validate(stage.job), inputs)
+    job = place_job(job_type(stage.kind).model_validate(stage.job), inputs)
     placed = stage.model_copy(update={"job": job.model_dump(mode="json"), "run_dir": run_dir})
     bring_earlier_work(session, Path(stage.run_dir), run_dir)
-    return Placement(placed, place_code(session, node, getattr(job, "rollout", None)))
+    return Placement(placed, place_code(session, node, modules_named(job)))
 
 
 def place_job(job: Job, inputs: NodeInputs) -> Job:
     """The job with its inputs at their places on the node, where they are when this returns."""
     match job:
-        case SFTJob() | RLJob() if job.node_rank:  # it computes what the machine says that leads
+        case TrainingJob() if job.node_rank:  # it computes what the machine says that leads
             placed: dict[str, object] = {"model": inputs.place_description(job.model)}
-        case SFTJob():
-            placed = {
-                "model": inputs.place_model(job.model),
-                "data": tuple(inputs.place_dataset(dataset) for dataset in job.data),
-                "eval_data": job.eval_data and inputs.place_file(job.eval_data),
-                "training": inputs.place_resumed(job.training, job.resume_digest),
-            }
-        case RLJob():
-            placed = {
-                "model": inputs.place_model(job.model),
-                "prompts": job.prompts and inputs.place_file(job.prompts),
-                "rollouts": job.rollouts and inputs.place_file(job.rollouts),
-                "training": inputs.place_resumed(job.training, job.resume_digest),
-                "rollout": inputs.place_graders(job.rollout) if job.prompts else job.rollout,
-            }
+        case TrainingJob():
+            placed = {name: inputs.place_input(value) for name, value in job}
+            placed["training"] = inputs.place_resumed(job.training, job.resume_digest)
+            if job.graders:
+                placed["rollout"] = inputs.place_graders(job.graders)
         case EvalJob():
             placed = {
                 "checkpoints": tuple(inputs.place_model(model) for model in job.checkpoints),
@@ -141,6 +132,20 @@ class NodeInputs:
         self._may_fetch = True
         """Whether the node has not failed yet to fetch something itself."""
 
+    def place_input(self, value: object) -> object:
+        """A model, data file or tuple of datasets of a job. Any other value stays what it is."""
+        match value:
+            case InputModel():
+                return self.place_model(value)
+            case InputDataset():
+                return self.place_dataset(value)
+            case InputFile():
+                return self.place_file(value)
+            case tuple():
+                return tuple(map(self.place_input, value))
+            case _:
+                return value
+
     def place_file(self, file: InputFile) -> InputFile:
         """A data file."""
         return file.model_copy(update={"path": self._place(file.path, file.digest, digest_path)})
@@ -163,7 +168,7 @@ class NodeInputs:
         if not digest:
             return training
         path = self._place(str(find_checkpoint(Path(training.resume_from))), digest, digest_checkpoint)
-        return training.model_copy(update={"resume_from": path})
+        return cast("TrainingT", training.model_copy(update={"resume_from": path}))
 
     def place_graders(self, rollout: RolloutConfig) -> RolloutConfig:
         """The settings with the folders of models that grade; without the weights where a server has those."""
@@ -261,11 +266,12 @@ def bring_earlier_work(session: Session, mirror: Path, run_dir: str) -> None:
 
 
 def place_code(
-    session: Session, node: Node, rollout: RolloutConfig | None, *, say: Callable[[str], None] = logger.info
+    session: Session, node: Node, modules: Mapping[str, str] = NO_MODULES, *, say: Callable[[str], None] = logger.info
 ) -> str:
     """The folder on the node with `rollouts_core` as it is here, and the user's own code beside it.
 
     Args:
+        modules: the user's, by the settings that name them.
         say: told what is sent, in a sentence.
 
     Raises:
@@ -273,7 +279,7 @@ def place_code(
     """
     core = source_files(Path(rollouts_core.__file__).parent)
     parts = {"rollouts_core": {f"rollouts_core/{name}": path for name, path in core.items()}}
-    parts |= {code.name: code.files for code in (own_code(rollout.modules_named.values()) if rollout else ())}
+    parts |= {code.name: code.files for code in own_code(modules.values())}
     files = {name: path for part in parts.values() for name, path in part.items()}
     before = _versions_of(files.values())
     digest = hashlib.sha256()

@@ -15,6 +15,7 @@ from rollouts.infra.ledger import LEDGER_FILE
 from rollouts.infra.run_ids import short_id
 from rollouts.tasks.trackers import TrackerName
 from rollouts_core.config import EngineKind
+from rollouts_core.stages import TRAININGS
 
 How = Literal["ran", "attached", "reused"]
 
@@ -89,6 +90,16 @@ class Stage(TaskRecord):
     def kind(self) -> str:
         """The command of `python -m rollouts_core` that does the job."""
         return str(self.job["kind"])
+
+    @property
+    def samples(self) -> bool:
+        """Whether the stage is a training that asks engines for completions."""
+        return self.trains and TRAININGS[self.kind].is_graded and not self.job["rollouts"]
+
+    @property
+    def trains(self) -> bool:
+        """Whether the stage trains the model."""
+        return self.kind in TRAININGS
 
 
 class StageRecord(TaskRecord):

@@ -188,7 +188,7 @@ def claimed(stage: Stage, scope: RunScope, node: Node, ledger: Ledger) -> Iterat
 
 def checkpoints_published_of(stage: Stage, scope: RunScope) -> AbstractContextManager[None]:
     """Publish the checkpoints of a training while it goes on, where the run asks for that."""
-    if not scope.publish_checkpoints or stage.kind not in ("sft", "rl"):
+    if not scope.publish_checkpoints or not stage.trains:
         return nullcontext()
     url = f"{scope.publication_url}/stages/{Path(stage.run_dir).name}"
     return checkpoints_published(RunDirectory(Path(stage.run_dir)).checkpoints, url)

@@ -47,7 +47,7 @@ def tracked(stage: Stage, scope: RunScope, say: Callable[[str], None]) -> Iterat
 
     An exception, an interrupt above all, is not held up: the trackers' processes come to their end by themselves.
     """
-    names = scope.report_to if stage.kind in ("sft", "rl") else ()
+    names = scope.report_to if stage.trains else ()
     with ExitStack() as stack:
         for name in names:
             training = TrackedStage(

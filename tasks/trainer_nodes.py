@@ -61,7 +61,7 @@ def start_in_turn(stage: Stage, scope: RunScope, node: Node, say: Callable[[str]
 
 def trains_with_others(stage: Stage, node: Node) -> bool:
     """Whether further machines take part in a stage."""
-    return stage.kind in ("sft", "rl") and bool(node.trainer_nodes)
+    return stage.trains and bool(node.trainer_nodes)
 
 
 @contextmanager

@@ -23,8 +23,8 @@ def watched_sources(config: Config, sources: Sequence[str]) -> dict[str, str]:
     """
     if sources:
         return dict.fromkeys(sources, "")
-    demonstrations = {} if config.mode == "rl" else {each.path: each.revision for each in config.demonstrations}
-    prompts = [] if config.mode == "sft" else [config.data.prompts or config.data.rollouts]
+    demonstrations = {each.path: each.revision for each in config.demonstrations} if config.reads("sft") else {}
+    prompts = [config.data.prompts or config.data.rollouts] if config.is_graded else []
     return demonstrations | dict.fromkeys(prompts, "")
 
 

@@ -1,44 +1,26 @@
-"""Which providers of rented machines there are, and how accounts at them are opened.
+"""How accounts at the providers of rented machines are opened.
 
-Not here: what each can do (infra/cloud.py). The keys are in environment variables and nowhere else; where they came
-from a named set of credentials, a variable has its name.
+Not here: which providers there are (infra/clouds.py), what each can do (infra/cloud.py). The keys are in environment
+variables and nowhere else. If they come from a named set of credentials, a variable has its name.
 """
 
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 import httpx
 
 from rollouts.infra.cloud import Cloud
+from rollouts.infra.clouds import CloudName, find_cloud
 from rollouts.infra.errors import MissingKeyError, PermanentInfraError
-from rollouts.infra.offers import CloudName
 from rollouts.infra.providers.http import Endpoint
-from rollouts.infra.providers.lambda_cloud import Lambda
-from rollouts.infra.providers.prime import Prime
-from rollouts.infra.providers.runpod import RunPod
-from rollouts.infra.providers.shadeform import Shadeform
-from rollouts.infra.providers.sky import Sky
-from rollouts.infra.providers.vast import Vast
 from rollouts.infra.renting.rentals import Rental
 
 CREDENTIALS_VARIABLE = "ROLLOUTS_CREDENTIALS"
 """Names the credentials from which the keys in the environment came."""
 _SENDABLE = re.compile(r"[!-~]+")
 """What a header can carry of a key."""
-
-_ACCOUNTS: Mapping[CloudName, Callable[[str, str], Cloud]] = {
-    "runpod": RunPod,
-    "lambda": Lambda,
-    "prime": Prime,
-    "shadeform": Shadeform,
-    "vast": Vast,
-    "sky": Sky,
-}
-ENDPOINTS: Mapping[CloudName, Endpoint] = {
-    account.name: account.endpoint for account in (RunPod, Lambda, Prime, Shadeform, Vast, Sky)
-}
 
 
 def open_account(name: CloudName) -> Cloud:
@@ -48,7 +30,8 @@ def open_account(name: CloudName) -> Cloud:
         MissingKeyError: there is none, or something that cannot be one.
         PermanentInfraError: the environment names another address of the API, and that is none.
     """
-    endpoint = ENDPOINTS[name]
+    cloud = find_cloud(name)
+    endpoint = cloud.endpoint
     key = _key_of(name)
     if not key:
         raise MissingKeyError(
@@ -60,7 +43,7 @@ def open_account(name: CloudName) -> Cloud:
             f"what {endpoint.key_variable} holds is no {endpoint.key_is} for {endpoint.title}: keys have neither "
             "spaces nor accents, nor the … of those that are shown shortened: copy it again"
         )
-    return _ACCOUNTS[name](key, _other_address_of(endpoint) if endpoint.url else "")
+    return cloud(key, _other_address_of(endpoint) if endpoint.url else "")
 
 
 @contextmanager
@@ -99,10 +82,10 @@ def require_keys(names: Sequence[CloudName]) -> list[CloudName]:
     """
     known, others = clouds_with_keys(names)
     if not known:
-        variables = " or ".join(ENDPOINTS[name].key_variable for name in others)
+        variables = " or ".join(find_cloud(name).endpoint.key_variable for name in others)
         raise MissingKeyError(
             f"there is no key of a provider: put one into the variable {variables}, "
-            f"{_or_save(ENDPOINTS[others[0]].key_variable)}"
+            f"{_or_save(find_cloud(others[0]).endpoint.key_variable)}"
         )
     return known
 
@@ -158,4 +141,4 @@ def _or_save(variable: str) -> str:
 
 
 def _key_of(name: CloudName) -> str:
-    return os.environ.get(ENDPOINTS[name].key_variable, "").strip()
+    return os.environ.get(find_cloud(name).endpoint.key_variable, "").strip()

@@ -26,9 +26,9 @@ from typing import Annotated, Any, ClassVar, Self, TypeVar
 import httpx
 from pydantic import BaseModel, Field, ValidationError
 
+from rollouts.infra.clouds import CloudName
 from rollouts.infra.errors import OfferGoneError, ProviderRefusedError, ProviderUnavailableError, UnclearAnswerError
 from rollouts.infra.foreign_text import shown_line
-from rollouts.infra.offers import CloudName
 
 TIMEOUT_S = 30.0
 CREATE_TIMEOUT_S = 90.0
@@ -374,6 +374,8 @@ class Account:
     name: ClassVar[CloudName]
     endpoint: ClassVar[Endpoint]
     gives_host_key: ClassVar[bool] = False
+    is_networked: ClassVar[bool] = False
+    reaches: ClassVar[tuple[str, ...]] = ()
 
     def __init__(
         self,

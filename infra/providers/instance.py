@@ -98,7 +98,7 @@ def find_instance(name: str) -> Instance:
         InfraError: its provider cannot be asked.
     """
     provider, _, instance_id = name.partition(":")
-    with open_account(provider) as cloud:  # type: ignore[arg-type]  # the settings' pattern admits no other
+    with open_account(provider) as cloud:
         instance = look_up(cloud, instance_id, name="")
     if instance is None or instance.status is InstanceStatus.GONE:
         raise MachineGoneError(

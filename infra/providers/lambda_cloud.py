@@ -14,8 +14,9 @@ from typing import ClassVar
 
 from pydantic import BaseModel, Field
 
+from rollouts.infra.clouds import CloudName
 from rollouts.infra.errors import OfferGoneError
-from rollouts.infra.offers import CloudName, GPUQuery, HostKeyPair, Instance, InstanceStatus, MachineSpec, Offer
+from rollouts.infra.offers import GPUQuery, HostKeyPair, Instance, InstanceStatus, MachineSpec, Offer
 from rollouts.infra.providers.addresses import quoted, usable_host
 from rollouts.infra.providers.http import Account, Endpoint, InstanceId, Json, key_blob, key_name
 
@@ -99,6 +100,7 @@ class Lambda(Account):
 
     name: ClassVar[CloudName] = "lambda"
     gives_host_key: ClassVar[bool] = True
+    is_networked: ClassVar[bool] = True
     endpoint = Endpoint(
         title="Lambda",
         url="https://cloud.lambda.ai",
@@ -171,7 +173,7 @@ def _read_offer(kind: _Kind, specs: _Specs | None, region: str) -> Offer:
     assert specs is not None
     vram = _VRAM.search(kind.gpu_description)
     return Offer(
-        provider="lambda",
+        provider=Lambda.name,
         id=kind.name,
         gpu_type=kind.gpu_description or kind.name,
         gpu_count=specs.gpus,
@@ -185,7 +187,7 @@ def _read_offer(kind: _Kind, specs: _Specs | None, region: str) -> Offer:
 def _read_instance(instance: _Instance) -> Instance:
     kind = instance.instance_type
     return Instance(
-        provider="lambda",
+        provider=Lambda.name,
         id=instance.id,
         name=instance.name or "",
         status=STATUS.get(instance.status or "", InstanceStatus.UNKNOWN),

@@ -15,8 +15,9 @@ from urllib.parse import quote, unquote
 
 from pydantic import BaseModel, Field
 
+from rollouts.infra.clouds import CloudName
 from rollouts.infra.errors import ProviderUnavailableError
-from rollouts.infra.offers import CloudName, GPUQuery, Instance, InstanceStatus, MachineSpec, Offer
+from rollouts.infra.offers import GPUQuery, Instance, InstanceStatus, MachineSpec, Offer
 from rollouts.infra.providers.addresses import quoted, usable_host, usable_port, usable_user
 from rollouts.infra.providers.http import Account, Endpoint, InstanceId, Json, key_blob, key_name
 
@@ -242,7 +243,7 @@ def _read_offer(found: _Configuration, wanted_disk_gb: int) -> Offer | None:
         found.cloudId,
     )
     return Offer(
-        provider="prime",
+        provider=Prime.name,
         id=":".join(quote(str(part), safe="") for part in choice),
         gpu_type=found.gpuType,
         gpu_count=found.gpuCount,
@@ -268,7 +269,7 @@ def _read_pod(pod: _Pod) -> Instance:
     if status is InstanceStatus.RUNNING:
         status = INSTALLATION.get(pod.installationStatus or "PENDING", InstanceStatus.STARTING)
     return Instance(
-        provider="prime",
+        provider=Prime.name,
         id=pod.id,
         name=pod.name or "",
         status=status,

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rollouts.infra.cloud import PATIENT, Cloud, Pace, look_up
+from rollouts.infra.clouds import CloudName, find_cloud
 from rollouts.infra.errors import (
     InfraError,
     MachineGoneError,
@@ -31,7 +32,7 @@ from rollouts.infra.errors import (
 )
 from rollouts.infra.ledger import LEDGER_FILE, Ledger
 from rollouts.infra.node import InstanceNode, Node, RentedNode, SSHAccess
-from rollouts.infra.offers import NETWORKED_CLOUDS, CloudName, Instance, Offer, describe_closest
+from rollouts.infra.offers import Instance, Offer, describe_closest
 from rollouts.infra.providers.clouds import account_of, credentials_in_use, open_clouds, require_keys
 from rollouts.infra.providers.ssh import CALL_TIMEOUT_S, expand_root, open_ssh_session
 from rollouts.infra.reach import own_address
@@ -337,7 +338,7 @@ def build_request(settings: RentedNode, run_id: str) -> RentRequest:
 
     query = settings.query
     if settings.num_machines > 1:
-        networked = tuple(name for name in query.providers if name in NETWORKED_CLOUDS)
+        networked = tuple(name for name in query.providers if find_cloud(name).is_networked)
         query = query.model_copy(update={"providers": networked})
     public_key = read_public_key(key_file=settings.key_file, key_variable=settings.key_variable)
     require_login_key(key_file=settings.key_file, key_variable=settings.key_variable)

@@ -14,7 +14,8 @@ from typing import ClassVar
 
 from pydantic import BaseModel
 
-from rollouts.infra.offers import CloudName, GPUQuery, Instance, InstanceStatus, MachineSpec, Offer
+from rollouts.infra.clouds import CloudName
+from rollouts.infra.offers import GPUQuery, Instance, InstanceStatus, MachineSpec, Offer
 from rollouts.infra.providers.addresses import quoted, usable_host, usable_port, usable_user
 from rollouts.infra.providers.http import Account, Endpoint, InstanceId, Json
 
@@ -153,7 +154,7 @@ class RunPod(Account):
             for region in regions if query.regions else [""]:  # RunPod chooses best when nobody else does
                 offers.append(
                     Offer(
-                        provider="runpod",
+                        provider=RunPod.name,
                         id=f"{tier}:{gpu.id}",
                         gpu_type=gpu.name,
                         gpu_count=query.gpu_count,
@@ -185,7 +186,7 @@ def _host_keys_in(events: Iterator[str]) -> Iterator[tuple[str, str]]:
 def _read_pod(pod: _Pod) -> Instance:
     direct = pod.ssh.direct if pod.ssh else None
     return Instance(
-        provider="runpod",
+        provider=RunPod.name,
         id=pod.id,
         name=pod.name or "",
         status=STATUS.get(pod.status or "", InstanceStatus.UNKNOWN),

@@ -10,7 +10,8 @@ from typing import ClassVar
 
 from pydantic import BaseModel
 
-from rollouts.infra.offers import CloudName, GPUQuery, Instance, InstanceStatus, MachineSpec, Offer
+from rollouts.infra.clouds import CloudName
+from rollouts.infra.offers import GPUQuery, Instance, InstanceStatus, MachineSpec, Offer
 from rollouts.infra.providers.addresses import quoted, usable_host, usable_port, usable_user
 from rollouts.infra.providers.http import Account, Endpoint, InstanceId, Json, key_blob, key_name
 
@@ -137,7 +138,7 @@ class Shadeform(Account):
 
 def _read_offer(kind: _Kind, region: str) -> Offer:
     return Offer(
-        provider="shadeform",
+        provider=Shadeform.name,
         id=f"{kind.cloud}:{kind.shade_instance_type}",
         gpu_type=kind.configuration.gpu_type or kind.shade_instance_type,
         gpu_count=kind.configuration.num_gpus,
@@ -150,7 +151,7 @@ def _read_offer(kind: _Kind, region: str) -> Offer:
 
 def _read_instance(instance: _Instance) -> Instance:
     return Instance(
-        provider="shadeform",
+        provider=Shadeform.name,
         id=instance.id,
         name=instance.name or "",
         status=STATUS.get(instance.status or "", InstanceStatus.UNKNOWN),

@@ -32,6 +32,7 @@ from typing import ClassVar, Self, TypeVar
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
+from rollouts.infra.clouds import CloudName
 from rollouts.infra.errors import (
     InfraError,
     MissingKeyError,
@@ -41,7 +42,7 @@ from rollouts.infra.errors import (
     UnclearAnswerError,
 )
 from rollouts.infra.foreign_text import shown_line, shown_lines
-from rollouts.infra.offers import MAKERS_WORDS, CloudName, GPUQuery, Instance, InstanceStatus, MachineSpec, Offer
+from rollouts.infra.offers import MAKERS_WORDS, GPUQuery, Instance, InstanceStatus, MachineSpec, Offer
 from rollouts.infra.providers.addresses import usable_host, usable_port, usable_user
 from rollouts.infra.providers.http import Endpoint
 from rollouts.infra.session import LOOPBACK
@@ -113,6 +114,8 @@ class Sky:
         title="SkyPilot", url="", key_variable="ROLLOUTS_SKY", key_is="path of its program"
     )
     gives_host_key: ClassVar[bool] = False
+    is_networked: ClassVar[bool] = True
+    reaches: ClassVar[tuple[str, ...]] = ("aws", "gcp", "google", "azure", "kubernetes")
 
     def __init__(self, program: str, url: str = "") -> None:
         """`program` is the path of `sky`; a `url` there is none."""
@@ -265,7 +268,7 @@ def _read_offer(kind: _Kind, *, is_spot: bool) -> Offer | None:
     if (is_spot if is_pod else price <= 0) or memory_gb <= 0:
         return None
     return Offer(
-        provider="sky",
+        provider=Sky.name,
         id=f"{kind.cloud.lower()}:{kind.instance_type or ''}:{kind.accelerator_name}",
         gpu_type=kind.accelerator_name,
         gpu_count=int(kind.accelerator_count),
@@ -285,7 +288,7 @@ def _read(cluster: _Cluster) -> Instance:
     is_behind = "proxycommand" in address
     name = usable_host(cluster.name) if is_behind else ""
     return Instance(
-        provider="sky",
+        provider=Sky.name,
         id=cluster.name,
         name=cluster.name,
         status=status,

@@ -14,8 +14,9 @@ from typing import ClassVar
 
 from pydantic import BaseModel, Field
 
+from rollouts.infra.clouds import CloudName
 from rollouts.infra.errors import ProviderUnavailableError
-from rollouts.infra.offers import CloudName, GPUQuery, Instance, InstanceStatus, MachineSpec, Offer, is_gpu_type
+from rollouts.infra.offers import GPUQuery, Instance, InstanceStatus, MachineSpec, Offer, is_gpu_type
 from rollouts.infra.providers.addresses import quoted, usable_host, usable_port
 from rollouts.infra.providers.http import Account, Endpoint, Json
 
@@ -210,7 +211,7 @@ def _names_of(gpu_types: Sequence[str]) -> list[str]:
 
 def _read_offer(ask: _Ask, *, is_secure: bool) -> Offer:
     return Offer(
-        provider="vast",
+        provider=Vast.name,
         id=str(ask.id),
         gpu_type=ask.gpu_name,
         gpu_count=ask.num_gpus,
@@ -228,7 +229,7 @@ def _read_instance(instance: _Instance) -> Instance:
     written = (mapped[0].HostPort if mapped else None) or ""
     port = written if written.isdecimal() else ""
     return Instance(
-        provider="vast",
+        provider=Vast.name,
         id=str(instance.id),
         name=instance.label or "",
         status=STATUS.get(instance.actual_status or "loading", InstanceStatus.UNKNOWN),

@@ -22,6 +22,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from rollouts.infra.cloud import Cloud
+from rollouts.infra.clouds import CloudName
 from rollouts.infra.errors import (
     InfraError,
     MissingKeyError,
@@ -35,7 +36,6 @@ from rollouts.infra.errors import (
 )
 from rollouts.infra.interrupts import uninterrupted
 from rollouts.infra.offers import (
-    CloudName,
     GPUQuery,
     HostKeyPair,
     MachineSpec,

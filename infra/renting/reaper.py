@@ -24,9 +24,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rollouts.infra.cloud import PATIENT, Cloud, Pace
+from rollouts.infra.clouds import CloudName
 from rollouts.infra.errors import InfraError, LedgerUnwritableError, PermanentInfraError, ProviderUnavailableError
 from rollouts.infra.ledger import Ledger
-from rollouts.infra.offers import CloudName, Instance, InstanceStatus
+from rollouts.infra.offers import Instance, InstanceStatus
 from rollouts.infra.renting.release import end_unnoted, release_machine, status_of
 from rollouts.infra.renting.rentals import (
     NAME,

@@ -17,9 +17,10 @@ from dataclasses import replace
 from typing import NoReturn
 
 from rollouts.infra.cloud import PATIENT, Cloud, Pace, look_up
+from rollouts.infra.clouds import CloudName
 from rollouts.infra.errors import InfraError, PermanentInfraError, StillRentedError, TransientInfraError
 from rollouts.infra.ledger import Ledger
-from rollouts.infra.offers import CloudName, InstanceStatus
+from rollouts.infra.offers import InstanceStatus
 from rollouts.infra.renting.rentals import Rental, RentalState, change_rental, find_rental
 from rollouts.infra.renting.unanswered import find_machine
 

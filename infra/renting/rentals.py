@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+from rollouts.infra.clouds import CloudName
 from rollouts.infra.ledger import Ledger
-from rollouts.infra.offers import CloudName
 from rollouts.infra.run_ids import short_id
 
 NAME_PREFIX = "rollouts-"

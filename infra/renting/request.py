@@ -8,8 +8,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from rollouts.infra.cloud import PATIENT, Cloud, Pace
+from rollouts.infra.clouds import CloudName
 from rollouts.infra.ledger import Ledger
-from rollouts.infra.offers import CloudName, GPUQuery, Instance
+from rollouts.infra.offers import GPUQuery, Instance
 from rollouts.infra.renting.release import release_machine
 from rollouts.infra.renting.rentals import Rental, RentalState, rentals_of
 

@@ -184,7 +184,7 @@ def _checkpoint_of(name: str) -> str | None:
 
 
 def _newest_step(files: Iterable[str]) -> int:
-    """The step of the last whole checkpoint among the files of a run directory; -1 where there is none."""
+    """The step of the last whole checkpoint among the files of a run directory; -1 if there is none."""
     manifests = (PurePosixPath(name) for name in files if PurePosixPath(name).name == MANIFEST)
     return max((_step_of(str(path.parent)) for path in manifests), default=-1)
 
@@ -309,7 +309,7 @@ def _line(content: Mapping[str, object]) -> bytes:
 
 
 def _manifest_of(name: str) -> str:
-    """The manifest of the checkpoint that a file belongs to; empty where it belongs to none."""
+    """The manifest of the checkpoint that a file belongs to; empty if it belongs to none."""
     checkpoint = _checkpoint_of(name)
     return f"{checkpoint}/{MANIFEST}" if checkpoint else ""
 
@@ -491,7 +491,7 @@ class _ByteStream:
         self._pending = b""
 
     def read_object(self) -> dict[str, Any] | None:  # Any: JSON
-        """The next line; None where it is no JSON object."""
+        """The next line; None if it is no JSON object."""
         while b"\n" not in self._pending:
             if len(self._pending) > MAX_HEAD_BYTES:
                 raise TransientInfraError("the node sends something else than lines")

@@ -158,7 +158,7 @@ def _publish(session: Session, files: Mapping[str, Path], sizes: Mapping[str, in
     sources = {name: SourceFile(files[name], size) for name, size in sizes.items()}
     copy = secrets.token_hex(8)
     num_missing: list[float] = []
-    """Bytes that were not there when each attempt began to send; infinite where it did not come so far."""
+    """Bytes that were not there when each attempt began to send; infinite if it did not come so far."""
     while True:
         incoming = _incoming_of(destination, copy, len(num_missing))
         num_missing.append(math.inf)

@@ -10,6 +10,7 @@ B rows of a micro-batch, T token positions, V vocabulary.
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,9 +22,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rollouts_core.algorithms.mismatch import describe_mismatch, mean_per_sample, mismatch_weights, sum_per_sample
+from rollouts_core.algorithms.objectives import OBJECTIVES
 from rollouts_core.batch import TrainBatch
-from rollouts_core.config import LossConfig, name_of_function
+from rollouts_core.config import FunctionName, LossConfig, name_of_function
 from rollouts_core.errors import ConfigError
+from rollouts_core.user_code.functions import resolve_function
 
 Metrics = dict[str, float]
 LossMetrics = Mapping[str, float | Tensor]
@@ -50,6 +53,8 @@ class TokenScores:
         )
 
 
+ObjectiveFn = Callable[[Tensor, Tensor, TrainBatch, LossConfig], tuple[Tensor, Tensor]]
+"""(logprobs_BT, log_ratio_BT, batch, config) -> each token's loss, and where its gradient was limited."""
 LossFn = Callable[[TokenScores, TrainBatch], tuple[Tensor, LossMetrics]]
 """(scores, batch) -> the micro-batch's share of the step's loss, and metrics that add up.
 
@@ -137,9 +142,24 @@ def create_cross_entropy_loss() -> LossFn:
     return cross_entropy_loss
 
 
-def create_policy_loss(config: LossConfig) -> LossFn:
-    """The RL loss with these settings."""
-    return partial(policy_loss, config=config)
+def create_policy_loss(config: LossConfig, loss_fn: FunctionName = "") -> LossFn:
+    """The RL loss with these settings.
+
+    Args:
+        loss_fn: a user's function in place of `policy_loss`. It gets the settings if it has a parameter `config`.
+
+    Raises:
+        ConfigError: there is no such function.
+    """
+    if loss_fn == "":
+        return partial(policy_loss, config=config)
+    own: Callable[..., Any] = resolve_function(loss_fn, {}, setting="training.rl.loss_fn")  # Any: a user's function
+    return partial(own, config=config) if takes_config(own) else own
+
+
+def takes_config(loss_fn: Callable[..., Any]) -> bool:  # Any: a user's function
+    """Whether a user's loss has a parameter for the settings of `training.rl.loss`."""
+    return "config" in inspect.signature(loss_fn).parameters
 
 
 def cross_entropy_loss(scores: TokenScores, batch: TrainBatch) -> tuple[Tensor, LossMetrics]:
@@ -206,36 +226,73 @@ def policy_loss(scores: TokenScores, batch: TrainBatch, config: LossConfig) -> t
 def policy_objective(
     logprobs_BT: Tensor, log_ratio_BT: Tensor, batch: TrainBatch, config: LossConfig
 ) -> tuple[Tensor, Tensor]:
-    """(B, T) what each token contributes to the loss by `config.objective`, and where its gradient was limited.
+    """(B, T) what each token contributes to the loss by `config.objective`, and where its gradient was limited."""
+    objective: ObjectiveFn = resolve_function(
+        OBJECTIVES[config.objective].loss, {}, setting="training.rl.loss.objective"
+    )
+    return objective(logprobs_BT, log_ratio_BT, batch, config)
 
-    ppo, gspo: -min(ratio x A, clip(ratio) x A), and at most dual_clip x |A| where A < 0.
-    cispo: -clip(ratio) x A x logprob without a gradient of the ratio. reinforce: -A x logprob.
-    dppo: -ratio x A, and 0 where the probability rose by more than clip_high although A > 0, or fell by more than
-    clip_low although A <= 0.
 
-    Source: ppo arXiv:1707.06347 eq. 7, asymmetric clip arXiv:2503.14476, dual clip arXiv:1912.09729 eq. 5; gspo
-    arXiv:2507.18071 eq. 5; cispo arXiv:2506.13585 eq. 4; dppo arXiv:2602.04879, as in prime-rl.
+def ppo_objective(
+    logprobs_BT: Tensor, log_ratio_BT: Tensor, batch: TrainBatch, config: LossConfig
+) -> tuple[Tensor, Tensor]:
+    """-min(ratio x A, clip(ratio) x A), and at most dual_clip x |A| where A < 0.
+
+    Source: arXiv:1707.06347 eq. 7, asymmetric clip arXiv:2503.14476, dual clip arXiv:1912.09729 eq. 5.
     """
-    advantages_BT = batch.advantages_BT
-    if config.objective == "reinforce":
-        return -advantages_BT * logprobs_BT, torch.zeros_like(logprobs_BT)
-    if config.objective == "gspo":
-        log_ratio_BT = mean_per_sample(log_ratio_BT, batch)
-    ratio_BT = log_ratio_BT.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-    if config.objective == "dppo":
-        moved_BT = logprobs_BT.detach().exp() - (logprobs_BT - log_ratio_BT).detach().exp()
-        is_far_BT = torch.where(advantages_BT > 0, moved_BT > config.clip_high, moved_BT < -config.clip_low)
-        return -advantages_BT * ratio_BT * ~is_far_BT, is_far_BT
-    clipped_BT = ratio_BT.clamp(1 - config.clip_low, 1 + config.clip_high)
-    if config.objective == "cispo":
-        return -clipped_BT.detach() * advantages_BT * logprobs_BT, clipped_BT != ratio_BT
-    free_BT, bound_BT = -advantages_BT * ratio_BT, -advantages_BT * clipped_BT
+    advantages_BT, ratio_BT = batch.advantages_BT, ratio_of(log_ratio_BT)
+    free_BT, bound_BT = -advantages_BT * ratio_BT, -advantages_BT * _clipped(ratio_BT, config)
     objective_BT, is_clipped_BT = torch.maximum(free_BT, bound_BT), bound_BT > free_BT
     if config.dual_clip:
         limit_BT = torch.where(advantages_BT < 0, -advantages_BT * config.dual_clip, math.inf)
         is_clipped_BT = is_clipped_BT | (objective_BT > limit_BT)
         objective_BT = torch.minimum(objective_BT, limit_BT)
     return objective_BT, is_clipped_BT
+
+
+def gspo_objective(
+    logprobs_BT: Tensor, log_ratio_BT: Tensor, batch: TrainBatch, config: LossConfig
+) -> tuple[Tensor, Tensor]:
+    """`ppo_objective` with the geometric mean of the ratio over the completion. Source: arXiv:2507.18071 eq. 5."""
+    return ppo_objective(logprobs_BT, mean_per_sample(log_ratio_BT, batch), batch, config)
+
+
+def cispo_objective(
+    logprobs_BT: Tensor, log_ratio_BT: Tensor, batch: TrainBatch, config: LossConfig
+) -> tuple[Tensor, Tensor]:
+    """-clip(ratio) x A x logprob, without a gradient of the ratio. Source: arXiv:2506.13585 eq. 4."""
+    ratio_BT = ratio_of(log_ratio_BT)
+    clipped_BT = _clipped(ratio_BT, config)
+    return -clipped_BT.detach() * batch.advantages_BT * logprobs_BT, clipped_BT != ratio_BT
+
+
+def dppo_objective(
+    logprobs_BT: Tensor, log_ratio_BT: Tensor, batch: TrainBatch, config: LossConfig
+) -> tuple[Tensor, Tensor]:
+    """-ratio x A, and 0 if the probability rose by more than clip_high although A > 0, or fell by more than clip_low
+    although A <= 0.
+
+    Source: arXiv:2602.04879, as in prime-rl.
+    """
+    moved_BT = logprobs_BT.detach().exp() - (logprobs_BT - log_ratio_BT).detach().exp()
+    is_far_BT = torch.where(batch.advantages_BT > 0, moved_BT > config.clip_high, moved_BT < -config.clip_low)
+    return -batch.advantages_BT * ratio_of(log_ratio_BT) * ~is_far_BT, is_far_BT
+
+
+def reinforce_objective(
+    logprobs_BT: Tensor, log_ratio_BT: Tensor, batch: TrainBatch, config: LossConfig
+) -> tuple[Tensor, Tensor]:
+    """-A x logprob."""
+    return -batch.advantages_BT * logprobs_BT, torch.zeros_like(logprobs_BT)
+
+
+def ratio_of(log_ratio_BT: Tensor) -> Tensor:
+    """(B, T) exp of a log-ratio, within the limits of MAX_LOG_RATIO."""
+    return log_ratio_BT.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+
+
+def _clipped(ratio_BT: Tensor, config: LossConfig) -> Tensor:
+    return ratio_BT.clamp(1 - config.clip_low, 1 + config.clip_high)
 
 
 @torch.no_grad()
@@ -258,7 +315,7 @@ def reference_kl(logprobs_BT: Tensor, log_ratio_BT: Tensor, batch: TrainBatch, c
     difference_BT = _limited(free_BT, config.kl_input_clamp)
     kl_BT = estimate_kl(difference_BT, config.kl_estimator)
     if config.kl_weight == "ratio":
-        kl_BT = kl_BT * log_ratio_BT.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+        kl_BT = kl_BT * ratio_of(log_ratio_BT)
     elif config.kl_weight == "on_policy":
         one_BT = (logprobs_BT - logprobs_BT.detach()).exp()
         kl_BT = kl_BT * torch.where(difference_BT == free_BT, one_BT, one_BT.detach())

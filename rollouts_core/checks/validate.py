@@ -1,8 +1,8 @@
 """Find out before any training whether a configuration can work: all checks in their order.
 
 Not here: the checks of a model's folder (model_checks.py), of demonstrations (demonstrations.py), of prompts
-(answers.py), of what models are compared on (compared_rows.py), of functions (function_checks.py), of checkpoints to go
-on from (resumed.py), the form of settings (config/), machines and ports (infra).
+(answers.py), of what models are compared on (compared_rows.py), of functions (function_checks.py, loss_checks.py), of
+checkpoints to go on from (resumed.py), the form of settings (config/), machines and ports (infra).
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from rollouts_core.checks.demonstrations import (
 from rollouts_core.checks.epochs import MANY_EPOCHS_OF_RL, MANY_EPOCHS_OF_SFT, describe_epochs
 from rollouts_core.checks.function_checks import check_functions, find_functions, one_of_each_shape, shape_of
 from rollouts_core.checks.learning_rates import check_learning_rates
+from rollouts_core.checks.loss_checks import check_loss_fn, reads_rollout_logprobs
 from rollouts_core.checks.model_checks import (
     check_generable,
     check_jax_model,
@@ -65,6 +66,8 @@ from rollouts_core.model.loading import check_not_quantized, find_positions, loa
 from rollouts_core.rollout.generate import check_prompt_lengths
 from rollouts_core.rollout.offline_rollouts import OfflineRollouts, check_rollouts
 from rollouts_core.rollout.resolve import check_graded, resolve_environment
+from rollouts_core.stages import TRAININGS, kind_of
+from rollouts_core.stages.kind import load
 from rollouts_core.types import Prompt
 
 if TYPE_CHECKING:
@@ -90,9 +93,12 @@ def validate_config(config: Config, mistakes: Mistakes | None = None, *, trains_
     """
     noted = Mistakes() if mistakes is None else mistakes
     findings = _check_settings(config, noted, trains_here=trains_here)
+    if config.is_graded and config.training.rl.loss_fn:
+        with noted.at("training.rl.loss_fn"):
+            findings += check_loss_fn(config.training.rl)
     tokenizer = _load_tokenizer(config, noted, findings)
     by_loss = config.evaluation.metric == "loss"
-    is_graded = not by_loss or config.mode != "sft"
+    is_graded = not by_loss or config.is_graded
     if is_graded:
         find_functions(config.rollout, noted)
     if tokenizer is None:
@@ -101,8 +107,8 @@ def validate_config(config: Config, mistakes: Mistakes | None = None, *, trains_
         findings += _check_data(config, tokenizer, noted, is_graded=is_graded)
     if mistakes is None:
         noted.check()
-    if not noted and config.mode != "sft":
-        findings += [*warn_of_own_generation(config), *warn_of_uncorrected_age(config)]
+    for name in config.trainings if not noted else ():
+        findings += load(kind_of(name).warn)(config)
     return findings
 
 
@@ -128,7 +134,7 @@ def _check_data(
     findings: list[str] = []
     tried = _try_functions(config, tokenizer, mistakes, findings) if is_graded else set()
     held_out = _read_held_out(config, mistakes)
-    if config.mode != "rl":
+    if config.reads("sft"):
         findings += check_demonstrations(config, tokenizer, held_out, mistakes)
         if config.data.sft_eval and not mistakes.has("data.sft_eval"):
             with mistakes.at("data.sft_eval"):
@@ -140,8 +146,8 @@ def _check_data(
 
 def _check_rows_alone(config: Config, mistakes: Mistakes) -> None:
     """Look at what can be seen of rows without the tokenizer of a model."""
-    demonstrations = dict(place_datasets(config, mistakes)) if config.mode != "rl" else {}
-    names: list[RowFile] = ["sft_eval"] if config.mode != "rl" and config.data.sft_eval else []
+    demonstrations = dict(place_datasets(config, mistakes)) if config.reads("sft") else {}
+    names: list[RowFile] = ["sft_eval"] if config.reads("sft_eval") and config.data.sft_eval else []
     names += ["selection", "heldout"] if config.evaluation.metric == "loss" else []
     readable = [name for name in names if getattr(config.data, name) and not mistakes.has(f"data.{name}")]
     demonstrations |= {f"data.{name}": dataset_of(name, config) for name in readable}
@@ -159,7 +165,7 @@ def _check_settings(config: Config, mistakes: Mistakes, *, trains_here: bool) ->
     if config.evaluation.metric == "accuracy":
         with mistakes.at("rollout"):
             check_graded(config.rollout)
-    if not mistakes.has("training.sft.resume_from") and not mistakes.has("training.rl.resume_from"):
+    if not any(mistakes.has(f"{kind.setting}.resume_from") for kind in TRAININGS.values()):
         with mistakes.at("training"):
             check_resumed(config)
     if not mistakes.has("model"):
@@ -206,7 +212,7 @@ def _prompt_files(config: Config, mistakes: Mistakes) -> dict[RowFile, str]:
     if config.evaluation.metric == "loss":
         return {}
     files: dict[RowFile, str] = {"selection": config.data.selection, "heldout": config.data.heldout}
-    if config.mode != "sft":
+    if config.reads("prompts"):
         files["prompts"] = config.data.prompts
     return {name: path for name, path in files.items() if path and not mistakes.has(f"data.{name}")}
 
@@ -265,7 +271,7 @@ def _check_prompts(
         tried: shapes of rows that functions were tried on already; None if they failed.
     """
     findings: list[str] = []
-    if config.mode != "sft" and config.data.rollouts and not mistakes.has("data.rollouts"):
+    if config.reads("rollouts") and config.data.rollouts and not mistakes.has("data.rollouts"):
         with mistakes.at("data.rollouts"):
             findings += _check_recorded_rollouts(config, tokenizer)
     files, loaded = _prompt_files(config, mistakes), dict[RowFile, list[Prompt]]()
@@ -286,7 +292,7 @@ def _check_prompts(
     if mistakes:
         return findings
     findings += warn_of_repeated_rows(config)
-    if config.mode != "sft":
+    if config.is_graded:
         num_rows = min(len(loaded["heldout"]), config.evaluation.max_prompts)
         limit = config.evaluation.max_p_value
         with mistakes.at("evaluation.max_p_value"):
@@ -327,7 +333,7 @@ def validate_evaluation(config: Config, models: Sequence[ModelConfig], mistakes:
         find_functions(config.rollout, noted)
     findings: list[str] = [*warn_of_equal_completions(config)]
     for model in models:
-        scored = config.model_copy(update={"model": model, "mode": "sft"})
+        scored = config.model_copy(update={"model": model, "mode": ""})
         with noted.at("model"):
             check_model_files(scored)
             check_generable(scored)
@@ -336,7 +342,7 @@ def validate_evaluation(config: Config, models: Sequence[ModelConfig], mistakes:
             findings.append(f"model {model.path}: tokenizer with {len(tokenizer)} tokens")
             findings += _check_scored(scored, tokenizer, noted)
     if not models or noted.has("model"):
-        _check_rows_alone(config.model_copy(update={"mode": "rl"}), noted)
+        _check_rows_alone(config.model_copy(update={"mode": ""}), noted)
     if not noted.has("data.heldout"):
         with noted.at("data.heldout"):
             findings += warn_of_repeated_rows(config)
@@ -368,6 +374,11 @@ def _check_scored(config: Config, tokenizer: PreTrainedTokenizerBase, mistakes: 
     return findings + warn_of_endless_turns(tokenizer)
 
 
+def warn_of_rl(config: Config) -> list[Caution]:
+    """The warnings of RL that need neither model nor data."""
+    return [*warn_of_own_generation(config), *warn_of_uncorrected_age(config)]
+
+
 def warn_of_own_generation(config: Config) -> list[Caution]:
     """A warning where RL learns from completions made otherwise than those that checkpoints are compared by."""
     if config.rollout.generate_fn == "" or config.data.rollouts:
@@ -389,8 +400,16 @@ def warn_of_uncorrected_age(config: Config) -> list[Caution]:
         old.append(f"training.rl.sync_every {config.training.rl.sync_every}")
     if config.data.rollouts:
         old = ["data.rollouts"]
-    if not old or config.training.rl.corrects_for_age:
+    rl = config.training.rl
+    if not old or (reads_rollout_logprobs(rl) if rl.loss_fn else rl.corrects_for_age):
         return []
+    if rl.loss_fn:
+        return [
+            Caution(
+                f"{old[0]} trains on completions of other weights than the current ones, and training.rl.loss_fn "
+                f"{name_of_function(rl.loss_fn)} does not correct for that: it does not read batch.rollout_logprobs_BT"
+            )
+        ]
     return [
         Caution(
             f"{old[0]} trains on completions of other weights than the current ones, and nothing in "
@@ -418,7 +437,7 @@ def _read_held_out(config: Config, mistakes: Mistakes) -> list[HeldOutRows]:
     """
     held_out: list[HeldOutRows] = []
     metrics: dict[RowFile, Metric] = {"selection": config.evaluation.metric, "heldout": config.evaluation.metric}
-    if config.mode != "rl" and config.data.sft_eval:  # keep_best goes by it
+    if config.reads("sft_eval") and config.data.sft_eval:  # keep_best goes by it
         metrics["sft_eval"] = "loss"
     for name, metric in metrics.items():
         max_rows = None if name == "sft_eval" else config.evaluation.max_prompts
@@ -435,7 +454,7 @@ def _with_remedy(config: Config) -> Iterator[None]:
     try:
         yield
     except DemonstrationError as error:
-        if config.mode != "sft":
+        if config.is_graded:
             raise
         raise DemonstrationError(f"{error}; or, to compare by the loss on such rows, {COMPARE_BY_LOSS}") from error
 
@@ -494,9 +513,9 @@ def _load_checked_prompts(
                 longest = check_prompt_lengths(prompts, tokenizer, max_tokens=limit, source=path, tools=tools, bad=bad)
             check_answers(prompts, config, source=path, bad=bad)
         bad.check()
-    kind = config.evaluation_engine.kind
     if tokenizer is not None:
-        check_positions(f"{path}: prompts of {longest} tokens", longest, count_positions(config), config, engine=kind)
+        prompts_of = f"{path}: prompts of {longest} tokens"
+        check_positions(prompts_of, longest, count_positions(config), config, engine=config.evaluation_engine)
     return prompts
 
 

@@ -26,7 +26,7 @@ What all records share is in record.py; files of settings are read by files.py.
 from rollouts_core.config.algorithm import AdvantageConfig, LossConfig, MismatchConfig, RewardShapingConfig
 from rollouts_core.config.data import DataConfig, DatasetConfig
 from rollouts_core.config.deployment import DeploymentConfig
-from rollouts_core.config.engine import ENGINE_MARGINS, MIN_ENGINE_CONTEXT, EngineConfig, EngineKind, WeightTransfer
+from rollouts_core.config.engine import MIN_ENGINE_CONTEXT, EngineConfig, EngineKind, WeightTransfer
 from rollouts_core.config.evaluation import EvaluationConfig
 from rollouts_core.config.files import parse_config, read_settings, resolve_paths
 from rollouts_core.config.filter import FilterConfig
@@ -41,7 +41,6 @@ from rollouts_core.config.rollout import InFlight, MultiTurnConfig, RolloutConfi
 from rollouts_core.config.sft import SFTTrainingConfig
 
 __all__ = [
-    "ENGINE_MARGINS",
     "MIN_ENGINE_CONTEXT",
     "PLACEMENT",
     "PLAIN_POLICY",

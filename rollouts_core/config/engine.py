@@ -6,32 +6,18 @@ Not here: its GPUs, ports and number (deployment.py), how it is started (engines
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from typing import Annotated, Literal, Self
+from collections.abc import Iterator
+from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from rollouts_core.config.record import PLACEMENT, RUNS_PROGRAM, SENDS_SECRET, Finite, Record
+from rollouts_core.config.record import PLACEMENT, RUNS_PROGRAM, SENDS_SECRET, Finite, KeyOf, Record
+from rollouts_core.engine_kinds import ENGINES, EngineSpec
 
-EngineKind = Literal["embedded", "sglang", "vllm"]
+EngineKind = Annotated[str, KeyOf(ENGINES)]
 WeightTransfer = Literal["auto", "gloo", "nccl", "tensors"]
-TRANSFERS: Mapping[EngineKind, tuple[WeightTransfer, ...]] = {
-    "embedded": ("auto", "gloo"),
-    "sglang": ("auto", "gloo", "nccl", "tensors"),
-    "vllm": ("auto", "gloo", "nccl"),
-}
-"""The ways in which weights can go to each kind of engine."""
-ENGINE_MARGINS: Mapping[EngineKind, int] = {"embedded": 1, "sglang": 2, "vllm": 1}
-"""Tokens for which each kind wants room besides those of a prompt and its completion: without it, the embedded engine
-refuses the prompt, and SGLang ends the completion early."""
 MIN_ENGINE_CONTEXT = 26
-"""Tokens that an engine of another kind than the embedded one has to have room for: it is asked for a few, to prove its
-weights (engines/canary.py)."""
-
-
-MAX_VLLM_TEMPERATURE = 2.0
-"""vLLM refuses requests with more."""
-
+"""Tokens that an installed engine must have room for: a few completions prove its weights (engines/canary.py)."""
 KEY_ARGUMENT = re.compile(r"--(admin[-_])?api[-_]k")
 """vLLM takes underscores for dashes, both take the beginning of a name for the whole, SGLang has a second key."""
 
@@ -70,29 +56,35 @@ class EngineConfig(Record):
     """How long the server may take until it has generated its first token, and to be back after it died. So long it may
     be silent amid its first requests, too."""
 
-    @model_validator(mode="after")
-    def _check_kind(self) -> Self:
+    @property
+    def spec(self) -> EngineSpec:
+        """What is known of the kind."""
+        return ENGINES[self.kind]
+
+    def _broken_rules(self) -> Iterator[str]:
+        spec = self.spec
         given = {"python": self.python, "extra_args": self.extra_args, "dtype": self.dtype.removeprefix("auto")}
-        if self.kind == "embedded" and (named := [name for name, value in given.items() if value]):
-            raise ValueError(f'engine.{named[0]} is a setting of the kinds "sglang" and "vllm": leave it out')
-        if self.weight_transfer not in TRANSFERS[self.kind]:
-            raise ValueError(
-                f'engine.weight_transfer "{self.weight_transfer}" is no way to an engine of the kind {self.kind}: '
-                f"choose {' or '.join(TRANSFERS[self.kind])}, or the kind sglang"
+        installed = " and ".join(f'"{name}"' for name, each in ENGINES.items() if not each.is_own)
+        for name in [name for name, value in given.items() if value and spec.is_own]:
+            yield f"engine.{name} is a setting of the kinds {installed}: leave it out"
+        if self.weight_transfer not in spec.transfers:
+            others = [name for name, each in ENGINES.items() if self.weight_transfer in each.transfers]
+            yield (
+                f'engine.weight_transfer "{self.weight_transfer}" does not reach engines of the kind {self.kind}: '
+                f"choose {' or '.join(spec.transfers)}, or the kind {' or '.join(others)}"
             )
         routers = {"router_url": self.router_url, "router_python": self.router_python}
-        if self.kind == "vllm" and (named := [name for name, value in routers.items() if value]):
-            raise ValueError(f"engine.{named[0]} is a router of SGLang, the engine is vllm: leave it out")
+        for name in [name for name, value in routers.items() if value and not spec.has_router]:
+            yield f"engine.{name} is a router of SGLang, the engine is {self.kind}: leave it out"
         if all(routers.values()):
-            raise ValueError("engine.router_url names a router that runs, router_python one to start: leave one out")
+            yield "engine.router_url names a router that runs, router_python one to start: leave one out"
         if any(KEY_ARGUMENT.match(argument) for argument in self.extra_args):
-            raise ValueError(
+            yield (
                 "engine.extra_args has a key, which every user of the machine could read in the list of processes: "
                 "name the variable that holds it as engine.api_key_variable"
             )
-        if self.kind != "embedded" and 0 < self.context_length < MIN_ENGINE_CONTEXT:
-            raise ValueError(
+        if not spec.is_own and 0 < self.context_length < MIN_ENGINE_CONTEXT:
+            yield (
                 f"engine.context_length {self.context_length} is too short for the completions by which {self.kind} "
                 f"proves its weights: give {MIN_ENGINE_CONTEXT} or more, or 0"
             )
-        return self

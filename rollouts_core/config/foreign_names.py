@@ -10,9 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
+from rollouts_core.engine_kinds import ENGINES
+from rollouts_core.stages import TRAININGS
+
 STAGE = "training.STAGE"
 """In a hint, the stage in whose table the key stands."""
-STAGES = ("sft", "rl")
 
 EPOCHS = (
     f"{STAGE}.num_steps, since training counts optimizer steps: an epoch is rows / training.sft.batch_size of them, or "
@@ -145,8 +147,8 @@ FOREIGN_NAMES: Mapping[str, str] = {
     **_all("partial_rollout", "rollout.max_partial_staleness"),
     **_all("update_weights_interval", "training.rl.sync_every"),
     **_all("vllm_max_model_length max_model_len rollout_max_context_len", "rollout.engine.context_length"),
-    **_all("use_vllm rollout.vllm", 'rollout.engine.kind = "vllm"'),
-    **_all("use_sglang rollout.sglang", 'rollout.engine.kind = "sglang"'),
+    **{f"use_{name}": f'rollout.engine.kind = "{name}"' for name, each in ENGINES.items() if not each.is_own},
+    **{f"rollout.{name}": f'rollout.engine.kind = "{name}"' for name, each in ENGINES.items() if not each.is_own},
     "rollout.name": "rollout.engine.kind",
     **_all("engine.url engine.base_url engine.host engine.port", OWN_ENGINE),
     **_all("vllm_gpu_memory_utilization gpu_memory_utilization", "rollout.engine.extra_args"),
@@ -182,7 +184,7 @@ def find_foreign_name(path: Sequence[str]) -> str | None:
     *around, name = path
     sections = [each for each in around if not each.isdecimal()]
     hint = FOREIGN_NAMES.get(".".join([*sections[-1:], name])) or FOREIGN_NAMES.get(name)
-    return hint and _for_stages(hint, [stage for stage in STAGES if stage in sections] or STAGES)
+    return hint and _for_stages(hint, [stage for stage in TRAININGS if stage in sections] or TRAININGS)
 
 
 def _for_stages(hint: str, stages: Iterable[str]) -> str:

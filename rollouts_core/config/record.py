@@ -6,7 +6,8 @@ Not here: a single setting (the modules beside this one), how a misfit is worded
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self, get_args, get_origin
 
 from pydantic import (
@@ -14,13 +15,16 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
     PlainSerializer,
     ValidationInfo,
     WithJsonSchema,
     field_validator,
+    model_validator,
 )
 from pydantic.config import JsonDict
-from pydantic_core import PydanticKnownError
+from pydantic_core import CoreSchema, PydanticKnownError, core_schema
 
 from rollouts_core.config.secret_addresses import refuse_secrets
 
@@ -59,7 +63,7 @@ def _write_function(function: str | Callable[..., Any]) -> str:  # Any: user fun
 
 
 PARTS_ALONE = "parts alone"
-"""As the context of a validation: read the sections of a pipeline without the rules between them."""
+"""As the context of a validation: read records without the rules between their settings."""
 MAX_INTEGER = 2**63 - 1
 Finite = Annotated[float, Field(strict=True), AfterValidator(_finite)]
 GpuRank = Annotated[int, Field(ge=0, strict=True)]
@@ -84,6 +88,27 @@ EnvironmentName = Annotated[
     Field(json_schema_extra=CALLS_FUNCTION),
 ]
 """Like `FunctionName`, and also an object that is an environment already."""
+
+
+@dataclass(frozen=True)
+class KeyOf:
+    """Marks a text as a key of a registry. The keys are looked up when a setting is read, and a form shows them."""
+
+    registry: Mapping[str, object]
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:  # Any: a type
+        return core_schema.no_info_plain_validator_function(
+            self._check, serialization=core_schema.to_string_ser_schema()
+        )
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        return {"enum": list(self.registry), "type": "string"}
+
+    def _check(self, value: object) -> str:
+        if not isinstance(value, str) or value not in self.registry:
+            *others, last = map(repr, self.registry)
+            raise PydanticKnownError("literal_error", {"expected": f"{', '.join(others)} or {last}"})
+        return value
 
 
 SCALAR_ERRORS: dict[object, Literal["bool_type", "int_type", "float_type"]] = {
@@ -128,6 +153,17 @@ class Record(BaseModel):
 
         Identities are taken of this.
         """
+        return self
+
+    def _broken_rules(self) -> Iterator[str]:
+        """A sentence for each rule between settings that these break. Records with such rules override it."""
+        yield from ()
+
+    @model_validator(mode="after")
+    def _check_rules(self, info: ValidationInfo) -> Self:
+        broken = [] if info.context == PARTS_ALONE else list(self._broken_rules())
+        if broken:
+            raise ValueError("\n".join(broken))
         return self
 
     @field_validator("*", mode="before")

@@ -5,16 +5,17 @@ Not here: how completions are sampled and graded (rollout.py), what those names 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Literal, Self
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
 
 from pydantic import BaseModel, Field, model_validator
 
+from rollouts_core.algorithms.objectives import OBJECTIVES, OWN_LOSS, Objective
 from rollouts_core.algorithms.presets import ALGORITHMS, AlgorithmName
 from rollouts_core.config.algorithm import AdvantageConfig, LossConfig, MismatchConfig, RewardShapingConfig
 from rollouts_core.config.optim import RLOptimConfig
 from rollouts_core.config.policy import PLAIN_POLICY, PolicyConfig
-from rollouts_core.config.record import PLACEMENT, SELECTION, Record
+from rollouts_core.config.record import PLACEMENT, SELECTION, FunctionName, Record, name_of_function
 
 
 class RLTrainingConfig(Record):
@@ -41,6 +42,9 @@ class RLTrainingConfig(Record):
     """What is added to rewards before."""
     loss: LossConfig = LossConfig()
     """The policy loss."""
+    loss_fn: FunctionName = ""
+    """Your own loss in place of the policy loss: `package.module:function` of (scores, batch), or of (scores, batch,
+    config), whose `config` is the section `loss`."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """What a loss or gradient that is no finite number does: end the run, or skip its update and count it."""
     max_skipped_updates: int = Field(default=10, ge=0, json_schema_extra=PLACEMENT)
@@ -111,6 +115,17 @@ class RLTrainingConfig(Record):
         return self.packing and self.policy.takes_masks
 
     @property
+    def objective(self) -> Objective:
+        """What the settings have to know of the loss."""
+        return OWN_LOSS if self.loss_fn else OBJECTIVES[self.loss.objective]
+
+    @property
+    def modules_named(self) -> dict[str, str]:
+        """The module of the user's own loss, by its setting; empty without one."""
+        module, colon, _ = name_of_function(self.loss_fn).partition(":")
+        return {"training.rl.loss_fn": module} if colon else {}
+
+    @property
     def with_values(self) -> bool:
         """Whether a value head is trained."""
         return self.advantage.estimator == "gae"
@@ -118,21 +133,22 @@ class RLTrainingConfig(Record):
     @property
     def with_reference(self) -> bool:
         """Whether something compares with the model that training starts from."""
-        return self.loss.kl_coef > 0 or self.reward_shaping.kl_coef > 0
+        return self.loss.kl_coef > 0 or self.reward_shaping.kl_coef > 0 or self.objective.needs_reference
 
     @property
     def corrects_for_age(self) -> bool:
         """Whether the loss weighs a token by how much likelier it is now than when it was sampled."""
-        has_ratio_to_rollout = self.loss.objective != "reinforce" and self.loss.ratio_base == "rollout"
+        has_ratio_to_rollout = self.objective.has_ratio and self.loss.ratio_base == "rollout"
         return has_ratio_to_rollout or self.loss.mismatch.weight != "none"
 
     @property
     def needs_rollout_logprobs(self) -> bool:
         """Whether the loss compares with what was said of each token when it was sampled."""
         loss = self.loss
-        has_ratio = loss.objective != "reinforce" or loss.drift_mask > 0 or loss.ratio_penalty > 0
+        has_ratio = self.objective.has_ratio or loss.drift_mask > 0 or loss.ratio_penalty > 0
         has_ratio = has_ratio or (loss.kl_coef > 0 and loss.kl_weight == "ratio")
-        return (loss.ratio_base == "rollout" and has_ratio) or loss.mismatch != MismatchConfig()
+        compares = (loss.ratio_base == "rollout" and has_ratio) or loss.mismatch != MismatchConfig()
+        return compares or self.objective.needs_rollout_logprobs
 
     @property
     def needs_old_scores(self) -> bool:
@@ -141,11 +157,9 @@ class RLTrainingConfig(Record):
         compares = loss.ratio_base == "old" or loss.mismatch != MismatchConfig()
         return self.with_values or self.reward_shaping.kl_coef > 0 or (num_updates > 1 and compares)
 
-    @model_validator(mode="after")
-    def _check_values(self) -> Self:
+    def _broken_rules(self) -> Iterator[str]:
         if self.with_values and not self.loss.value_coef:
-            raise ValueError('advantage.estimator "gae" needs loss.value_coef above 0: its value head would not learn')
-        return self
+            yield 'advantage.estimator "gae" needs loss.value_coef above 0: its value head would not learn'
 
 
 def algorithm_preset(name: AlgorithmName, **overrides: Any) -> RLTrainingConfig:  # Any: settings of every type

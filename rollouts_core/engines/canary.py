@@ -22,7 +22,8 @@ import torch
 
 from rollouts_core.backends.threaded import ThreadedBackend
 from rollouts_core.batch import build_batch, place_samples, split_by_sample
-from rollouts_core.config import ENGINE_MARGINS, MIN_ENGINE_CONTEXT, ModelConfig, SamplingConfig
+from rollouts_core.config import MIN_ENGINE_CONTEXT, ModelConfig, SamplingConfig
+from rollouts_core.engine_kinds import ENGINES
 from rollouts_core.engines.completion import Completion, GenerationRequest
 from rollouts_core.engines.sent import SentWeights
 from rollouts_core.errors import EngineUnavailableError, WeightSyncError
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 PROMPT_TOKENS = list(range(2, 10))
 """Any prompt will do; every model has these tokens."""
 NUM_COMPLETIONS = 4
-NUM_TOKENS = MIN_ENGINE_CONTEXT - len(PROMPT_TOKENS) - max(ENGINE_MARGINS.values())
+NUM_TOKENS = MIN_ENGINE_CONTEXT - len(PROMPT_TOKENS) - max(each.reserved_tokens for each in ENGINES.values())
 """16."""
 MAX_GAP_NATS = 0.1
 """Mean difference of the log-probs of a token that number formats may explain."""
@@ -137,6 +138,8 @@ async def prove(name: str, complete: CompleteFn, canary: Canary) -> float:
         raise EngineUnavailableError(
             f"{name} broke {num_aborted} of {len(completions)} completions off by which it was to prove its weights"
         )
+    limit = canary.num_tokens
+    samples_foreign = limit is not None and any(token >= limit for each in completions for token in each.tokens)
     completions = _cut_before_foreign(completions, canary.num_tokens)
     if not completions:
         raise WeightSyncError(
@@ -149,9 +152,15 @@ async def prove(name: str, complete: CompleteFn, canary: Canary) -> float:
         for engine, trainer in zip(completion.logprobs, right[-len(completion.tokens) :], strict=True)
     )
     if not gap <= MAX_GAP_NATS:
+        reason = "it serves other weights, or samples from another distribution"
+        if samples_foreign:
+            reason = (
+                f"it samples token ids from {canary.num_tokens} on, which the tokenizer does not have: use an engine "
+                "that can leave them out"
+            )
         raise WeightSyncError(
             f"{name}: its log-probs are {gap:.3g} nats per token away from those of the published weights, at most "
-            f"{MAX_GAP_NATS} are number formats: it serves other weights, or samples from another distribution"
+            f"{MAX_GAP_NATS} are number formats: {reason}"
         )
     return gap
 

@@ -23,10 +23,9 @@ from pathlib import Path
 from rollouts_core.config import DeploymentConfig, EngineConfig, RolloutConfig
 from rollouts_core.embedded.server import bind_port
 from rollouts_core.engine_log import explain_engine_log
+from rollouts_core.engines.client import EngineClient
 from rollouts_core.engines.endpoint import Endpoint, create_engine
 from rollouts_core.engines.pool import EnginePool
-from rollouts_core.engines.sglang import SGLangEngine
-from rollouts_core.engines.vllm import VLLMEngine
 from rollouts_core.errors import ConfigError, EngineError, EngineUnavailableError
 from rollouts_core.job import InputModel, ServeJob
 from rollouts_core.metrics import read_json_lines
@@ -58,7 +57,7 @@ class ChildEngine:
     """Where in the log that begins, bytes."""
     process: subprocess.Popen[bytes]
 
-    def client(self, rollout: RolloutConfig) -> SGLangEngine | VLLMEngine:
+    def client(self, rollout: RolloutConfig) -> EngineClient:
         """A client of it."""
         return create_engine(
             Endpoint(
@@ -148,7 +147,7 @@ def start_engine(
     return ChildEngine(job=job, directory=own, log=log, log_start=log_start, process=process)
 
 
-async def wait_until_ready(child: ChildEngine, client: SGLangEngine | VLLMEngine, timeout_s: float) -> None:
+async def wait_until_ready(child: ChildEngine, client: EngineClient, timeout_s: float) -> None:
     """Return when the engine answers.
 
     Raises:

@@ -193,6 +193,14 @@ class EngineClient(ClosedOnExit):
         """Tell a server once to end all requests with the tokens that they have."""
 
     @abstractmethod
+    async def pause(self) -> None:
+        """Stop generating once; requests stay, and what was computed for them under the old weights does not.
+
+        Raises:
+            EngineError: such a server cannot go on with new weights.
+        """
+
+    @abstractmethod
     async def end_pause(self) -> None:
         """Tell a paused server once that it generates again; nothing where it is not paused."""
 

@@ -23,6 +23,7 @@ from torch import Tensor
 from rollouts_core.config import ModelConfig
 from rollouts_core.embedded.architecture import MAX_CONFIG_BYTES
 from rollouts_core.embedded.weights import read_tensors, tensor_digest, tensor_sha256
+from rollouts_core.engine_kinds import ENGINES
 from rollouts_core.errors import CheckpointError, WeightSyncError
 from rollouts_core.model.model_size import read_folder
 from rollouts_core.system.regular_files import read_file
@@ -112,9 +113,10 @@ def can_be_untied(directory: Path) -> bool:
 def check_can_be_untied(directory: Path) -> None:
     """Raise CheckpointError where no head of its own can be written for a model."""
     if not can_be_untied(directory):
+        others = [f'"{name}"' for name, each in ENGINES.items() if not each.needs_own_head and not each.is_own]
         raise CheckpointError(
-            f"{directory} has no {EMBEDDING}, so no head of its own can be made for vLLM, which cannot be given new "
-            'weights without: choose rollout.engine.kind "sglang"'
+            f"{directory} has no {EMBEDDING}, so no head of its own can be made for the engine, which cannot be given "
+            f"new weights without: choose rollout.engine.kind {' or '.join(others)}"
         )
 
 

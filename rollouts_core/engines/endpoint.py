@@ -10,24 +10,18 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from importlib import import_module
 from pathlib import Path
 
 from pydantic import Field
 
 from rollouts_core.config import EngineKind, Record, SamplingConfig
+from rollouts_core.engine_kinds import ENGINES
+from rollouts_core.engines.client import EngineClient
 from rollouts_core.engines.completion import GenerationRequest
 from rollouts_core.engines.protocol import InferenceEngine
-from rollouts_core.engines.sglang import SGLangEngine
 from rollouts_core.engines.silence import SILENCE_TIMEOUT_S
-from rollouts_core.engines.vllm import VLLMEngine
 from rollouts_core.keys import read_key
-
-CLIENTS: dict[EngineKind, type[SGLangEngine] | type[VLLMEngine]] = {
-    "embedded": SGLangEngine,
-    "sglang": SGLangEngine,
-    "vllm": VLLMEngine,
-}
-"""The embedded engine speaks SGLang's API."""
 
 
 class Endpoint(Record):
@@ -61,13 +55,15 @@ def create_engine(
     restart_timeout_s: float = 120.0,
     silence_timeout_s: float = SILENCE_TIMEOUT_S,
     start_timeout_s: float = 0.0,
-) -> SGLangEngine | VLLMEngine:
+) -> EngineClient:
     """The client of an endpoint; whoever asks for it closes it.
 
     Raises:
         ConfigError: the variable that holds its key is not set.
     """
-    return CLIENTS[endpoint.provider](
+    module, _, name = ENGINES[endpoint.provider].client.partition(":")
+    create: type[EngineClient] = getattr(import_module(module), name)
+    return create(
         endpoint.url,
         request_timeout_s=request_timeout_s,
         restart_timeout_s=restart_timeout_s,

@@ -8,26 +8,23 @@ Not here: supervising the process, or learning when it is ready (infra), the emb
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
 import torch
 
 from rollouts_core.checks.cpu_formats import describe_slow_bfloat16
-from rollouts_core.config import EngineConfig, EngineKind
+from rollouts_core.config import EngineConfig
 from rollouts_core.embedded.gate import is_loopback
 from rollouts_core.embedded.server import API_KEY_VARIABLE
-from rollouts_core.engines import in_vllm, sweep
+from rollouts_core.engine_kinds import LaunchCommand
+from rollouts_core.engines import sweep
 from rollouts_core.engines.content import can_be_untied, is_tied, read_config, write_untied
 from rollouts_core.engines.nccl import check_version, nccl_version
-from rollouts_core.engines.sending_to_vllm import RECEIVER
-from rollouts_core.engines.vllm import LOGPROBS_MODE
 from rollouts_core.errors import ConfigError
 from rollouts_core.job import ServeJob
 from rollouts_core.model.pickled_weights import refuse_pickled_weights
@@ -38,20 +35,6 @@ MAX_SOCKET_PATH = 107
 """Bytes of the path of a unix socket."""
 SOCKET_NAME_BYTES = 64
 """What the folder's path leaves for names in it: vLLM's are UUIDs, those of multiprocessing two levels of names."""
-GATE = "rollouts_gate.Gate"
-"""What vLLM adds to its server, from the folder in_vllm: its own key leaves the development endpoints open."""
-CPU_CACHE_GIB = 1
-"""Memory for keys and values of an engine on a CPU, which is for small models."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LaunchCommand:
-    """How a server is started."""
-
-    argv: tuple[str, ...]
-    """The command."""
-    env: dict[str, str]
-    """Variables besides those of the caller."""
 
 
 def exec_engine(job: ServeJob, run_dir: Path, *, api_key: str = "") -> NoReturn:
@@ -70,7 +53,7 @@ def exec_engine(job: ServeJob, run_dir: Path, *, api_key: str = "") -> NoReturn:
     if not job.model.model.allow_pickle:
         refuse_pickled_weights(model_dir)
     # Others are served as they are: they can be asked for completions, and new weights are refused with a sentence.
-    if job.engine.kind == "vllm" and is_tied(model_dir) and can_be_untied(model_dir):
+    if job.engine.spec.needs_own_head and is_tied(model_dir) and can_be_untied(model_dir):
         write_untied(model_dir, run_dir / "served_model")
         model_dir = run_dir / "served_model"
     command = render_launch(job, model_dir, on_gpu=torch.cuda.is_available())
@@ -78,7 +61,9 @@ def exec_engine(job: ServeJob, run_dir: Path, *, api_key: str = "") -> NoReturn:
     if job.engine.weight_transfer == "nccl":
         check_version(command.argv[0], kept, own=nccl_version())
     scratch = _scratch_folder()
-    secret = render_key(job.engine.kind, api_key, Path(scratch["TMPDIR"]))
+    secret = LaunchCommand(argv=(), env={})
+    if api_key and job.engine.spec.render_key:
+        secret = job.engine.spec.render_key(api_key, Path(scratch["TMPDIR"]))
     try:
         os.execve(command.argv[0], (*command.argv, *secret.argv), {**kept, **command.env, **scratch, **secret.env})
     except OSError as error:
@@ -92,33 +77,17 @@ def check_host(job: ServeJob, api_key: str) -> None:
     """Raise ConfigError for an address beyond this machine without a key, or of vLLM."""
     if is_loopback(job.host):
         return
-    if job.engine.kind == "vllm":
+    if job.engine.spec.is_local_only:
         raise ConfigError(
-            f"{job.host} is an address beyond this machine, and vLLM's development endpoints, which replace weights "
-            "and run code, stay on their machine: let it listen on 127.0.0.1, and reach it by a tunnel"
+            f"{job.host} is an address beyond this machine, and the development endpoints of {job.engine.spec.title}, "
+            "which replace weights and run code, stay on their machine: let it listen on 127.0.0.1, and reach it by a "
+            "tunnel"
         )
     if not api_key:
         raise ConfigError(
             f"{job.host} is an address beyond this machine, where a server needs an API key: set {API_KEY_VARIABLE}, "
             "or listen on 127.0.0.1"
         )
-
-
-def render_key(kind: EngineKind, api_key: str, folder: Path) -> LaunchCommand:
-    """What is added to a command so that the server asks for the key, which no list of processes shows.
-
-    Args:
-        folder: where a file with the key may lie; nobody else can read it, and it ends with the server.
-    """
-    if not api_key:
-        return LaunchCommand(argv=(), env={})
-    if kind == "vllm":
-        return LaunchCommand(argv=(), env={"VLLM_API_KEY": api_key})
-    file = folder / "key.yaml"
-    file.touch(mode=0o600)
-    file.write_text(f"api-key: {json.dumps(api_key)}\n", encoding="utf-8")
-    # What SGLang logs as information begins with all of its settings, this one too.
-    return LaunchCommand(argv=("--config", str(file), "--log-level", "warning"), env={})
 
 
 def render_launch(job: ServeJob, model_dir: Path, *, on_gpu: bool) -> LaunchCommand:
@@ -133,9 +102,11 @@ def render_launch(job: ServeJob, model_dir: Path, *, on_gpu: bool) -> LaunchComm
             "trainer trains: leave it out"
         )
     python = job.engine.python or sys.executable
-    render = {"sglang": _render_sglang, "vllm": _render_vllm}[job.engine.kind]
-    arguments, env = render(job, str(model_dir), on_gpu)
-    return LaunchCommand(argv=(python, *arguments, *job.engine.extra_args), env=env)
+    render = job.engine.spec.render
+    assert render is not None, "the embedded engine has no command"
+    dtype = weights_dtype(job.engine, model_dir, on_gpu=on_gpu)
+    command = render(job, model_dir, dtype=dtype, on_gpu=on_gpu)
+    return LaunchCommand(argv=(python, *command.argv, *job.engine.extra_args), env=command.env)
 
 
 def _scratch_folder() -> dict[str, str]:
@@ -180,52 +151,6 @@ def describe_slow_engine(engine: EngineConfig, model_dir: Path) -> str:
     The embedded engine computes in float32, whatever the format of a model's files is.
     """
     on_gpu = torch.cuda.is_available()
-    if engine.kind == "embedded" or on_gpu or weights_dtype(engine, model_dir, on_gpu=on_gpu) != "bfloat16":
+    if engine.spec.is_own or on_gpu or weights_dtype(engine, model_dir, on_gpu=on_gpu) != "bfloat16":
         return ""
     return describe_slow_bfloat16("rollout.engine.dtype", 'set rollout.engine.dtype = "float32"')
-
-
-def _render_sglang(job: ServeJob, model_dir: str, on_gpu: bool) -> tuple[list[str], dict[str, str]]:
-    num_running = job.deployment.max_running_requests
-    arguments = [
-        *("-P", "-m", "sglang.launch_server", "--model-path", model_dir, "--host", job.host, "--port", str(job.port)),
-        *("--dtype", weights_dtype(job.engine, Path(model_dir), on_gpu=on_gpu)),
-        *("--context-length", str(job.context_length)),
-        *("--max-running-requests", str(num_running), "--tp-size", _num_gpus(job)),
-        "--skip-tokenizer-init",  # token ids in, token ids out
-        *(["--enable-memory-saver"] if job.deployment.colocated else []),
-    ]
-    if on_gpu:
-        return arguments, {}
-    on_cpu = [
-        *("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
-        *("--disable-overlap-schedule", "--skip-server-warmup", "--sleep-on-idle", "--mem-fraction-static", "0.2"),
-        *("--max-total-tokens", str(job.context_length * num_running)),
-    ]
-    return [*arguments, *on_cpu], {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": str(job.deployment.engine_threads)}
-
-
-def _render_vllm(job: ServeJob, model_dir: str, on_gpu: bool) -> tuple[list[str], dict[str, str]]:
-    arguments = [
-        *("-P", "-m", "vllm.entrypoints.openai.api_server", "--model", model_dir, "--host", job.host),
-        *("--port", str(job.port), "--dtype", weights_dtype(job.engine, Path(model_dir), on_gpu=on_gpu)),
-        *("--max-model-len", str(job.context_length), "--max-num-seqs", str(job.deployment.max_running_requests)),
-        *("--tensor-parallel-size", _num_gpus(job), "--logprobs-mode", LOGPROBS_MODE),
-        *(["--enable-sleep-mode"] if job.deployment.colocated else []),
-        *("--middleware", GATE),
-    ]
-    env = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "PYTHONPATH": in_vllm.__path__[0]}
-    if job.engine.weight_transfer != "auto":
-        arguments += ["--worker-extension-cls", RECEIVER]
-    if on_gpu:
-        return arguments, env
-    on_cpu = {
-        "VLLM_CPU_KVCACHE_SPACE": str(CPU_CACHE_GIB),
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "OMP_NUM_THREADS": str(job.deployment.engine_threads),
-    }
-    return [*arguments, "--enforce-eager"], {**env, **on_cpu}  # compiling for a CPU takes minutes
-
-
-def _num_gpus(job: ServeJob) -> str:
-    return str(max(1, len(job.deployment.engine_gpu_ranks)))

@@ -15,8 +15,6 @@ from torch import distributed as dist
 from rollouts_core.config import EngineConfig
 from rollouts_core.errors import ConfigError
 
-MEMORY_VARIABLE = "NCCL_CUMEM_ENABLE"
-"""Whether NCCL hands memory of a GPU over by CUDA's virtual memory; it is read once, when the first group is made."""
 ASK_TIMEOUT_S = 120.0
 _ASK = (
     "import torch; from torch import distributed as d; "
@@ -27,11 +25,11 @@ _ASK = (
 def share_memory_as(engine: EngineConfig) -> None:
     """Have NCCL in this process hand memory over as the engine's does; before its first group, what is set stays.
 
-    SGLang turns the newer way off where its environment does not say otherwise (`_set_envs_and_config` in its
-    srt/entrypoints/engine.py), and NCCL gives one end's handles to the other as they are.
+    NCCL gives one end's handles to the other as they are.
     """
-    if engine.weight_transfer == "nccl" and engine.kind == "sglang":
-        os.environ.setdefault(MEMORY_VARIABLE, "0")
+    if engine.weight_transfer == "nccl":
+        for name, value in engine.spec.nccl_variables.items():
+            os.environ.setdefault(name, value)
 
 
 def nccl_version() -> str:

@@ -22,9 +22,6 @@ from rollouts_core.engines.sent import BUCKET_BYTES, split_buckets
 from rollouts_core.errors import WeightSyncError
 from rollouts_core.system.concurrency import gather
 
-RECEIVER = "rollouts_receiver.WeightReceiver"
-"""What vLLM adds to its workers, from the folder in_vllm."""
-
 
 class VLLMWeightSender(GroupSender):
     """Sends weights to one server."""
@@ -42,7 +39,7 @@ class VLLMWeightSender(GroupSender):
                 'has none: set rollout.engine.weight_transfer = "gloo"'
             )
         buckets = list(split_buckets(tensors, BUCKET_BYTES))
-        described = [[_describe(name, tensor) for name, tensor in bucket.items()] for bucket in buckets]
+        described = [[describe_tensor(name, tensor) for name, tensor in bucket.items()] for bucket in buckets]
         async with self._joined(backend, num_ranks) as group:
 
             async def broadcast() -> None:
@@ -70,5 +67,6 @@ def count_ranks(parallel: Mapping[str, Any]) -> int:  # Any: JSON
     return int(parallel.get("world_size") or 1) * int(parallel.get("data_parallel_size") or 1)
 
 
-def _describe(name: str, tensor: Tensor) -> tuple[str, str, list[int]]:
+def describe_tensor(name: str, tensor: Tensor) -> tuple[str, str, list[int]]:
+    """What vLLM's end must know of a tensor: its name, number format and shape."""
     return name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)

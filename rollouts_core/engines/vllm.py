@@ -21,7 +21,7 @@ import anyio
 import httpx
 import torch
 
-from rollouts_core.engines import in_vllm
+from rollouts_core.engine_kinds.vllm import LOGPROBS_MODE, PARTS, RECEIVER
 from rollouts_core.engines.client import EngineClient
 from rollouts_core.engines.completion import Completion, GenerationRequest, left_out_tokens, logit_bias_against
 from rollouts_core.engines.content import (
@@ -41,7 +41,7 @@ from rollouts_core.engines.http import (
     read_completion,
     read_logprob,
 )
-from rollouts_core.engines.sending_to_vllm import RECEIVER, VLLMWeightSender, count_ranks
+from rollouts_core.engines.sending_to_vllm import VLLMWeightSender, count_ranks
 from rollouts_core.engines.sent import SentWeights
 from rollouts_core.errors import (
     EngineAnswerError,
@@ -60,8 +60,6 @@ SLEEP_WITHOUT_COPY = 2
 MAX_BIASES = 1024
 """More fail in vLLM's newer runner (MAX_NUM_LOGIT_BIAS_TOKENS, vllm/v1/worker/gpu/sample/logit_bias.py); its older one
 has no limit. None are sent then, and each sample with such a token is found invalid."""
-LOGPROBS_MODE = "processed_logprobs"
-"""Log-probs of the distribution that was sampled from; vLLM's default are those before the temperature."""
 
 
 class VLLMEngine(EngineClient):
@@ -183,7 +181,7 @@ class VLLMEngine(EngineClient):
         if extension != RECEIVER or weights.transfer == "tensors":
             raise WeightSyncError(
                 f"{self.name} was started with {extension} as --worker-extension-cls, so it cannot be sent weights: "
-                f"let the pipeline start it, or start it with {RECEIVER} and PYTHONPATH={in_vllm.__path__[0]}"
+                f"let the pipeline start it, or start it with {RECEIVER} and PYTHONPATH={PARTS}"
             )
         tensors = dict(weights.tensors)
         if is_tied(weights.model_dir) and HEAD not in tensors:

@@ -50,7 +50,7 @@ def run_eval_job(job: EvalJob | GenerateJob, directory: RunDirectory) -> None:
     torch.set_num_threads(job.deployment.trainer_threads or count_processors())
     with EventLog(directory.events, attempt=attempt_number()) as events:
         events.write("started", kind=job.kind, pid=os.getpid())
-        if job.rollout.engine.kind != "embedded" and not (isinstance(job, EvalJob) and job.evaluation.metric == "loss"):
+        if not job.rollout.engine.spec.is_own and not (isinstance(job, EvalJob) and job.evaluation.metric == "loss"):
             from rollouts_core.engines.launch import describe_slow_engine
 
             sampled = job.checkpoints[0] if isinstance(job, EvalJob) else job.model
@@ -214,7 +214,7 @@ async def complete_prompts(
         DivergedError: its weights compute no numbers, whatever became of an engine that served them.
     """
     model, num_running = checkpoint.model, deployment.max_running_requests
-    if rollout.engine.kind == "embedded":
+    if rollout.engine.spec.is_own:
         return await generate_samples(model, prompts, rollout, num_slots=num_running)
     from rollouts_core.engines.child import started_engines
 

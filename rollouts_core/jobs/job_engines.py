@@ -21,9 +21,9 @@ from rollouts_core.engines import (
     RoutedPool,
     SGLangEngine,
     SGLangRouter,
-    VLLMEngine,
     create_engine,
 )
+from rollouts_core.engines.client import EngineClient
 from rollouts_core.engines.in_flight import InterruptibleEngine
 from rollouts_core.engines.router_process import started_router
 from rollouts_core.errors import EngineError, EngineUnavailableError
@@ -127,9 +127,7 @@ def connect_engines(job: RLJob, route: Route | None) -> list[InFlightEngine]:
     ]
 
 
-def connect_router(
-    job: RLJob, route: Route, clients: Sequence[SGLangEngine | VLLMEngine], pool: EnginePool
-) -> RoutedPool:
+def connect_router(job: RLJob, route: Route, clients: Sequence[EngineClient], pool: EnginePool) -> RoutedPool:
     """The job's engines behind a router."""
     router = SGLangRouter(
         route.url,

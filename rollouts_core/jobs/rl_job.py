@@ -65,7 +65,7 @@ def create_rl_backend(job: RLJob, ranks: Ranks | None) -> TrainingBackend:
     return create_backend(
         job.model.model,
         training.optim,
-        create_policy_loss(training.loss),
+        create_policy_loss(training.loss, training.loss_fn),
         num_steps=training.num_optim_steps,
         policy=training.policy,
         seed=job.replicated_rollout.seed,

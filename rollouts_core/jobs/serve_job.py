@@ -28,7 +28,7 @@ def run_serve_job(job: ServeJob, directory: RunDirectory) -> None:
         events.write("started", kind=job.kind, pid=os.getpid())
         if job.lease_port:
             offer_renewals(job, directory)
-        if job.engine.kind != "embedded":
+        if not job.engine.spec.is_own:
             # Their clients take a second to load.
             from rollouts_core.engines.launch import describe_slow_engine, exec_engine
 

@@ -21,7 +21,8 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
-from rollouts_core.job import RLJob, SFTJob
+from rollouts_core.engine_kinds import ENGINES
+from rollouts_core.job import RLJob, TrainingJob
 from rollouts_core.metrics import append_line, open_for_lines
 
 logger = logging.getLogger(__name__)
@@ -104,10 +105,10 @@ def parse_gpu_use(text: str) -> list[dict[str, float]]:
     return found
 
 
-def gpus_in_use(job: SFTJob | RLJob) -> list[str]:
+def gpus_in_use(job: TrainingJob) -> list[str]:
     """The GPUs of this process, and of the engines that an RL has on this machine; none on the CPU."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")
     gpus = [gpu.strip() for gpu in visible if gpu.strip() not in ("", "-1")]
-    if isinstance(job, RLJob) and any(each.provider != "embedded" and not each.lease_url for each in job.engines):
+    if isinstance(job, RLJob) and any(not ENGINES[each.provider].is_own and not each.lease_url for each in job.engines):
         gpus += [str(rank) for rank in job.deployment.engine_gpu_ranks or (0,)]
     return list(dict.fromkeys(gpus))

@@ -19,8 +19,9 @@ from rollouts_core.embedded.app import build_app
 from rollouts_core.embedded.decoder import Decoder
 from rollouts_core.embedded.gate import Gate
 from rollouts_core.embedded.scheduler import Scheduler
+from rollouts_core.engine_kinds.vllm import GATE
 from rollouts_core.engines.in_vllm import rollouts_gate
-from rollouts_core.engines.launch import GATE, render_launch
+from rollouts_core.engines.launch import render_launch
 from tests.rollouts_core.embedded.tiny_models import make_model, save_model
 from tests.rollouts_core.engines.test_launch import job_of, option
 

@@ -42,7 +42,8 @@ HARMLESS = {
     *("address", "instance", "gpu_types", "regions", "security", "min_cuda", "providers"),
     *("mode", "path", "revision", "split", "subset", "sft", "sft_eval", "prompts", "rollouts", "selection", "heldout"),
     *("metric", "engine", "kind", "dtype", "weight_transfer", "router_url", "url", "label", "judge_prompt"),
-    *("algorithm", "baseline", "train_on", "on_overlong", "attention", "backend", "precision", "allow_changed"),
+    *("algorithm", "objective", "baseline", "train_on", "on_overlong", "attention", "backend", "precision"),
+    *("allow_changed",),
     *("resume_from", "target_modules", "stop", "stop_regex", "settings", "columns"),
     *("chat_template_kwargs", "response_template"),
 }

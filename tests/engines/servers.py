@@ -18,8 +18,9 @@ import pytest
 from rollouts.infra.ports import find_free_port
 from rollouts.infra.session import LocalSession
 from rollouts_core.config import DeploymentConfig, EngineConfig, EngineKind, ModelConfig, WeightTransfer
+from rollouts_core.engine_kinds import LaunchCommand
 from rollouts_core.engines import SGLangEngine, VLLMEngine, sweep
-from rollouts_core.engines.launch import LaunchCommand
+from rollouts_core.engines.client import EngineClient
 from rollouts_core.job import InputModel, ServeJob
 from rollouts_core.keys import read_key
 
@@ -60,7 +61,7 @@ class Server:
                 os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()
 
-    def client(self) -> SGLangEngine | VLLMEngine:
+    def client(self) -> EngineClient:
         """A new client of it."""
         client = VLLMEngine if self.job.engine.kind == "vllm" else SGLangEngine
         api_key = read_key(self.job.engine.api_key_variable, "engine")

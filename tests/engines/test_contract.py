@@ -19,7 +19,8 @@ import torch
 from rollouts.flows.preflight import served_model
 from rollouts.infra.engines import has_generated, resume_generation
 from rollouts_core.config import SamplingConfig
-from rollouts_core.engines import Completion, GenerationRequest, SGLangEngine, VLLMEngine
+from rollouts_core.engines import Completion, GenerationRequest
+from rollouts_core.engines.client import EngineClient
 from rollouts_core.errors import EngineError, WeightSyncError
 from rollouts_core.rollout.generate import continue_request, sampling_seed
 from rollouts_core.types import Status
@@ -29,7 +30,7 @@ from tests.rollouts_core.embedded.tiny_models import expected_logits, expected_l
 
 pytestmark = pytest.mark.timeout(400)
 
-Engine = SGLangEngine | VLLMEngine
+Engine = EngineClient
 ResultT = TypeVar("ResultT")
 PROMPT = [4, 8, 9, 2, 5]
 LOGPROB_TOLERANCE = 1e-4
@@ -273,15 +274,15 @@ PAUSES: dict[str, tuple[str, dict[str, Any]]] = {  # Any: arguments of `httpx.po
 
 
 def test_a_server_that_a_killed_trainer_left_paused_generates_again_when_it_is_resumed(server: Server) -> None:
-    kind = server.job.engine.kind
-    path, arguments = PAUSES[kind]
+    engine = server.job.engine.spec
+    path, arguments = PAUSES[server.job.engine.kind]
     with httpx.Client(timeout=30.0) as client:
-        resume_generation(client, kind, server.url)  # harmless where nothing is paused
-        assert has_generated(client, kind, server.url, timeout_s=30.0)
+        resume_generation(client, engine.resume_paths, server.url)  # harmless where nothing is paused
+        assert has_generated(client, engine.probe, server.url, timeout_s=30.0)
         assert client.post(f"{server.url}{path}", **arguments).status_code == 200
-        assert not has_generated(client, kind, server.url, timeout_s=1.0)
-        resume_generation(client, kind, server.url)
-        assert has_generated(client, kind, server.url, timeout_s=30.0)
+        assert not has_generated(client, engine.probe, server.url, timeout_s=1.0)
+        resume_generation(client, engine.resume_paths, server.url)
+        assert has_generated(client, engine.probe, server.url, timeout_s=30.0)
 
 
 @pytest.mark.parametrize(

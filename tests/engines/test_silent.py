@@ -18,7 +18,8 @@ import httpx
 import pytest
 
 from rollouts_core.config import SamplingConfig
-from rollouts_core.engines import Completion, EnginePool, GenerationRequest, SGLangEngine, VLLMEngine
+from rollouts_core.engines import Completion, EnginePool, GenerationRequest
+from rollouts_core.engines.client import EngineClient
 from rollouts_core.errors import EngineUnavailableError
 from tests.engines.conftest import SavedModel
 from tests.engines.servers import CONTEXT_LENGTH, START_TIMEOUT_S, Server, serving
@@ -36,7 +37,7 @@ ANSWERED_ALONE = {"sglang": "/model_info", "vllm": "/health"}
 """What the process that answers HTTP says without any other; the embedded engine is one process."""
 
 
-def client_of(server: Server) -> SGLangEngine | VLLMEngine:
+def client_of(server: Server) -> EngineClient:
     """A client that leaves a request ten minutes."""
     return type(server.client())(
         server.url, request_timeout_s=600.0, restart_timeout_s=1.0, silence_timeout_s=SILENCE_TIMEOUT_S
@@ -75,7 +76,7 @@ def stopping(server: Server) -> Iterator[Callable[[bool], None]]:
 
 
 async def start_asking(
-    server: Server, engine: EnginePool | SGLangEngine | VLLMEngine, requests: Sequence[GenerationRequest]
+    server: Server, engine: EnginePool | EngineClient, requests: Sequence[GenerationRequest]
 ) -> asyncio.Future[list[Completion]]:
     """The requests, under way at the server by its own count."""
     under_way = asyncio.ensure_future(engine.generate(requests))
@@ -87,7 +88,7 @@ async def start_asking(
 
 
 async def stop_amid(
-    server: Server, engine: SGLangEngine | VLLMEngine, stop: Callable[[bool], None]
+    server: Server, engine: EngineClient, stop: Callable[[bool], None]
 ) -> asyncio.Future[list[Completion]]:
     """The requests, which the server had not answered when it was stopped."""
     for _ in range(10):

@@ -19,9 +19,9 @@ from typer.testing import CliRunner
 
 from rollouts.flows.cli import app
 from rollouts.flows.form import load_pipeline
-from rollouts.tasks.plan import sft_job
 from rollouts_core.checkpoint import new_checkpoint
 from rollouts_core.saving import describe_settings
+from rollouts_core.stages.planning import base_model, sft_job
 from tests.flows.refusals import (
     ASSISTANT,
     GOOD_ROW,
@@ -43,7 +43,7 @@ def test_a_missing_data_file_is_named(folder: Path, name: str) -> None:
 
 def test_a_checkpoint_to_go_on_from_that_read_other_rows_is_named(folder: Path, tmp_path: Path) -> None:
     config = load_pipeline(write_config(folder)).config
-    job = sft_job(config)
+    job = sft_job(base_model(config), config)
     settings = describe_settings(config.training.sft, {**job.inputs, "data": "other"})
     with new_checkpoint(tmp_path / "run" / "step_000010", step=10, settings=settings) as checkpoint:
         (checkpoint / "model.safetensors").write_bytes(b"weights")

@@ -87,7 +87,7 @@ def test_what_a_strange_machine_says_moves_no_cursor(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("python", "words"),
     [
-        (sys.executable, f'rollout.engine.kind is "vllm", but {sys.executable} has no vllm: install it, and name'),
+        (sys.executable, f"{sys.executable} has no vllm, which this rollout.engine.kind needs: install it, and name"),
         ("/nowhere/bin/python", "rollout.engine.python is '/nowhere/bin/python', and there is no such program"),
     ],
 )

@@ -19,11 +19,12 @@ from typer.testing import CliRunner, Result
 
 from rollouts.flows.cli import app
 from rollouts.flows.machines_cli import render_offers
+from rollouts.infra.clouds import cloud_names, find_cloud
 from rollouts.infra.ledger import LEDGER_FILE, Ledger
 from rollouts.infra.node import InstanceNode, RentedNode
 from rollouts.infra.offers import Offer
 from rollouts.infra.providers import provision_node
-from rollouts.infra.providers.clouds import ENDPOINTS, open_clouds
+from rollouts.infra.providers.clouds import open_clouds
 from rollouts.infra.renting.provision import rent_machines
 from rollouts.infra.renting.rentals import Rental, change_rental, open_rentals
 from rollouts.infra.renting.request import Renting
@@ -38,7 +39,7 @@ from tests.infra.ssh_server import running_server
 
 @pytest.fixture
 def runpod(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeRunPod]:
-    for entry in ENDPOINTS.values():
+    for entry in (find_cloud(name).endpoint for name in cloud_names()):
         monkeypatch.delenv(entry.key_variable, raising=False)
     fake = FakeRunPod()
     with offered(fake, "RUNPOD", monkeypatch):

@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from rollouts.infra.engines import PROBES, check_engine_installed, check_router_installed, wait_until_engine_ready
+from rollouts.infra.engines import check_engine_installed, check_router_installed, wait_until_engine_ready
 from rollouts.infra.errors import JobFailedError, PermanentInfraError, TransientInfraError
 from rollouts.infra.jobs import cancel_job, start_or_attach
 from rollouts.infra.ports import find_free_port, is_port_free
@@ -22,6 +22,7 @@ from rollouts.infra.supervisor.gpu_slots import GPU_LOCKS_VARIABLE
 from tests.infra.shell_jobs import shell_spec, wait_for_end
 from tests.waiting import wait_until
 
+PROBE = ("/generate", {"input_ids": [1]})
 SERVER = """
 import http.server, json, sys
 class Engine(http.server.BaseHTTPRequestHandler):
@@ -46,15 +47,14 @@ def test_a_free_port_is_free_until_somebody_listens(session: Session, host: str,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["embedded", "vllm"])
-def test_an_engine_is_ready_when_it_has_generated(session: Session, run_dir: Path, kind: str) -> None:
+def test_an_engine_is_ready_when_it_has_generated(session: Session, run_dir: Path) -> None:
     port = find_free_port(session)
     run_dir.mkdir()
     (run_dir / "engine.py").write_text(SERVER)
     start_or_attach(session, shell_spec(run_dir, f"sleep 0.5; exec {sys.executable} -I engine.py {port}"))
-    wait_until_engine_ready(session, kind=kind, port=port, run_dir=str(run_dir), timeout_s=20)
+    wait_until_engine_ready(session, probe=PROBE, resume_paths=(), port=port, run_dir=str(run_dir), timeout_s=20)
     asked = [json.loads(line) for line in (run_dir / "asked.jsonl").read_text().splitlines()]
-    assert asked == [list(PROBES[kind])]
+    assert asked == [list(PROBE)]
 
 
 @pytest.mark.slow
@@ -63,7 +63,9 @@ def test_an_engine_with_another_key_is_not_waited_for(session: Session, run_dir:
     run_dir.mkdir()
     (run_dir / "engine.py").write_text(SERVER)
     start_or_attach(session, shell_spec(run_dir, f"exec {sys.executable} -I engine.py {port}"))
-    wait = partial(wait_until_engine_ready, session, kind="sglang", port=port, run_dir=str(run_dir), timeout_s=20)
+    wait = partial(
+        wait_until_engine_ready, session, probe=PROBE, resume_paths=(), port=port, run_dir=str(run_dir), timeout_s=20
+    )
     wait(api_key="right")
     with pytest.raises(PermanentInfraError, match=r"wants another key(.|\n)*rollout\.engine\.api_key_variable"):
         wait(api_key="another")
@@ -84,7 +86,7 @@ def test_the_time_to_start_in_begins_when_the_engine_has_its_gpu(
     start_or_attach(session, second)
     try:
         wait_until_engine_ready(
-            session, kind="vllm", port=port, run_dir=second.run_dir, timeout_s=10, on_wait=said.append
+            session, probe=PROBE, resume_paths=(), port=port, run_dir=second.run_dir, timeout_s=10, on_wait=said.append
         )
     finally:
         cancel_job(session, second.run_dir, grace_s=0.2)
@@ -115,7 +117,7 @@ def test_an_engine_that_calls_itself_healthy_and_hangs_is_not_ready(session: Ses
         wait_until(lambda: answers_health(local_port))
     started = time.monotonic()
     with pytest.raises(TransientInfraError, match=r"did not generate within 6 s.*asked to generate"):
-        wait_until_engine_ready(session, kind="sglang", port=port, run_dir=str(run_dir), timeout_s=6)
+        wait_until_engine_ready(session, probe=PROBE, resume_paths=(), port=port, run_dir=str(run_dir), timeout_s=6)
     assert time.monotonic() - started < 40
 
 
@@ -133,7 +135,7 @@ def test_an_engine_that_answers_without_generating_is_not_ready(session: Session
     transport = httpx.MockTransport(lambda request: httpx.Response(503, json={"detail": "loading"}))
     with pytest.raises(TransientInfraError, match=r"did not generate within 0\.7 s.*'loading shard 3'"):
         wait_until_engine_ready(
-            session, kind="sglang", port=1, run_dir=str(run_dir), timeout_s=0.7, transport=transport
+            session, probe=PROBE, resume_paths=(), port=1, run_dir=str(run_dir), timeout_s=0.7, transport=transport
         )
 
 
@@ -144,7 +146,8 @@ def test_an_engine_that_ends_first_is_explained_from_its_log(session: Session, r
     wait = partial(
         wait_until_engine_ready,
         session,
-        kind="sglang",
+        probe=PROBE,
+        resume_paths=(),
         port=1,
         run_dir=str(run_dir),
         timeout_s=10,
@@ -158,7 +161,9 @@ def test_an_engine_that_ends_first_is_explained_from_its_log(session: Session, r
 
 @pytest.mark.parametrize("python", ["", sys.executable])
 def test_an_engine_that_is_not_installed_is_told_in_one_sentence(session: Session, python: str) -> None:
-    with pytest.raises(PermanentInfraError, match=r"has no no_such_engine: install it.* as rollout\.engine\.python$"):
+    with pytest.raises(
+        PermanentInfraError, match=r"has no no_such_engine, which .* install it.* as rollout\.engine\.python$"
+    ):
         check_engine_installed(session, "no_such_engine", python=python)
     check_engine_installed(session, "json", python="")
 

@@ -223,7 +223,7 @@ def test_every_micro_batch_knows_the_totals_of_its_step() -> None:
 
 
 def never_finite(scores: TokenScores, batch: TrainBatch) -> tuple[torch.Tensor, LossMetrics]:
-    """A loss that is no number."""
+    """A loss that is not a number."""
     loss, metrics = cross_entropy_loss(scores, batch)
     return loss * float("nan"), {**metrics, "loss": float("nan")}
 

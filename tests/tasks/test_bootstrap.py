@@ -49,7 +49,7 @@ def test_a_gpu_is_wanted_unless_the_settings_say_that_the_cpu_will_do(
 @pytest.mark.parametrize(
     ("settings", "trains", "called"),
     [
-        ({}, True, {"rollout.reward_fn": "graders", "rollout.filter_fn": "filters"}),
+        ({}, True, {"rollout.reward_fn": "graders", "rollout.filter_fn": "filters", "training.rl.loss_fn": "losses"}),
         ({}, False, {"rollout.reward_fn": "graders"}),
         ({"mode": "sft", "evaluation": {"metric": "loss"}}, True, {}),
     ],
@@ -58,7 +58,8 @@ def test_modules_of_the_users_are_tried_where_a_stage_imports_them(
     settings: dict[str, Any], trains: bool, called: dict[str, str], tmp_path: Path
 ) -> None:
     own = {"reward_fn": "graders:score", "filter_fn": "filters:keep"}
-    assert modules_called(config_at(tmp_path, rollout=own, **settings), trains=trains) == called
+    config = config_at(tmp_path, rollout=own, training={"rl": {"loss_fn": "losses:own_loss"}}, **settings)
+    assert modules_called(config, trains=trains) == called
 
 
 @pytest.mark.slow

@@ -12,17 +12,15 @@ from pathlib import Path
 
 import pytest
 
+from rollouts.infra.clouds import cloud_names, find_cloud
 from rollouts.infra.errors import PermanentInfraError
 from rollouts.infra.ledger import Ledger
 from rollouts.infra.node import LocalNode, Node, NodeSettings, RentedNode, SSHNode, no_machine
-from rollouts.infra.offers import CLOUD_NAMES
 from rollouts.infra.providers import open_session
-from rollouts.infra.providers.clouds import ENDPOINTS
 from rollouts.infra.providers.rented import purpose_of
 from rollouts.infra.renting.rentals import Rental, RentalState, add_rental
 from rollouts.tasks.finished import RunStage, placeholder_if_finished, trainings_begun
 from rollouts.tasks.records import RunScope, Stage, StageRecord
-from rollouts.tasks.stage_tasks import select_checkpoint, train_rl, train_sft
 from rollouts_core.checkpoint import load_manifest, new_checkpoint
 from rollouts_core.run_directory import RunDirectory
 
@@ -61,8 +59,8 @@ def test_the_trainings_that_were_begun_are_those_up_to_what_is_left_to_do(
     rl = stages["sft"].model_copy(update=unfinished)
 
     def run_stages(_: Node, run: RunStage) -> None:
-        for task, stage in ((train_sft, stages["sft"]), (select_checkpoint, select), (train_rl, rl)):
-            run(task, stage)
+        for stage in (stages["sft"], select, rl):
+            run(stage)
 
     here = no_machine(scope.store)
     assert trainings_begun(scope, here, run_stages) == (stages["sft"].run_dir, rl.run_dir)
@@ -73,9 +71,9 @@ def test_the_trainings_that_were_begun_are_those_up_to_what_is_left_to_do(
 
 def spared(stages: dict[str, Stage], scope: RunScope, settings: NodeSettings = RENTED) -> Node | None:
     def run_stages(machine: Node, run: RunStage) -> list[StageRecord]:
-        trained = run(train_sft, stages["sft"])
+        trained = run(stages["sft"])
         assert trained.how == "reused" and trained.result["checkpoints"][0]["step"] == 20
-        return [trained, run(select_checkpoint, stages["select-sft"])]
+        return [trained, run(stages["select-sft"])]
 
     return placeholder_if_finished(settings, scope, run_stages)
 
@@ -157,8 +155,8 @@ def test_beside_one_that_no_run_of_these_settings_goes_on_with_nothing_is_rented
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    for name in CLOUD_NAMES:
-        monkeypatch.delenv(ENDPOINTS[name].key_variable, raising=False)
+    for name in cloud_names():
+        monkeypatch.delenv(find_cloud(name).endpoint.key_variable, raising=False)
     rent(ledger, "theirs", state, settings=None if state is RentalState.READY else RENTED)
     with ledger.living_run("theirs"):
         pass

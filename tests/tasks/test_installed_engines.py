@@ -63,7 +63,7 @@ def test_an_engine_is_needed_where_rl_or_an_evaluation_samples(
 def test_a_machine_without_the_engine_is_refused_before_its_first_stage(tmp_path: Path, node: Node) -> None:
     python = f"{sys.prefix}/bin/python"
     config = config_of(tmp_path, rollout__engine__kind="sglang", rollout__engine__python=python)
-    with pytest.raises(PermanentInfraError, match=r'^rollout\.engine\.kind is "sglang", but .* has no sglang: install'):
+    with pytest.raises(PermanentInfraError, match=r"has no sglang, which this rollout\.engine\.kind needs: install"):
         bootstrap.fn(node, config, LocalNode())
     bootstrap.fn(node, config_of(tmp_path), LocalNode())
 
@@ -82,5 +82,5 @@ def test_a_machine_without_the_router_is_refused_where_rl_would_start_it(
 def test_a_machine_of_engines_without_one_is_named(tmp_path: Path, node: Node) -> None:
     further = FurtherNode(host="me@127.0.0.1:1", python=sys.executable)
     settings = SSHNode(host="me@127.0.0.1", python=sys.executable, engine_nodes=(further,))
-    with pytest.raises(PermanentInfraError, match=r"^node\.engine_nodes, second: rollout\.engine\.kind .* no sglang:"):
+    with pytest.raises(PermanentInfraError, match=r"^node\.engine_nodes, second: .* has no sglang,"):
         bootstrap.fn(with_engine_node(node), config_of(tmp_path, **ELSEWHERE), settings)

@@ -29,17 +29,19 @@ from rollouts.infra.sync.push import publish_files
 from rollouts.tasks import placement
 from rollouts.tasks.inputs import bring_inputs
 from rollouts.tasks.placement import NodeInputs, Placement, place_code, place_stage
-from rollouts.tasks.plan import base_model, input_file, plan_engine, plan_evaluation, plan_rl, plan_selection, plan_sft
+from rollouts.tasks.plan import plan_engine, plan_evaluation, plan_selection
 from rollouts.tasks.records import RunScope, Stage
 from rollouts_core import sft as sft_module
 from rollouts_core.checkpoint import list_checkpoints, load_manifest
-from rollouts_core.config import Config, ModelConfig, RolloutConfig
+from rollouts_core.config import Config, ModelConfig
 from rollouts_core.data.rows import digest_path
 from rollouts_core.errors import ConfigError
 from rollouts_core.fingerprint import digest_model, digest_plugins
 from rollouts_core.job import InputFile, InputModel
+from rollouts_core.stages.planning import base_model, input_file
 from tests.infra.shell_jobs import is_alive, read_pid, shell_spec, wait_for_end
 from tests.infra.stores.s3_server import S3Server
+from tests.tasks.planned import plan_rl, plan_sft
 from tests.tasks.test_plan import checkpoint, config_at, finished
 from tests.waiting import wait_until
 
@@ -160,12 +162,12 @@ def test_a_model_of_which_the_node_has_not_all_any_more_is_sent_again(
 def test_code_of_which_the_node_has_not_all_any_more_is_sent_again(
     session: CountingSession, node: Node, how: str
 ) -> None:
-    folder = Path(place_code(session, node, None))
+    folder = Path(place_code(session, node))
     (folder / "rollouts_core" / "__pycache__").mkdir()  # as Python leaves it
     break_file(folder / "rollouts_core" / "sft.py", how)
-    assert Path(place_code(session, node, None)) == folder
+    assert Path(place_code(session, node)) == folder
     assert (folder / "rollouts_core" / "sft.py").read_bytes() == Path(sft_module.__file__).read_bytes()
-    assert place_code(session, node, None) and session.num_published == 2
+    assert place_code(session, node) and session.num_published == 2
 
 
 @pytest.mark.parametrize("how", ["gone", "empty", "half"])
@@ -446,7 +448,7 @@ def test_a_name_that_is_no_utf_8_is_refused_in_a_sentence_that_can_be_printed(
     monkeypatch.syspath_prepend(str(package.parent))
     assert digest_plugins("my_latin:score")
     with pytest.raises(PermanentInfraError, match="not printable; rename it") as refused:
-        place_code(session, node, RolloutConfig(reward_fn="my_latin:score"))
+        place_code(session, node, {"rollout.reward_fn": "my_latin"})
     assert str(refused.value).encode()
 
 
@@ -460,7 +462,7 @@ def test_a_single_file_comes_with_what_it_imports_and_what_is_sent_is_said(
     monkeypatch.syspath_prepend(own)
     config = config_at(tmp_path / "inputs", rollout={"reward_fn": "graders_of_a_test:score"})
     said: list[str] = []
-    folder = place_code(session, node, config.rollout, say=said.append)
+    folder = place_code(session, node, config.rollout.modules_named, say=said.append)
     code = "import graders_of_a_test as own; print(own.score(), own.__file__)"
     found = session.run(
         [sys.executable, "-I", "-c", f"import sys; sys.path.insert(0, {folder!r}); {code}"], timeout_s=60
@@ -469,7 +471,7 @@ def test_a_single_file_comes_with_what_it_imports_and_what_is_sent_is_said(
     [sentence] = said
     assert sentence.endswith(", graders_of_a_test (1 file, 0 kB), rubrics_of_a_test (1 file, 0 kB)")
     assert sentence.startswith("sends code: rollouts_core (")
-    assert place_code(session, node, config.rollout, say=said.append) == folder and len(said) == 1
+    assert place_code(session, node, config.rollout.modules_named, say=said.append) == folder and len(said) == 1
 
 
 def test_code_that_is_edited_while_it_is_sent_is_not_taken_for_what_it_was_before(
@@ -479,15 +481,15 @@ def test_code_that_is_edited_while_it_is_sent_is_not_taken_for_what_it_was_befor
     module.parent.mkdir()
     module.write_text("def score(*_): return 1.0\n")
     monkeypatch.syspath_prepend(module.parent)
-    rollout = RolloutConfig(reward_fn="grader_that_is_edited:score")
+    modules = {"rollout.reward_fn": "grader_that_is_edited"}
 
     def edit(_: str) -> None:
         module.write_text("def score(*_): return 0.25\n")
 
     with pytest.raises(TransientInfraError, match="was edited while it was sent"):
-        place_code(session, node, rollout, say=edit)
+        place_code(session, node, modules, say=edit)
     module.write_text("def score(*_): return 1.0\n")
-    folder = place_code(session, node, rollout)
+    folder = place_code(session, node, modules)
     assert Path(folder, module.name).read_text() == module.read_text()
 
 

@@ -17,24 +17,24 @@ from rollouts.infra.node import LocalNode, Node
 from rollouts.infra.providers import provision_node
 from rollouts.tasks.node_job import job_environment
 from rollouts.tasks.plan import (
-    base_model,
     check_plugins,
     plan_engine,
     plan_evaluation,
-    plan_rl,
     plan_selection,
-    plan_sft,
     selected_model,
     with_engines,
 )
 from rollouts.tasks.records import EngineRecord, RunScope, Stage, StageRecord
 from rollouts_core.checkpoint import load_manifest, new_checkpoint
-from rollouts_core.config import ENGINE_MARGINS, MIN_ENGINE_CONTEXT, Config, DataConfig, ModelConfig
+from rollouts_core.config import MIN_ENGINE_CONTEXT, Config, DataConfig, ModelConfig
+from rollouts_core.engine_kinds import SGLANG
 from rollouts_core.engines.canary import canary_requests
 from rollouts_core.errors import CheckpointError, ConfigError
 from rollouts_core.fingerprint import fingerprint_job
 from rollouts_core.job import EvalJob, InputModel
 from rollouts_core.keys import OWN_KEY_VARIABLE
+from rollouts_core.stages.planning import base_model
+from tests.tasks.planned import plan_rl, plan_sft
 
 DATA = ("sft", "prompts", "selection", "heldout")
 
@@ -192,6 +192,31 @@ def test_a_reward_that_is_edited_between_planning_and_starting_is_not_trained_on
         check_plugins(stage)
 
 
+def test_the_code_of_a_loss_is_part_of_the_identity_of_rl_alone(
+    tmp_path: Path, scope: RunScope, node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = tmp_path / "edited_loss_of_a_test.py"
+    code.write_text("A = 1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    config = config_at(tmp_path / "inputs", training={"rl": {"loss_fn": "edited_loss_of_a_test:loss"}})
+    model = base_model(config)
+
+    def plan() -> list[Stage]:
+        evaluation = plan_evaluation({"base": model}, config, scope, node)
+        return [plan_rl(model, config, scope, node), plan_sft(config, scope, node), evaluation]
+
+    before = plan()
+    check_plugins(before[0])
+    code.write_text("A = 2\n")
+    assert [one.fingerprint == other.fingerprint for one, other in zip(before, plan(), strict=True)] == [
+        False,
+        True,
+        True,
+    ]
+    with pytest.raises(ConfigError, match=r"environments or the loss, .* changed since the stage was planned"):
+        check_plugins(before[0])
+
+
 def test_engines_and_ports_are_no_part_of_the_identity_of_rl(
     config: Config, tmp_path: Path, scope: RunScope, node: Node
 ) -> None:
@@ -273,7 +298,7 @@ def test_an_engine_has_room_for_what_it_is_asked_to_prove_itself(
     engine = plan_engine(plan_rl(base_model(config), config, scope, node), 0, node)
     assert engine.job["context_length"] == context
     longest = max(len(request.prompt_tokens) + request.sampling.max_new_tokens for request in canary_requests(1.0))
-    assert longest + ENGINE_MARGINS["sglang"] == MIN_ENGINE_CONTEXT == 26
+    assert longest + SGLANG.reserved_tokens == MIN_ENGINE_CONTEXT == 26
 
 
 def test_the_engine_that_samples_is_part_of_the_identity_of_rl_and_where_it_is_installed_is_not(

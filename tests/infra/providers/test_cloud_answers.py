@@ -20,9 +20,9 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from rollouts.infra.cloud import Cloud
+from rollouts.infra.clouds import CloudName, find_cloud
 from rollouts.infra.errors import InfraError
-from rollouts.infra.offers import CloudName, GPUQuery, Instance, MachineSpec, Offer, describe_closest
-from rollouts.infra.providers.clouds import ENDPOINTS
+from rollouts.infra.offers import GPUQuery, Instance, MachineSpec, Offer, describe_closest
 from rollouts.infra.providers.rented import describe_offer
 from tests.infra.fake_cloud import FakeCloud
 from tests.infra.providers.answers import Answer, make_answers, schemas_of
@@ -169,7 +169,7 @@ def test_whatever_a_document_admits_is_read_or_refused_in_a_sentence(
     document, call, title = (
         parse_document(specs_dir() / file_name),
         CALLS[provider][operation],
-        ENDPOINTS[provider].title,
+        find_cloud(provider).endpoint.title,
     )
     fake = fake_type()
     answering = Answering(fake=fake, method=method, path=path_pattern(base, path))

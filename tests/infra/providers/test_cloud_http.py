@@ -13,6 +13,7 @@ import httpx
 import pytest
 from pydantic import BaseModel
 
+from rollouts.infra.clouds import CLOUDS, find_cloud
 from rollouts.infra.errors import (
     InfraError,
     MissingKeyError,
@@ -23,7 +24,7 @@ from rollouts.infra.errors import (
     UnclearAnswerError,
 )
 from rollouts.infra.offers import GPUQuery, MachineSpec
-from rollouts.infra.providers.clouds import CREDENTIALS_VARIABLE, ENDPOINTS, open_account, require_keys
+from rollouts.infra.providers.clouds import CREDENTIALS_VARIABLE, open_account, require_keys
 from rollouts.infra.providers.http import MAX_ANSWER_BYTES, Endpoint, ProviderAPI, _Turns
 from rollouts.infra.providers.lambda_cloud import Lambda
 from rollouts.infra.providers.runpod import RunPod
@@ -322,7 +323,7 @@ def test_an_offer_of_a_new_kind_does_not_hide_the_others(caplog: pytest.LogCaptu
 
 
 def test_a_missing_key_names_its_variable(monkeypatch: pytest.MonkeyPatch) -> None:
-    for entry in ENDPOINTS.values():
+    for entry in (find_cloud(name).endpoint for name in CLOUDS):
         monkeypatch.delenv(entry.key_variable, raising=False)
     monkeypatch.delenv("ROLLOUTS_CREDENTIALS", raising=False)
     with pytest.raises(MissingKeyError, match="put it into the variable RUNPOD_API_KEY"):
@@ -333,10 +334,11 @@ def test_a_missing_key_names_its_variable(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.parametrize("key", ["rpa_ABC…", "clé", "two words", "two\nlines"])
 def test_what_cannot_be_a_key_is_said_to_be_none(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for entry in ENDPOINTS.values():
+    for entry in (find_cloud(name).endpoint for name in CLOUDS):
         monkeypatch.setenv(entry.key_variable, key)
-    for name in ENDPOINTS.keys() - {"sky"}:
-        with pytest.raises(MissingKeyError, match=f"{ENDPOINTS[name].key_variable} holds is no key") as raised:
+    for name in CLOUDS.keys() - {"sky"}:
+        variable = find_cloud(name).endpoint.key_variable
+        with pytest.raises(MissingKeyError, match=f"{variable} holds is no key") as raised:
             open_account(name)
         assert key not in str(raised.value)
     open_account("sky")  # a path may be anything
@@ -346,8 +348,8 @@ def test_what_cannot_be_a_key_is_said_to_be_none(key: str, monkeypatch: pytest.M
     "url", ["api.proxy", "proxy:8080", "http://", "http://host:port", "http://[::1", "http://a\x01"]
 )
 def test_what_cannot_be_an_address_of_an_api_is_said_to_be_none(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ENDPOINTS.keys() - {"sky"}:
-        endpoint = ENDPOINTS[name]
+    for name in CLOUDS.keys() - {"sky"}:
+        endpoint = find_cloud(name).endpoint
         monkeypatch.setenv(endpoint.key_variable, FAKE_KEY)
         monkeypatch.setenv(endpoint.url_variable, url)
         with pytest.raises(PermanentInfraError, match=f"{endpoint.url_variable} holds no address of .*{endpoint.url}"):

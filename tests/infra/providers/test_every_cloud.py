@@ -18,6 +18,7 @@ import pytest
 
 import rollouts.infra.providers.http
 from rollouts.infra.cloud import Cloud
+from rollouts.infra.clouds import find_cloud
 from rollouts.infra.errors import (
     MachineGoneError,
     NoMachineError,
@@ -30,7 +31,6 @@ from rollouts.infra.ledger import LEDGER_FILE, Ledger
 from rollouts.infra.node import Node, SSHAccess
 from rollouts.infra.offers import GPUQuery, Instance, InstanceStatus, MachineSpec, Offer
 from rollouts.infra.providers.addresses import usable_port
-from rollouts.infra.providers.clouds import ENDPOINTS
 from rollouts.infra.providers.instance import find_instance
 from rollouts.infra.providers.lambda_cloud import Lambda
 from rollouts.infra.providers.prime import Prime
@@ -239,7 +239,7 @@ def test_an_account_without_money_or_rights_is_said_at_once_and_no_other_offer_i
     if (world.cloud.name, fault) == ("runpod", "no_rights"):
         return  # below: it says that of single offers
     setattr(world.fake.faults, fault, 100)
-    with pytest.raises(ProviderRefusedError, match=ENDPOINTS[world.cloud.name].key_variable) as caught:
+    with pytest.raises(ProviderRefusedError, match=find_cloud(world.cloud.name).endpoint.key_variable) as caught:
         world.rent()
     assert world.fake.num_creates() == 1 and KEY not in str(caught.value)
     assert [row.state for row in all_rentals(world.ledger)] == [RentalState.REFUSED]

@@ -22,6 +22,7 @@ import pytest
 from typer.testing import CliRunner
 
 from rollouts.flows.cli import app
+from rollouts.infra.clouds import cloud_names, find_cloud
 from rollouts.infra.errors import (
     HostKeyError,
     MissingKeyError,
@@ -36,7 +37,7 @@ from rollouts.infra.ledger import Ledger
 from rollouts.infra.node import InstanceNode
 from rollouts.infra.offers import GPUQuery, Instance, InstanceStatus
 from rollouts.infra.providers import sky
-from rollouts.infra.providers.clouds import ENDPOINTS, open_account
+from rollouts.infra.providers.clouds import open_account
 from rollouts.infra.providers.rented import access_to, describe_offer
 from rollouts.infra.providers.sky import Sky
 from rollouts.infra.renting.provision import rent_machines, search_offers
@@ -95,7 +96,7 @@ class Installed:
 
 @pytest.fixture
 def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Installed:
-    for endpoint in ENDPOINTS.values():
+    for endpoint in (find_cloud(name).endpoint for name in cloud_names()):
         monkeypatch.delenv(endpoint.key_variable, raising=False)
     (tmp_path / "home").mkdir()
     monkeypatch.setenv("HOME", str(tmp_path / "home"))

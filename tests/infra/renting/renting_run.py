@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from rollouts.infra.cloud import Cloud, Pace
+from rollouts.infra.clouds import CloudName
 from rollouts.infra.ledger import Ledger
-from rollouts.infra.offers import CloudName, GPUQuery, Instance
+from rollouts.infra.offers import GPUQuery, Instance
 from rollouts.infra.providers.http import Account
 from rollouts.infra.providers.lambda_cloud import Lambda
 from rollouts.infra.providers.prime import Prime

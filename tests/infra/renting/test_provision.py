@@ -18,6 +18,7 @@ import httpx
 import pytest
 
 from rollouts.infra.cloud import Cloud, Pace
+from rollouts.infra.clouds import CloudName
 from rollouts.infra.errors import (
     LoginError,
     MissingKeyError,
@@ -29,7 +30,7 @@ from rollouts.infra.errors import (
     UnfitMachineError,
 )
 from rollouts.infra.ledger import Ledger
-from rollouts.infra.offers import CloudName, GPUQuery, Instance
+from rollouts.infra.offers import GPUQuery, Instance
 from rollouts.infra.providers.lambda_cloud import Lambda
 from rollouts.infra.providers.runpod import RunPod
 from rollouts.infra.renting.provision import MAX_OFFERS, rent_machines

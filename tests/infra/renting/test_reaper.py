@@ -22,9 +22,10 @@ from typing import Any
 import pytest
 
 from rollouts.infra.cloud import Cloud
+from rollouts.infra.clouds import CloudName
 from rollouts.infra.errors import StillRentedError
 from rollouts.infra.ledger import Ledger
-from rollouts.infra.offers import CloudName, Instance
+from rollouts.infra.offers import Instance
 from rollouts.infra.providers.runpod import RunPod
 from rollouts.infra.renting.reaper import UNSEEN_AFTER_S, ReapReport, reap
 from rollouts.infra.renting.release import release_machine

@@ -87,7 +87,7 @@ def test_a_machine_that_is_ready_gets_no_files_and_runs_no_installer(ssh_server:
         num_before = len(session.asked)
         ensure_environment(session, node, [], installer="pip")
         probe_node(session, node)
-        place_code(session, node, None)
+        place_code(session, node)
         return session.asked[num_before:]
 
     with NotingSession(ssh_server.access, tmp_path / "programs") as session:

@@ -430,6 +430,4 @@ def test_a_model_is_compared_by_an_engine_that_can_compute_it(
     config = Config.model_validate({"mode": "sft", "model": model, "data": data, "rollout": rollout, **others})
     expected = pytest.raises((CheckpointError, ConfigError), match=refusal) if refusal else nullcontext()
     with expected:
-        check_positions(
-            "prompts of 10 tokens", 10, count_positions(config), config, engine=config.evaluation_engine.kind
-        )
+        check_positions("prompts of 10 tokens", 10, count_positions(config), config, engine=config.evaluation_engine)

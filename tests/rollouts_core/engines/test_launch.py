@@ -23,9 +23,9 @@ from pydantic import ValidationError
 from safetensors.torch import save_file
 
 from rollouts_core.config import Config, DeploymentConfig, EngineConfig, EngineKind, ModelConfig
-from rollouts_core.config.engine import TRANSFERS
+from rollouts_core.engine_kinds import ENGINES
 from rollouts_core.engines.content import write_untied
-from rollouts_core.engines.launch import MAX_SOCKET_PATH, check_host, exec_engine, render_key, render_launch
+from rollouts_core.engines.launch import MAX_SOCKET_PATH, check_host, exec_engine, render_launch
 from rollouts_core.errors import CheckpointError, ConfigError
 from rollouts_core.job import InputModel, ServeJob
 from tests.waiting import wait_until
@@ -106,7 +106,9 @@ def test_on_a_gpu_a_checkpoint_in_float32_is_served_in_bfloat16_unless_float32_i
 @pytest.mark.parametrize("kind", ["sglang", "vllm"])
 def test_no_list_of_processes_shows_the_key(tmp_path: Path, kind: EngineKind) -> None:
     key = 'it\'s \\ "secret"'
-    secret = render_key(kind, key, tmp_path)
+    render_key = ENGINES[kind].render_key
+    assert render_key
+    secret = render_key(key, tmp_path)
     assert not any("secret" in argument for argument in secret.argv)
     if kind == "vllm":
         assert secret.env == {"VLLM_API_KEY": key}
@@ -114,14 +116,13 @@ def test_no_list_of_processes_shows_the_key(tmp_path: Path, kind: EngineKind) ->
     file = Path(option(secret.argv, "--config"))
     assert yaml.safe_load(file.read_text()) == {"api-key": key}
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
-    assert render_key(kind, "", tmp_path).argv == ()
 
 
 @pytest.mark.parametrize(
     ("kind", "api_key", "message"),
     [
         ("sglang", "", "0.0.0.0 is an address beyond this machine, where a server needs an API key"),
-        ("vllm", "k", "vLLM's development endpoints, which replace weights and run code, stay on their machine"),
+        ("vllm", "k", "development endpoints of vLLM, which replace weights and run code, stay on their machine"),
         ("sglang", "k", ""),
     ],
 )
@@ -143,9 +144,9 @@ def test_an_engine_on_the_trainers_gpus_is_started_so_that_it_can_hand_memory_ov
 
 @pytest.mark.parametrize(("kind", "way"), [("embedded", "nccl"), ("embedded", "tensors"), ("vllm", "tensors")])
 def test_weights_are_sent_only_in_ways_that_the_engine_has(kind: EngineKind, way: str) -> None:
-    for other in TRANSFERS[kind]:
+    for other in ENGINES[kind].transfers:
         assert EngineConfig(kind=kind, weight_transfer=other).weight_transfer == other
-    with pytest.raises(ValidationError, match=rf'weight_transfer "{way}" is no way to an engine of the kind {kind}'):
+    with pytest.raises(ValidationError, match=rf'weight_transfer "{way}" does not reach engines of the kind {kind}'):
         EngineConfig.model_validate({"kind": kind, "weight_transfer": way})
 
 

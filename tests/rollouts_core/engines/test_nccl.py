@@ -15,7 +15,7 @@ import pytest
 from rollouts_core.config import DeploymentConfig, EngineConfig, ModelConfig
 from rollouts_core.engines import launch
 from rollouts_core.engines.launch import exec_engine
-from rollouts_core.engines.nccl import MEMORY_VARIABLE, check_version, nccl_version, share_memory_as
+from rollouts_core.engines.nccl import check_version, nccl_version, share_memory_as
 from rollouts_core.errors import ConfigError
 from rollouts_core.job import InputModel, ServeJob
 
@@ -41,11 +41,11 @@ def interpreter_with(nccl: str, folder: Path) -> str:
 def test_the_trainer_hands_memory_over_as_sglang_does(
     engine: dict[str, Any], found: str | None, expected: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(MEMORY_VARIABLE, found or "")  # so that whatever is set below is taken back
+    monkeypatch.setenv("NCCL_CUMEM_ENABLE", found or "")  # so that whatever is set below is taken back
     if found is None:
-        monkeypatch.delenv(MEMORY_VARIABLE)
+        monkeypatch.delenv("NCCL_CUMEM_ENABLE")
     share_memory_as(EngineConfig.model_validate(engine))
-    assert os.environ.get(MEMORY_VARIABLE) == expected
+    assert os.environ.get("NCCL_CUMEM_ENABLE") == expected
 
 
 def test_another_nccl_is_refused_before_the_model_is_loaded(

@@ -28,6 +28,7 @@ from rollouts_core.embedded.app import build_app
 from rollouts_core.embedded.decoder import Decoder
 from rollouts_core.embedded.scheduler import Scheduler
 from rollouts_core.embedded.weights import read_tensors
+from rollouts_core.engine_kinds import ENGINES
 from rollouts_core.engines import GenerationRequest, SGLangEngine, VLLMEngine
 from rollouts_core.engines import sending as sending_module
 from rollouts_core.engines import sglang as sglang_module
@@ -131,8 +132,8 @@ def requests_beside_the_clients(kind: EngineKind, model_dir: Path) -> list[httpx
         return httpx.Response(200, json={})
 
     with httpx.Client(transport=httpx.MockTransport(note)) as client:
-        has_generated(client, kind, HERE, timeout_s=1.0)
-        resume_generation(client, kind, HERE)
+        has_generated(client, ENGINES[kind].probe, HERE, timeout_s=1.0)
+        resume_generation(client, ENGINES[kind].resume_paths, HERE)
     path = "/v1/chat/completions" if kind == "vllm" else NATIVE_PATH
     return [*noted, httpx.Request("POST", f"{HERE}{path}", json=asked_as_a_judge(path, model_dir))]
 

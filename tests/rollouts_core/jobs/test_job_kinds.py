@@ -43,7 +43,7 @@ from rollouts_core.data.rows import digest_path
 from rollouts_core.errors import DataError, EnvironmentUnavailableError
 from rollouts_core.fingerprint import digest_checkpoint, digest_model
 from rollouts_core.job import (
-    JOB_TYPES,
+    JOB_KINDS,
     EngineAddress,
     EvalJob,
     GenerateJob,
@@ -648,7 +648,7 @@ def test_the_help_says_what_each_kind_does_where_a_job_comes_from_and_what_the_e
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     shown = help_of(capsys)
-    for kind in JOB_TYPES:
+    for kind in JOB_KINDS:
         assert re.search(rf" {kind} [A-Z][^.]+\.", shown), f"{kind} is not explained in {shown}"
     for words in ("`rollouts run` writes one", "python -m rollouts_core sft", "exit codes:", "2 the user must change"):
         assert words in shown

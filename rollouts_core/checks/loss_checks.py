@@ -1,0 +1,155 @@
+"""Try a user's own loss (`training.rl.loss_fn`) on a small batch before anything is sampled.
+
+Not here: the loss itself and the contract of such functions (algorithms/loss.py), rewards and filters
+(function_checks.py).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from rollouts_core.algorithms.credit import RolloutScores
+from rollouts_core.algorithms.loss import LossFn, TokenScores, call_loss, create_policy_loss, read_metrics, takes_config
+from rollouts_core.batch import TrainBatch
+from rollouts_core.config import LossConfig, RLTrainingConfig, name_of_function
+from rollouts_core.errors import ConfigError
+from rollouts_core.findings import Caution
+from rollouts_core.rl_batch import prepare_grpo_batch
+from rollouts_core.rollout.rollout_batch import convert_to_batch
+from rollouts_core.types import Sample, Status
+from rollouts_core.user_code.failures import describe_raised
+from rollouts_core.user_code.functions import resolve_function
+
+LENGTHS = (2, 5, 3, 7)
+"""Tokens of the completions that are tried, of two prompts. With these, means of micro-batches do not add up."""
+MANY_TOKENS, ONE_TOKEN = 1000, 2
+"""Limits of a micro-batch that takes all of them, and of one that takes a single completion."""
+TOLERANCE = 1e-3
+READ_BY_OTHERS = {"kl_coef": 0.0, "count_untrained": False, "aggregation": "token_mean"}
+"""Settings of `training.rl.loss` that act on the batch, whatever the loss is, with values that count as not given."""
+
+
+def check_loss_fn(training: RLTrainingConfig) -> list[Caution]:
+    """Call the function of `training.rl.loss_fn` on a batch of four completions, and on each of them by itself.
+
+    Raises:
+        ConfigError: there is no such function, it raised, or it returned something other than `LossFn` describes.
+    """
+    loss_fn, name = create_policy_loss(training.loss, training.loss_fn), name_of_function(training.loss_fn)
+    whole = _losses(loss_fn, name, training, _build_batches(training, max_tokens=MANY_TOKENS))
+    parts = _losses(loss_fn, name, training, _build_batches(training, max_tokens=ONE_TOKEN))
+    total, sum_of_parts = sum(map(float, whole)), sum(map(float, parts))
+    found: list[Caution] = []
+    if not math.isclose(total, sum_of_parts, rel_tol=TOLERANCE, abs_tol=TOLERANCE):
+        found.append(
+            Caution(
+                f"the loss function {name} returned {total:.4g} for a batch, and {sum_of_parts:.4g} in all for its "
+                f"completions one by one: training.rl.max_micro_batch_tokens and the number of GPUs would change the "
+                "result; divide sums over tokens by batch.num_loss_tokens in place of taking means"
+            )
+        )
+    own = resolve_function(training.loss_fn, {}, setting="training.rl.loss_fn")
+    if not takes_config(own) and training.loss.model_copy(update=READ_BY_OTHERS) != LossConfig():
+        found.append(
+            Caution(
+                f"training.rl.loss does nothing: {name} takes its place and has no parameter `config` that reads it"
+            )
+        )
+    return found
+
+
+def reads_rollout_logprobs(training: RLTrainingConfig) -> bool:
+    """Whether the gradient of the user's own loss depends on the engine's log-probs, as a correction for age does."""
+    loss_fn, name = create_policy_loss(training.loss, training.loss_fn), name_of_function(training.loss_fn)
+    [first, *_] = _build_batches(training, max_tokens=MANY_TOKENS)
+    other = replace(first, rollout_logprobs_BT=first.rollout_logprobs_BT - 0.3)
+    scores = [_scores_of(first, training) for _ in range(2)]
+    one, another = (
+        _gradient(_call(loss_fn, name, each, batch), each, name)
+        for batch, each in zip((first, other), scores, strict=True)
+    )
+    return not torch.equal(one, another)
+
+
+def _losses(loss_fn: LossFn, name: str, training: RLTrainingConfig, batches: Sequence[TrainBatch]) -> list[Tensor]:
+    """The shares of the micro-batches; checks their gradients and metrics, too."""
+    losses, names = [], set[frozenset[str]]()
+    for batch in batches:
+        scores = _scores_of(batch, training)
+        loss = _call(loss_fn, name, scores, batch, names)
+        if not torch.isfinite(loss) or not torch.isfinite(_gradient(loss, scores, name)).all():
+            raise ConfigError(
+                f"the loss function {name} returned {float(loss.detach()):g}, or its gradient is not finite"
+            )
+        losses.append(loss.detach())
+    if len(names) > 1:
+        [one, another, *_] = names
+        differing = ", ".join(sorted(one ^ another))
+        raise ConfigError(f"the loss function {name} returned some metrics for some micro-batches only: {differing}")
+    return losses
+
+
+def _call(
+    loss_fn: LossFn, name: str, scores: TokenScores, batch: TrainBatch, names: set[frozenset[str]] | None = None
+) -> Tensor:
+    try:
+        loss, metrics = call_loss(loss_fn, scores, batch)
+        [read] = read_metrics([metrics])
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"the loss function {name} {describe_raised(error)}") from error
+    if names is not None:
+        names.add(frozenset(read))
+    return loss
+
+
+def _gradient(loss: Tensor, scores: TokenScores, name: str) -> Tensor:
+    """(B, T) the gradient by the log-probs; 0 if the loss reads other scores alone."""
+    if not loss.requires_grad:
+        raise ConfigError(f"the loss function {name} returned a loss without a gradient: compute it from scores")
+    try:
+        [gradient_BT] = torch.autograd.grad(loss, scores.logprobs_BT, allow_unused=True)
+    except Exception as error:
+        raise ConfigError(f"the gradient of the loss function {name} {describe_raised(error)}") from error
+    return torch.zeros_like(scores.logprobs_BT) if gradient_BT is None else gradient_BT
+
+
+def _build_batches(training: RLTrainingConfig, *, max_tokens: int) -> list[TrainBatch]:
+    """The micro-batches of an update on made-up completions, with everything that the settings have scored before."""
+    samples = [
+        Sample(
+            tokens=[1, 2, *range(3, 3 + length)],
+            loss_mask=[0.0, 0.0, *[1.0] * length],
+            rollout_log_probs=[0.0, 0.0, *(-0.1 * place for place in range(1, length + 1))],
+            reward=float(index % 2),
+            group_index=index // 2,
+            index=index % 2,
+            status=Status.COMPLETED,
+        )
+        for index, length in enumerate(LENGTHS)
+    ]
+    scored = {place: torch.full((len(sample.tokens) - 1,), -0.5) for place, sample in enumerate(samples)}
+    scores = RolloutScores(
+        old_logprobs=scored if training.needs_old_scores else {},
+        ref_logprobs=scored if training.with_reference else {},
+        values=scored if training.with_values else {},
+    )
+    batch, limit = convert_to_batch(samples), {"max_micro_batch_tokens": max_tokens, "packing": max_tokens > ONE_TOKEN}
+    return prepare_grpo_batch(batch, batch.rewards, training.model_copy(update=limit), scores=scores)
+
+
+def _scores_of(batch: TrainBatch, training: RLTrainingConfig) -> TokenScores:
+    """What a policy says that has moved a little since the completions were sampled."""
+    logprobs_BT = (batch.rollout_logprobs_BT - 0.01 * batch.targets_BT) * (batch.loss_mask_BT > 0)
+    values_BT = torch.full_like(logprobs_BT, 0.2).requires_grad_() if training.with_values else None
+    return TokenScores(
+        logprobs_BT=logprobs_BT.requires_grad_(),
+        entropies_BT=torch.full_like(logprobs_BT, 0.7).requires_grad_(),
+        values_BT=values_BT,
+    )

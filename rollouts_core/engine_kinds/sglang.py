@@ -1,0 +1,70 @@
+"""SGLang."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rollouts_core.engine_kinds.spec import EngineSpec, LaunchCommand, ScoringAPI, num_gpus_per_engine, read_scores
+
+if TYPE_CHECKING:
+    from rollouts_core.job import ServeJob
+
+
+def render(job: ServeJob, model_dir: Path, *, dtype: str, on_gpu: bool) -> LaunchCommand:
+    """The command of SGLang's server."""
+    num_running = job.deployment.max_running_requests
+    arguments = [
+        *("-P", "-m", "sglang.launch_server", "--model-path", str(model_dir)),
+        *("--host", job.host, "--port", str(job.port), "--dtype", dtype),
+        *("--context-length", str(job.context_length)),
+        *("--max-running-requests", str(num_running), "--tp-size", num_gpus_per_engine(job)),
+        "--skip-tokenizer-init",  # token ids in, token ids out
+        *(["--enable-memory-saver"] if job.deployment.colocated else []),
+    ]
+    if on_gpu:
+        return LaunchCommand(argv=tuple(arguments), env={})
+    on_cpu = [
+        *("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
+        *("--disable-overlap-schedule", "--skip-server-warmup", "--sleep-on-idle", "--mem-fraction-static", "0.2"),
+        *("--max-total-tokens", str(job.context_length * num_running)),
+    ]
+    env = {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": str(job.deployment.engine_threads)}
+    return LaunchCommand(argv=(*arguments, *on_cpu), env=env)
+
+
+def render_key(api_key: str, folder: Path) -> LaunchCommand:
+    """A file with the key, which ends with the server; an argument would be in the list of processes."""
+    file = folder / "key.yaml"
+    file.touch(mode=0o600)
+    file.write_text(f"api-key: {json.dumps(api_key)}\n", encoding="utf-8")
+    # What SGLang logs as information begins with all of its settings, this one too.
+    return LaunchCommand(argv=("--config", str(file), "--log-level", "warning"), env={})
+
+
+def _render_scoring(rows: Sequence[Sequence[int]]) -> dict[str, Any]:
+    return {"input_ids": list(rows)}
+
+
+def _read_scoring(answer: Any) -> list[list[float]]:  # Any: JSON
+    return [read_scores(row["embedding"]) for row in answer]
+
+
+SGLANG = EngineSpec(
+    title="SGLang",
+    client="rollouts_core.engines.sglang:SGLangEngine",
+    probe=("/generate", {"input_ids": [1], "sampling_params": {"max_new_tokens": 1, "temperature": 0}}),
+    resume_paths=("/continue_generation",),  # it ends at a request without its memory, and is started anew
+    transfers=("auto", "gloo", "nccl", "tensors"),
+    reserved_tokens=2,
+    package="sglang",
+    render=render,
+    render_key=render_key,
+    memory_argument="--mem-fraction-static",
+    # It has NCCL hand memory over without CUDA's virtual memory (`_set_envs_and_config` in its
+    # srt/entrypoints/engine.py). NCCL reads the variable once, when the first group is made.
+    nccl_variables={"NCCL_CUMEM_ENABLE": "0"},
+    scoring=ScoringAPI(path="/classify", render=_render_scoring, read=_read_scoring, num_reserved=1),
+)

@@ -1,0 +1,112 @@
+"""The record of a kind of inference server: what configuration, checks, tasks and the trainer ask about it.
+
+Not here: the kinds themselves (the other modules of this folder).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from rollouts_core.job import ServeJob
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchCommand:
+    """How a server is started."""
+
+    argv: tuple[str, ...]
+    """The command."""
+    env: Mapping[str, str]
+    """Variables besides those of the caller."""
+
+
+class RenderFn(Protocol):
+    """Writes a server's command line."""
+
+    def __call__(self, job: ServeJob, model_dir: Path, *, dtype: str, on_gpu: bool) -> LaunchCommand:
+        """The arguments of the interpreter, and the variables.
+
+        Args:
+            dtype: the number format of the weights.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoringAPI:
+    """How servers of one kind are asked for the scores of a reward model."""
+
+    path: str
+    """Below the server's URL."""
+    render: Callable[[Sequence[Sequence[int]]], dict[str, Any]]
+    """The body for some conversations in token ids."""
+    read: Callable[[Any], list[list[float]]]
+    """The scores of each in an answer."""
+    num_reserved: int
+    """Tokens of the server's context that a conversation cannot have."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSpec:
+    """A kind of inference server."""
+
+    title: str
+    """What people call it."""
+    client: str
+    """Its client, "module:class"."""
+    probe: tuple[str, Mapping[str, object]]
+    """Path and body of a request for one token."""
+    resume_paths: tuple[str, ...]
+    """Where it is told to go on after a pause, and to take its memory back."""
+    transfers: tuple[str, ...]
+    """The ways in which weights can go to it, values of `rollout.engine.weight_transfer`."""
+    reserved_tokens: int
+    """Tokens for which it wants room besides those of a prompt and its completion. Without it, the embedded engine
+    refuses the prompt, and SGLang ends the completion early."""
+    package: str = ""
+    """What must be installed to start it; empty for the engine that is a part of this project."""
+    render: RenderFn | None = None
+    """Writes its command; None for the engine that is a part of this project."""
+    render_key: Callable[[str, Path], LaunchCommand] | None = None
+    """(key, folder that only we can read) -> what is added to the command so that the server asks for the key."""
+    max_temperature: float = math.inf
+    """It refuses requests with more."""
+    memory_argument: str = ""
+    """The argument of its command line that sets its share of a GPU's memory."""
+    can_continue: bool = True
+    """Whether it goes on with requests after an update, and says of each token which weights sampled it."""
+    has_router: bool = True
+    """Whether sglang-router can choose among such engines."""
+    is_local_only: bool = False
+    """Whether it listens on its own machine alone, because no key covers endpoints that run code."""
+    needs_own_head: bool = False
+    """Whether it takes new weights only for a model whose head is not tied to its embedding."""
+    nccl_variables: Mapping[str, str] = field(default_factory=dict)
+    """Variables that NCCL must have in the trainer to hand memory over as this engine does."""
+    scoring: ScoringAPI | None = None
+    """How it serves reward models; None if it serves none."""
+
+    @property
+    def is_own(self) -> bool:
+        """Whether it is the engine of this project, which needs no installation and computes on the CPU."""
+        return not self.package
+
+
+def read_scores(value: Any) -> list[float]:  # Any: JSON
+    """The scores of one conversation: if there are scores for each of its tokens, those of the last."""
+    if isinstance(value, list) and value and isinstance(value[-1], list):
+        return read_scores(value[-1])
+    scores = value if isinstance(value, list) else [value]
+    if not scores or not all(isinstance(score, int | float) and not isinstance(score, bool) for score in scores):
+        raise ValueError(f"{str(value)[:100]} are no scores")
+    return scores
+
+
+def num_gpus_per_engine(job: ServeJob) -> str:
+    """Over how many GPUs the model is split, as an argument."""
+    return str(max(1, len(job.deployment.engine_gpu_ranks)))

@@ -1,0 +1,79 @@
+"""vLLM, with this project's parts inside it (engines/in_vllm)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rollouts_core.engine_kinds.spec import EngineSpec, LaunchCommand, ScoringAPI, num_gpus_per_engine, read_scores
+
+if TYPE_CHECKING:
+    from rollouts_core.job import ServeJob
+
+PARTS = Path(__file__).parents[1] / "engines/in_vllm"
+"""The folder from which vLLM imports what follows."""
+RECEIVER = "rollouts_receiver.WeightReceiver"
+"""What vLLM adds to its workers."""
+GATE = "rollouts_gate.Gate"
+"""What vLLM adds to its server: its own key leaves the development endpoints open."""
+LOGPROBS_MODE = "processed_logprobs"
+"""Log-probs of the distribution that tokens are sampled from, with the temperature."""
+CPU_CACHE_GIB = 1
+"""Memory for keys and values of an engine on a CPU, which is for small models."""
+
+
+def render(job: ServeJob, model_dir: Path, *, dtype: str, on_gpu: bool) -> LaunchCommand:
+    """The command of vLLM's server."""
+    arguments = [
+        *("-P", "-m", "vllm.entrypoints.openai.api_server", "--model", str(model_dir)),
+        *("--host", job.host, "--port", str(job.port), "--dtype", dtype),
+        *("--max-model-len", str(job.context_length), "--max-num-seqs", str(job.deployment.max_running_requests)),
+        *("--tensor-parallel-size", num_gpus_per_engine(job), "--logprobs-mode", LOGPROBS_MODE),
+        *(["--enable-sleep-mode"] if job.deployment.colocated else []),
+        *("--middleware", GATE),
+        *(["--worker-extension-cls", RECEIVER] if job.engine.weight_transfer != "auto" else []),
+    ]
+    env = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "PYTHONPATH": str(PARTS)}
+    if on_gpu:
+        return LaunchCommand(argv=tuple(arguments), env=env)
+    on_cpu = {
+        "VLLM_CPU_KVCACHE_SPACE": str(CPU_CACHE_GIB),
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "OMP_NUM_THREADS": str(job.deployment.engine_threads),
+    }
+    return LaunchCommand(argv=(*arguments, "--enforce-eager"), env={**env, **on_cpu})  # compiling takes minutes
+
+
+def render_key(api_key: str, folder: Path) -> LaunchCommand:
+    """The variable from which vLLM reads its key."""
+    return LaunchCommand(argv=(), env={"VLLM_API_KEY": api_key})
+
+
+def _render_scoring(rows: Sequence[Sequence[int]]) -> dict[str, Any]:
+    return {"input": list(rows), "use_activation": False}
+
+
+def _read_scoring(answer: Any) -> list[list[float]]:  # Any: JSON
+    return [read_scores(row["data"]) for row in sorted(answer["data"], key=lambda row: row["index"])]
+
+
+VLLM = EngineSpec(
+    title="vLLM",
+    client="rollouts_core.engines.vllm:VLLMEngine",
+    probe=("/v1/completions", {"prompt": [1], "max_tokens": 1, "temperature": 0}),
+    resume_paths=("/wake_up", "/resume"),
+    transfers=("auto", "gloo", "nccl"),
+    reserved_tokens=1,
+    package="vllm",
+    render=render,
+    render_key=render_key,
+    max_temperature=2.0,
+    memory_argument="--gpu-memory-utilization",
+    can_continue=False,
+    has_router=False,
+    is_local_only=True,  # its development endpoints replace weights and run code
+    needs_own_head=True,
+    # /pooling, unlike /classify, is there for models with scores at each token, too.
+    scoring=ScoringAPI(path="/pooling", render=_render_scoring, read=_read_scoring, num_reserved=0),
+)

@@ -1,0 +1,180 @@
+"""Pins that a loss of the user's own is tried before a run, and what is said of one that breaks the contract.
+
+Without it such a loss is found to be wrong after SFT, on a rented machine, or not at all: means of micro-batches train,
+and give other weights for another number of GPUs.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from rollouts_core.algorithms.loss import TokenScores, policy_loss
+from rollouts_core.algorithms.presets import ALGORITHMS
+from rollouts_core.batch import TrainBatch
+from rollouts_core.checks.loss_checks import check_loss_fn, reads_rollout_logprobs
+from rollouts_core.checks.no_effect import find_settings_without_effect
+from rollouts_core.checks.validate import validate_config, warn_of_uncorrected_age
+from rollouts_core.config import Config, LossConfig, RLTrainingConfig
+from rollouts_core.errors import ConfigError, InputError
+from tests.rollouts_core.algorithms.batches import make_one_token_batch
+
+ROOT = Path(__file__).resolve().parents[3]
+Returned = tuple[Tensor, dict[str, Any]]
+
+
+def with_loss(function: str, **settings: Any) -> RLTrainingConfig:
+    name = function if ":" in function else f"{__name__}:{function}"
+    return RLTrainingConfig.model_validate({"loss_fn": name, **settings})
+
+
+def calls_ours(scores: TokenScores, batch: TrainBatch, config: LossConfig) -> Any:
+    return policy_loss(scores, batch, config)
+
+
+@pytest.mark.parametrize("algorithm", ["", *ALGORITHMS])
+def test_a_function_that_computes_the_policy_loss_passes_whatever_the_settings(algorithm: str) -> None:
+    training = with_loss("calls_ours", algorithm=algorithm, num_minibatches=1)
+    assert check_loss_fn(training) == []
+
+
+def test_the_batch_has_what_the_settings_ask_for() -> None:
+    loss = {"value_coef": 0.5, "kl_coef": 0.1, "entropy_coef": 0.1, "aggregation": "prompt_mean"}
+    assert check_loss_fn(with_loss("calls_ours", advantage={"estimator": "gae"}, loss=loss, num_epochs=2)) == []
+
+
+def reinforces(scores: TokenScores, batch: TrainBatch) -> Returned:
+    loss = -(scores.logprobs_BT * batch.advantages_BT * batch.loss_mask_BT).sum() / batch.num_loss_tokens
+    return loss, {"loss": loss}
+
+
+def takes_means(scores: TokenScores, batch: TrainBatch) -> Returned:
+    loss = -(scores.logprobs_BT * batch.loss_mask_BT).sum() / batch.loss_mask_BT.sum()
+    return loss, {"loss": loss}
+
+
+def raises(scores: TokenScores, batch: TrainBatch) -> Returned:
+    raise KeyError("margin")
+
+
+def takes_one(scores: TokenScores) -> Returned:
+    raise AssertionError
+
+
+def returns_a_number(scores: TokenScores, batch: TrainBatch) -> float:
+    return 1.0
+
+
+def has_no_gradient(scores: TokenScores, batch: TrainBatch) -> Returned:
+    loss = scores.logprobs_BT.detach().sum()
+    return loss, {"loss": loss}
+
+
+def is_infinite(scores: TokenScores, batch: TrainBatch) -> Returned:
+    loss = (scores.logprobs_BT * batch.loss_mask_BT).sum() / 0.0
+    return loss, {"loss": loss}
+
+
+def names_rows(scores: TokenScores, batch: TrainBatch) -> Returned:
+    loss, metrics = reinforces(scores, batch)
+    return loss, {**metrics, f"width_{batch.inputs_BT.shape[1]}": 1.0}
+
+
+def breaks_backward(scores: TokenScores, batch: TrainBatch) -> Returned:
+    logprobs_BT = scores.logprobs_BT * 1.0
+    loss = logprobs_BT.square().sum()
+    logprobs_BT.mul_(2.0)  # backward needs its old value
+    return loss, {"loss": loss}
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        ("raises", r"raises raised KeyError: 'margin' \(test_loss_checks\.py, line \d+\)$"),
+        ("takes_one", r"takes_one raised TypeError: .*positional argument"),
+        ("returns_a_number", "returns_a_number returned float: expected a tensor of one element and a dict"),
+        ("has_no_gradient", "has_no_gradient returned a loss without a gradient: compute it from scores$"),
+        ("is_infinite", "is_infinite returned -inf, or its gradient is not finite$"),
+        ("names_rows", "returned some metrics for some micro-batches only: width_"),
+        ("breaks_backward", "the gradient of the loss function .*breaks_backward raised RuntimeError: "),
+        ("no_such_package:loss", "'no_such_package' cannot be imported"),
+        (f"{__name__}:absent", "has no 'absent'"),
+    ],
+)
+def test_what_is_wrong_with_a_loss_is_one_sentence(function: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said) as raised:
+        check_loss_fn(with_loss(function))
+    assert len(str(raised.value).splitlines()) == 1
+
+
+def test_a_loss_whose_micro_batches_do_not_add_up_is_warned_of() -> None:
+    [told] = check_loss_fn(with_loss("takes_means"))
+    assert "would change the result; divide sums over tokens by batch.num_loss_tokens" in told
+    assert check_loss_fn(with_loss("reinforces")) == []
+
+
+def test_settings_that_a_loss_does_not_read_are_warned_of() -> None:
+    [told] = check_loss_fn(with_loss("reinforces", loss={"clip_low": 0.1}))
+    assert told.startswith("training.rl.loss does nothing: ") and "has no parameter `config`" in told
+    assert check_loss_fn(with_loss("reinforces", loss={"kl_coef": 0.1})) == []  # the batch has the reference then
+    config = Config.model_validate(
+        {
+            "mode": "rl",
+            "model": {"path": "m"},
+            "data": {"prompts": "p", "selection": "s", "heldout": "h"},
+            "rollout": {"environment": "arithmetic"},
+            "training": {"rl": {"loss_fn": "a:b", "loss": {"objective": "gspo"}}},
+        }
+    )
+    assert find_settings_without_effect(config) == [
+        'training.rl.loss.objective "gspo" does nothing with training.rl.loss_fn, which takes its place'
+    ]
+
+
+@pytest.mark.parametrize(("function", "reads"), [("calls_ours", True), ("reinforces", False)])
+def test_a_loss_that_does_not_correct_for_older_weights_is_warned_of(function: str, reads: bool) -> None:
+    training = with_loss(function)
+    assert reads_rollout_logprobs(training) is reads
+    config = Config.model_validate(
+        {
+            "mode": "rl",
+            "model": {"path": "m"},
+            "data": {"prompts": "p", "selection": "s", "heldout": "h"},
+            "rollout": {"environment": "arithmetic", "max_staleness": 1},
+            "training": {"rl": training},
+        }
+    )
+    told = warn_of_uncorrected_age(config)
+    assert bool(told) is not reads
+    assert reads or f"{__name__}:reinforces does not correct for that" in told[0]
+
+
+def test_the_example_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    training = with_loss("own_loss:sapo_loss")
+    assert check_loss_fn(training) == [] and reads_rollout_logprobs(training)
+    sapo_loss = sys.modules["own_loss"].sapo_loss
+    logprobs_BT = torch.tensor([[-1.0]], requires_grad=True)
+    loss, metrics = sapo_loss(TokenScores(logprobs_BT=logprobs_BT), make_one_token_batch(2.0))
+    ratio = torch.exp(torch.tensor(-1.0))
+    assert loss.item() == pytest.approx(float(-4 / (1 + torch.exp(-(ratio - 1))) * 2))
+    assert float(metrics["far_share"]) == 1.0
+
+
+def test_validate_says_it_at_the_setting() -> None:
+    config = Config.model_validate(
+        {
+            "mode": "rl",
+            "model": {"path": "m"},
+            "data": {"prompts": "p", "selection": "s", "heldout": "h"},
+            "rollout": {"environment": "arithmetic"},
+            "training": {"rl": with_loss("raises")},
+        }
+    )
+    with pytest.raises(InputError, match=r"training\.rl\.loss_fn: the loss function .* raised KeyError"):
+        validate_config(config)
