@@ -50,9 +50,14 @@ def run_cached(
     # Without this a deleted or damaged checkpoint would be found by whoever loads it, much later.
     fitting = task.with_options(refresh_cache=not is_finished(stage), task_run_name=stage.name)
     state = fitting(stage, scope, node, return_state=True)
-    record: StageRecord = state.result()
-    if state.name != "Cached":
-        return record
+    kept: object = state.result()
+    if not isinstance(kept, StageRecord):  # Prefect kept it with a class name of earlier code
+        return task.with_options(refresh_cache=True, task_run_name=stage.name)(stage, scope, node)
+    return _reuse(kept, stage, scope) if state.name == "Cached" else kept
+
+
+def _reuse(record: StageRecord, stage: Stage, scope: RunScope) -> StageRecord:
+    """Show a stage that Prefect remembers as one that a run came to."""
     with (
         StageProgress(stage.name) as progress,
         tracked(stage, scope, progress.say),
