@@ -93,6 +93,7 @@ def joined(url: str, name: str = "") -> WeightGroup:
 pytestmark = pytest.mark.timeout(120)
 
 
+@pytest.mark.slow
 def test_a_loop_of_calls_to_join_groups_holds_few_threads_and_connections(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

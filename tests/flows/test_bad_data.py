@@ -300,6 +300,7 @@ def test_a_model_that_has_no_room_for_what_selection_samples_is_named_before_sft
     assert_refused(config, "selection.jsonl: prompts of ", "need 4", "the model at", "has 40")
 
 
+@pytest.mark.slow
 def test_a_model_that_jax_does_not_train_is_named_before_sft(folder: Path) -> None:
     change_json("config.json", attention_dropout=0.1)(folder / "base_model")
     words = 'base_model: backend "jax" does not support attention_dropout 0.1: set policy.backend = "pytorch"'

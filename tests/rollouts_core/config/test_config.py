@@ -529,6 +529,7 @@ def test_a_name_stays_a_name() -> None:
     assert RolloutConfig(reward_fn="my_rewards:length").model_dump(mode="json")["reward_fn"] == "my_rewards:length"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("module", ["config", "types", "job", "fingerprint"])
 def test_the_orchestrator_does_not_import_torch(module: str) -> None:
     code = (

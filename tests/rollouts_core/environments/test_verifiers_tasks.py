@@ -75,6 +75,7 @@ def grade(sample: Sample) -> float | None:
     return asyncio.run(grade_sample(sample, environment.grade)).reward
 
 
+@pytest.mark.slow
 def test_a_taskset_becomes_prompts_whose_answers_its_own_rewards_grade(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -224,6 +225,7 @@ def test_any_name_of_a_taskset_is_one_sentence(name: str, tmp_path: Path, capsys
     assert capsys.readouterr().err.startswith("rollouts: the taskset ")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "target", [".", "missing/prompts.jsonl", "file/prompts.jsonl", "x" * 300, "/proc/prompts.jsonl"]
 )

@@ -182,6 +182,7 @@ def warnings_of(run_dir: Path) -> list[str]:
     return [line["message"] for line in read_json_lines(run_dir / "events.jsonl") if line["event"] == "warning"]
 
 
+@pytest.mark.slow
 def test_a_training_says_that_its_own_cpu_is_slow_in_bfloat16(
     base: InputModel, quickstart_dir: Path, tmp_path: Path
 ) -> None:
@@ -202,6 +203,7 @@ def test_a_training_says_that_its_own_cpu_is_slow_in_bfloat16(
     assert warning in done.stderr and 'training.sft.policy.precision "bfloat16" is about' in warning
 
 
+@pytest.mark.slow
 def test_an_evaluation_and_a_server_say_that_their_engine_is_slow_in_bfloat16(
     base: InputModel, quickstart_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
