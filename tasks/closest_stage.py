@@ -20,7 +20,7 @@ from rollouts_core.job import Job, job_type, load_job
 from rollouts_core.run_directory import RunDirectory
 
 MAX_COMPARED = 50
-"""Of the stages of the store, the newest."""
+"""Only the newest stages of the store are compared."""
 MAX_DIFFERENCES = 4
 """With more than these it is another piece of work, and none is named."""
 CONTENTS = {
@@ -34,7 +34,7 @@ CONTENTS = {
     "resume_digest": "the checkpoint to resume from",
     "plugin_digest": "the code of rewards, environments or the loss, or a model that grades,",
 }
-"""What people call the inputs whose digests a job names."""
+"""Words for the inputs whose digests a job names."""
 
 
 def describe_difference(stage: Stage) -> str:
@@ -70,7 +70,7 @@ def _finished_jobs(stage: Stage) -> Iterator[tuple[str, Job]]:
     own = Path(stage.run_dir)
     finished: list[tuple[float, Path]] = []
     for result in own.parent.glob(f"{stage.name}-{'?' * FINGERPRINT_CHARS}/{RunDirectory(own).result.name}"):
-        with suppress(FileNotFoundError):  # somebody removes old stages now
+        with suppress(FileNotFoundError):  # old stages are being removed
             finished.append((result.stat().st_mtime, result.parent))
     for _, directory in sorted(finished, reverse=True)[:MAX_COMPARED]:
         try:

@@ -34,7 +34,7 @@ class _UnfinishedError(Exception):
 def placeholder_if_finished(
     settings: NodeSettings, scope: RunScope, run_stages: Callable[[Node, RunStage], object]
 ) -> Node | None:
-    """What stands for a rented machine on which nothing would be done; None where a machine is needed.
+    """A stand-in for a rented machine if every stage is finished; None if a machine is needed.
 
     Args:
         run_stages: goes through the stages of the run, each by the function that it is given.

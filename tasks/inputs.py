@@ -133,7 +133,7 @@ def bring_input(url: str, store: Path, say: Callable[[str], None]) -> Path:
 
 
 def find_origin(path: Path, store: Path) -> str:
-    """The URL that the input came from of which something lies at a path; empty where none is known."""
+    """The URL that the input came from of which something lies at a path; empty if it is not known."""
     root = _input_of(path, store)
     if root is None:
         return ""
@@ -144,7 +144,7 @@ def find_origin(path: Path, store: Path) -> str:
 
 
 def keys_at_origin(origin: ObjectStore, path: Path, store: Path) -> dict[Path, str]:
-    """What the files of an input are called where it came from, by their paths here.
+    """The keys of an input's files in the store that it came from, by their paths here.
 
     Raises:
         StoreUnavailableError: something else lies there now.

@@ -1,4 +1,4 @@
-"""Where SGLang or vLLM has to be installed, and whether it is; the embedded engine comes with this project.
+"""Find out where an engine has to be installed, and whether it is; the embedded engine comes with this project.
 
 Not here: starting engines (engine.py), or having a job start them (rollouts_core/engines/child.py).
 """

@@ -26,7 +26,7 @@ from rollouts_core.keys import read_hub_token, read_named_keys
 GRACE_S = 10.0
 """Between asking a job to end and killing it, unless the job says how long it needs to save what it has."""
 GRACE_SHARE = 0.5
-"""Of what is left of a rented machine's time."""
+"""The grace period's share of the rest of a rented machine's time."""
 USER_ERROR_CODE = 2
 """Exit code of a job that refuses its settings or its inputs."""
 COUNTED_BY_BUS = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
@@ -49,7 +49,7 @@ def job_spec(
 
     Args:
         gpus: what it waits for; an RL and its engines, which have the same fingerprint, have them together.
-        code_dir: where the job imports from; empty where it finds everything by itself.
+        code_dir: where the job imports from; empty if it finds everything by itself.
         known_keys: variables that need not be set here.
     """
     return JobSpec(
@@ -78,7 +78,7 @@ def longest_grace_s(node: Node, scope: RunScope) -> float:
 
 
 def variables_of_place(code_dir: str) -> dict[str, str]:
-    """Where a job imports from, and where it keeps models of the hub; none for a job that finds everything by itself.
+    """Variables for a job's imports and its models of the hub; none for a job that finds everything by itself.
 
     Args:
         code_dir: <root>/code/<digest> on the node, or empty.
@@ -90,7 +90,7 @@ def variables_of_place(code_dir: str) -> dict[str, str]:
 
 
 def gpus_of(stage: Stage, node: Node) -> tuple[str, ...]:
-    """The node's GPUs that nobody else may use while the stage's job runs; of an RL those of its engines there too.
+    """The node's GPUs that the stage's job alone may use while it runs; of an RL those of its engines there too.
 
     Two RLs that each had some of them would wait for each other for ever, so every job of an RL takes all of them.
     """

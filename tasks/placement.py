@@ -69,7 +69,7 @@ class Placement:
     stage: Stage
     """With paths of the node."""
     code_dir: str
-    """The folder on the node from which the job imports; empty where it imports what we do."""
+    """The folder on the node from which the job imports; empty if it imports what we do."""
 
 
 def place_stage(session: Session, stage: Stage, node: Node, *, say: Callable[[str], None] = logger.info) -> Placement:
@@ -120,8 +120,8 @@ class NodeInputs:
     """The inputs on a node, by their content.
 
     Args:
-        is_doubtful: an attempt at the job refused what it found. What lies there may have its size alone, and is
-            compared by content.
+        is_doubtful: an attempt at the job refused what it found. A file there may have the right size alone, so files
+            are compared by content.
     """
 
     def __init__(self, session: Session, node: Node, say: Callable[[str], None], *, is_doubtful: bool = False) -> None:
@@ -160,7 +160,7 @@ class NodeInputs:
         return model.model_copy(update={"model": model.model.model_copy(update={"path": path})})
 
     def place_description(self, model: InputModel) -> InputModel:
-        """A model without its weights, for who gets them from another machine."""
+        """A model without its weights, for a machine that gets them from another one."""
         return self.place_model(model, without=WEIGHTS)
 
     def place_resumed(self, training: TrainingT, digest: str) -> TrainingT:
@@ -184,7 +184,7 @@ class NodeInputs:
     def _place(
         self, given: str, digest: str, digest_now: Callable[[str], str], *, without: tuple[str, ...] = ()
     ) -> str:
-        """Where the input lies on the node: where its job left it there, or among the inputs, sent if need be.
+        """The input's path on the node: the place where its job left it, or among the inputs, sent if need be.
 
         Args:
             digest: what it is called by there, which was taken when the stage was planned.
@@ -192,8 +192,8 @@ class NodeInputs:
             without: how the names of files end that are left out.
 
         Raises:
-            ConfigError: somebody edited it since.
-            TransientInfraError: somebody edited it while it was sent.
+            ConfigError: it was edited since.
+            TransientInfraError: it was edited while it was sent.
         """
         path = Path(given)
         if not path.exists():  # of a hub
@@ -218,7 +218,7 @@ class NodeInputs:
         return f"{folder}/{path.name}"
 
     def _has(self, files: Mapping[str, Path], folder: str) -> bool:
-        """Whether files that are used where they lie are there, below a folder of the node."""
+        """Whether files that stay at their place are there, below a folder of the node."""
         return not self._is_doubtful and has_files(self._session, files, folder)
 
     def _is_fetched(self, path: Path, files: Mapping[str, Path], folder: str) -> bool:
@@ -248,7 +248,7 @@ class NodeInputs:
 def bring_earlier_work(session: Session, mirror: Path, run_dir: str) -> None:
     """Let a node that knows less of a job go on from the checkpoints that another one left.
 
-    What it has of that job is replaced as a whole: steps that were trained twice would be in two versions.
+    The node's files of that job are replaced as a whole: else steps that were trained twice would have two versions.
     """
     if not list_checkpoints(mirror / "checkpoints"):
         return
@@ -275,7 +275,7 @@ def place_code(
         say: told what is sent, in a sentence.
 
     Raises:
-        TransientInfraError: somebody edited a file meanwhile.
+        TransientInfraError: a file was edited meanwhile.
     """
     core = source_files(Path(rollouts_core.__file__).parent)
     parts = {"rollouts_core": {f"rollouts_core/{name}": path for name, path in core.items()}}
@@ -319,7 +319,7 @@ def _version_of(path: Path) -> tuple[int, int, int] | None:
 
 
 def describe_files(name: str, files: Mapping[str, Path]) -> str:
-    """What somebody should know before it leaves the machine: how many files, and how large."""
+    """How many files are about to leave the machine, and how large they are."""
     num_bytes = sum(path.stat().st_size for path in files.values())
     return f"{name} ({len(files)} file{'s' if len(files) > 1 else ''}, {num_bytes / 1000:,.0f} kB)"
 

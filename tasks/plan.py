@@ -81,7 +81,7 @@ def with_engines(rl: Stage, engines: Sequence[EngineRecord]) -> Stage:
 
 
 def engine_ports(rl: Stage, node: Node) -> list[int]:
-    """The ports of the engines of an RL stage, each node's in turn; none where it trains on recorded rollouts."""
+    """The ports of the engines of an RL stage, each node's in turn; none if it trains on recorded rollouts."""
     job = RLJob.model_validate(rl.job)
     return [] if job.rollouts else job.deployment.engine_ports * max(1, len(node.engine_nodes))
 
@@ -114,7 +114,7 @@ def plan_engine(rl: Stage, port: int, node: Node, index: int = 0) -> Stage:
 
 
 def plan_follower(stage: Stage, node: Node, node_rank: int) -> Stage:
-    """What a further machine does of a training: the same job, which ends with the one that leads.
+    """The part of a further machine in a training: the same job, which ends with the leading one.
 
     Args:
         node: the further machine.
@@ -211,7 +211,7 @@ def check_plugins(stage: Stage) -> None:
 def build_stage(name: str, job: Job, scope: RunScope, node: Node, *, num_steps: int) -> Stage:
     """A stage at the place that its identity gives it; a fresh one gets an identity of this run's own.
 
-    So does one that another run had end early: the whole training has a place beside the shortened one.
+    A stage that another run had end early gets a new identity, too: the whole training has a place beside it.
     """
     salt = scope.run_id if name in scope.fresh else ""
     stages = Path(node.local_root) / "stages"

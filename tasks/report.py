@@ -69,7 +69,7 @@ def write_report(
 
 
 def describe_how(record: StageRecord) -> str:
-    """How a stage came to its result, and whether somebody had it end early."""
+    """How a stage came to its result, and whether a user ended it early."""
     early = record.result.get("finished_early")
     return f"{record.how}, {EarlyEnd.model_validate(early).sentence}" if early else record.how
 
@@ -109,7 +109,7 @@ def build_report_input(
     verdict: Verdict | None,
     spending: Spending | None,
 ) -> ReportInput:
-    """What the report's renderer needs, from the records of the stages."""
+    """The input of the report's renderer, from the records of the stages."""
     return ReportInput(
         run_name=scope.run_name,
         mode=config.mode,

@@ -45,7 +45,7 @@ class TrackedStage(BaseModel):
 
     @property
     def state(self) -> Path:
-        """What has been sent of it."""
+        """The file that says how far it was sent."""
         return self.store / "tracked" / f"{self.name}-{self.tracker}.json"
 
 
@@ -70,7 +70,7 @@ class Tracker(Protocol):
         ...
 
     def close(self) -> None:
-        """Return when all of it is where it belongs."""
+        """Return when all of it has arrived."""
         ...
 
 
@@ -145,7 +145,7 @@ class WandbTracker:
         """Nothing: its own process keeps them."""
 
     def close(self) -> None:
-        """Return when the server has them, or the file where there is none."""
+        """Return when the server has them, or the file without a server."""
         self._run.finish()
 
 
@@ -153,7 +153,7 @@ TRACKERS: Mapping[TrackerName, Callable[[TrackedStage, int, Callable[[str], None
     "tensorboard": TensorBoardTracker,
     "wandb": WandbTracker,
 }
-"""What opens each: for a training, from a step on, with what takes sentences for people."""
+"""Functions that open each tracker for a training, from a step on; the last argument takes sentences for the user."""
 assert tuple(TRACKERS) == get_args(TrackerName)
 
 

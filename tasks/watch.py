@@ -16,7 +16,7 @@ from rollouts_core.errors import DataError
 
 
 def watched_sources(config: Config, sources: Sequence[str]) -> dict[str, str]:
-    """What is watched: revisions by path, "" for files and folders.
+    """The sources to watch: revisions by path, "" for files and folders.
 
     Args:
         sources: files and folders; none of them stands for the demonstrations, prompts or rollouts that are trained on.
