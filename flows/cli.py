@@ -76,7 +76,7 @@ if TYPE_CHECKING:
 
 FAILED_CODE, USER_ERROR_CODE = 1, 2
 
-GOES_ON = "What is finished is kept: the same command goes on from there."
+GOES_ON = "Finished work is kept: the same command continues from there."
 """Said when a run ends before its end and the user need not change anything."""
 ACCEPTED_BY = "Change the training, the data or a seed for another result; evaluation.max_p_value = 1 accepts any."
 
@@ -125,7 +125,7 @@ def rollouts(
         bool, typer.Option("--version", is_eager=True, callback=show_version, help="Show the version and leave.")
     ] = False,
 ) -> None:
-    """What is said before any command."""
+    """Options before any command."""
 
 
 def exit_code_of(error: Exception) -> int:
@@ -243,7 +243,7 @@ def evaluate(
 ) -> None:
     """Score a model on held-out rows with the settings of CONFIG, as its run does at its end.
 
-    What was scored before, with the same settings and rows, is not scored again.
+    Earlier scores with the same settings and rows are reused.
     """
     pipeline = load_checkable(config)
     given = {key: value for key, value in (("model", model), ("against", against), ("data", data)) if value}

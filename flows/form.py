@@ -73,10 +73,10 @@ else:
 
 
 def without_stale(settings: Any) -> Any:  # Any: unchecked input
-    """What the form posts about a node, without what it kept of the tab of another provider.
+    """The form's settings of a node, without leftovers from the tab of another provider.
 
-    Providers share names of fields. What is the default of the other one was not meant for this one where it is empty,
-    or where fields are there that only the other one has.
+    Providers share names of fields. A default of the other provider was not meant for this one if it is empty, or if
+    there are fields that only the other provider has.
     """
     if not isinstance(settings, dict):
         return settings
@@ -148,10 +148,10 @@ FormConfig = Annotated[Config, WrapValidator(partial(in_sentences, Config, ""))]
 
 
 class RunOptions(Record):
-    """What is said about the run itself."""
+    """Settings of the run itself."""
 
     name: str = Field("pipeline", pattern=NAME_PATTERN)
-    """What the run is called in the UI, in the store and in the report."""
+    """The run's name in the UI, in the store and in the report."""
     store: str = ".rollouts"
     """Folder that keeps everything: stages, runs, Prefect's database. Relative to where the command is given."""
     fresh: tuple[StageName, ...] = ()
@@ -203,10 +203,10 @@ class Pipeline:
     node: NodeSettings
     run: RunOptions
     retrain: RetrainConfig | None = None
-    """What is watched and when a model is promoted, where the pipeline is to be retrained."""
+    """The watched sources and the rules of promotion; None for a pipeline that is not retrained."""
     schedule: ScheduleConfig | None = None
     evaluate: EvaluateConfig | None = None
-    """Which models are scored, where the pipeline says so."""
+    """The models to score; None if the pipeline names none."""
     settings: Mapping[str, Any] = field(default_factory=dict, compare=False)  # Any: unchecked file content
     """The file's content. Mistakes are listed in its order."""
 
@@ -374,7 +374,7 @@ def _settings_beside() -> list[str]:
 
 
 def _suggest_node_key(key: str, *, provider: str) -> str:
-    """Where an unknown key of a node is a setting: in its query, or with other providers; empty where nowhere."""
+    """A hint that an unknown key of a node belongs into its query, or to other providers; else nothing."""
     others = [name for name, node_type in NODE_TYPES.items() if key in node_type.model_fields]
     is_of_query = not others and key in GPUQuery.model_fields
     if is_of_query and provider == "provision":
@@ -385,7 +385,7 @@ def _suggest_node_key(key: str, *, provider: str) -> str:
 
 
 def _expected_provider(given: object) -> str:
-    """What `node.provider` may be, for somebody who gave something else."""
+    """The choices of `node.provider`, after another value was given."""
     expected = f"expected one of {', '.join(NODE_TYPES)}"
     cloud = given if given in cloud_names() else reached_through(given)
     if not cloud:
@@ -422,14 +422,14 @@ def _run_python_file(path: Path) -> Any:  # Any: whatever the user's file calls 
 
 
 def _tell_misfits(error: ValidationError, path: Path) -> Iterator[str]:
-    """What does not fit in a record that a Python file makes, a sentence for each setting and each broken rule."""
+    """The mistakes in a record that a Python file makes, a sentence for each setting and each broken rule."""
     for problem in error.errors():
         place = " ".join([error.title, ".".join(map(str, problem["loc"]))]).rstrip()
         yield from (f"{path}: {place}: {line}" for line in reason_of(problem).splitlines())
 
 
 def _name_moved(error: BaseException) -> str:
-    """What a configuration has to import instead of `infra.node`, as the module was called once; else nothing."""
+    """The new name of a module that a configuration imports by a former one, such as `infra.node`; else nothing."""
     name = error.name or "" if isinstance(error, ModuleNotFoundError) else ""
     return f": import rollouts.{name} instead" if name.partition(".")[0] in ("flows", "tasks", "infra") else ""
 

@@ -5,8 +5,8 @@ Not here: what a stage does (tasks), how a run is asked for (form.py, cli.py).
     check -> provision -> bootstrap -> sft -> select -> launch-engine -> rl -> select -> evaluate -> sync -> report
           -> release
 
-What object stores are asked for comes before and after: inputs before provision, the publication after the release,
-but for what a machine elsewhere sends itself (send), before it is given back.
+Object stores come before and after: inputs are fetched before provision, the publication follows the release. A machine
+elsewhere sends its own files (send) before it is given back.
 
 Finished, failed, interrupted by Ctrl-C, or cancelled in Prefect: the run's jobs end and the node is given back
 (cancellation.py); a rented one of a run that failed stays for as long as `keep_on_failure_minutes` says. Killed, or
@@ -88,7 +88,7 @@ MAX_LAPSES = 3
 
 
 class PipelineResult(BaseModel):
-    """Where a finished run left what it made."""
+    """The places of a finished run's results."""
 
     report: str
     """Path of the HTML report."""
@@ -223,7 +223,7 @@ def open_scope(run: RunOptions) -> RunScope:
 
 
 def link_live_page(scope: RunScope) -> None:
-    """Show the run's live page on its page in Prefect, where somebody serves it."""
+    """Show the run's live page on its page in Prefect, if it is served."""
     if link := live_url(scope):
         create_link_artifact(
             link,

@@ -1,4 +1,4 @@
-"""What can be known to fail before anything is started: the store, the files, the port, the settings.
+"""Find out what would fail, before anything is started: the store, the files, the port, the settings.
 
 Not here: the checks of models and data themselves (checks/validate.py), those of a node (tasks/bootstrap.py).
 This module does not import prefect: it runs before Prefect's environment is set.
@@ -100,7 +100,7 @@ def load_checkable(path: Path, *, reads_rows: bool = False) -> Pipeline:
 
 
 def check_pipeline(pipeline: Pipeline, store: Path) -> list[str]:
-    """What was found out about a pipeline, facts and warnings, without starting anything.
+    """Facts and warnings about a pipeline, found without starting anything.
 
     Models and data that URLs name are fetched into the store: what is in them can only be seen there.
 
@@ -190,7 +190,7 @@ def _check_node(settings: NodeSettings, config: Config, store: Path, mistakes: M
 
 
 def check_evaluation(pipeline: Pipeline, store: Path) -> list[str]:
-    """What was found out about an evaluation, a sentence each, without scoring anything.
+    """Facts about an evaluation, a sentence each, found without scoring anything.
 
     Raises:
         InputError, PermanentInfraError: a line for each mistake, in the order of the configuration.
@@ -289,7 +289,7 @@ def warn_of_older_stages(config: Config, store: Path) -> list[str]:
 
 
 def check_retrain(pipeline: Pipeline, config: Config, store: Path) -> list[str]:
-    """What it takes for a retraining to promote a model, where the pipeline is to be retrained.
+    """The rule by which a retraining promotes a model; nothing for a pipeline that is not retrained.
 
     Args:
         config: that of the pipeline, with its inputs here.
@@ -310,7 +310,7 @@ def check_retrain(pipeline: Pipeline, config: Config, store: Path) -> list[str]:
 
 
 def describe_memory(node: RentedNode, config: Config, size: ModelSize, offers: Sequence[Offer]) -> list[str]:
-    """What training takes of each GPU, what GPUs must have, and whether the smallest one on offer may have too little.
+    """The training's share of each GPU, the needed memory, and a warning if the smallest GPU on offer may be too small.
 
     Args:
         node: its query asks for what the training takes at least.
@@ -578,7 +578,7 @@ MODEL_PATHS: Mapping[str, Callable[[Any], str]] = {  # Any: JSON
     "/model_info": lambda answer: answer["model_path"],  # the embedded engine and SGLang
     "/v1/models": lambda answer: answer["data"][0]["root"],  # vLLM
 }
-"""Where engines of each kind say which folder their model is from, and how the answer is read."""
+"""The paths at which engines of each kind name the folder of their model, and how the answer is read."""
 
 
 def served_model(url: str, *, api_key: str = "") -> Path | None:

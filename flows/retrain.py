@@ -66,7 +66,7 @@ from rollouts_core.stages.planning import base_model
 
 
 class Approval(RunInput):
-    """What a person says about a candidate."""
+    """A user's answer about a candidate."""
 
     promote: bool = Field(description="Put the candidate into production.")
     decided_by: str = Field("", description="Who decides; kept in the registry's history.")
@@ -104,7 +104,7 @@ def retrain_model(config: FormConfig, node: FormNode, run: FormRun, retrain: For
 
 
 class PipelineWork:
-    """What `retrain_once` has done, by the stages of the pipeline and Prefect's form."""
+    """The work of `retrain_once`, by the stages of the pipeline and Prefect's form."""
 
     def __init__(
         self, config: Config, node: NodeSettings, run: RunOptions, retrain: RetrainConfig, scope: RunScope
