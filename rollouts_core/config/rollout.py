@@ -209,7 +209,16 @@ class RolloutConfig(Record):
             **{f"filters.{index}.name": each.name for index, each in enumerate(self.filters)},
         }
         named = {f"rollout.{setting}": name_of_function(each).partition(":") for setting, each in functions.items()}
-        return {setting: module for setting, (module, colon, _) in named.items() if colon}
+        return {setting: module for setting, (module, colon, _) in named.items() if colon} | self.taskset_modules
+
+    @property
+    def taskset_modules(self) -> dict[str, str]:
+        """The modules that verifiers imports for the tasksets, by setting; tasksets within verifiers are left out."""
+        from rollouts_core.user_code.own_files import find_code  # imports this package
+
+        names = (each.rpartition("/")[2].partition("@")[0] for each in self.tasksets)
+        modules = (name.replace("-", "_").lower() for name in names)
+        return {f"rollout.tasksets.{index}": each for index, each in enumerate(modules) if find_code(each)}
 
     def _unnamed(self, reward: RewardConfig) -> str:
         return self.environment_name if reward.kind == "function" else reward.kind

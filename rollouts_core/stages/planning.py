@@ -71,7 +71,9 @@ def plugin_digest(rollout: RolloutConfig, loss_fn: FunctionName = "") -> str:
     """
     rewards = [each.name for each in rollout.rewards]
     filters = [rollout.filter_fn, *(each.name for each in rollout.filters), rollout.buffer_filter_fn]
-    code = digest_plugins(rollout.environment, rollout.generate_fn, rollout.reward_fn, *rewards, *filters, loss_fn)
+    tasksets = [f"{module}:" for module in rollout.taskset_modules.values()]
+    functions = (rollout.environment, rollout.generate_fn, rollout.reward_fn, *rewards, *filters, loss_fn)
+    code = digest_plugins(*functions, *tasksets)
     models = [
         digest_path(each.model, without=() if each.kind in GRADING_MODELS else WEIGHTS)
         for each in rollout.rewards
