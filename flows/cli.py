@@ -272,7 +272,7 @@ def quickstart(
     ] = 0,
     port: Port = 0,
 ) -> None:
-    """Make a small task, a tokenizer and a model, and run the whole pipeline on them: about two minutes on a CPU."""
+    """Make a small task, a tokenizer and a model, and run the whole pipeline on them: a few minutes on a CPU."""
     check_writable(store)
     folder = quickstart_folder(store, seed=seed)
     write_quickstart(folder, seed=seed)

@@ -431,7 +431,7 @@ def _tell_misfits(error: ValidationError, path: Path) -> Iterator[str]:
 def _name_moved(error: BaseException) -> str:
     """The new name of a module that a configuration imports by a former one, such as `infra.node`; else nothing."""
     name = error.name or "" if isinstance(error, ModuleNotFoundError) else ""
-    return f": import rollouts.{name} instead" if name.partition(".")[0] in ("flows", "tasks", "infra") else ""
+    return f": import from rollouts.{name} instead" if name.partition(".")[0] in ("flows", "tasks", "infra") else ""
 
 
 def name_of(path: Path) -> str:

@@ -213,7 +213,7 @@ def check_providers(given: Sequence[str]) -> tuple[CloudName, ...]:
         if name not in cloud_names():
             if explained := explain_reached_through(name):
                 raise InputError(f"--provider: {explained}")
-            raise InputError(f"there is no provider {name}: choose of {', '.join(cloud_names())}")
+            raise InputError(f"there is no provider {name}: choose one of {', '.join(cloud_names())}")
     return tuple(given) or cloud_names()
 
 

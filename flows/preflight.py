@@ -52,6 +52,7 @@ from rollouts.tasks.unit_keys import own_unit_key
 from rollouts.tasks.watch import check_outside, check_sources, watched_sources
 from rollouts_core.checks.needed_part import GIB, sum_bytes
 from rollouts_core.checks.resource_needs import (
+    check_kernels_without_gpu,
     checkpoint_disk_bytes,
     engine_warning,
     needed_disk,
@@ -354,13 +355,17 @@ def check_query(query: GPUQuery, config: Config, size: ModelSize, *, sends_weigh
 
 
 def check_own_gpus(config: Config, node: NodeSettings) -> None:
-    """Raise ConfigError when this machine, where the stages run, has fewer GPUs than the settings name."""
+    """Raise ConfigError when this machine, where the stages run, has fewer GPUs than the settings need."""
     ranks = {*config.deployment.trainer_gpu_ranks, *config.deployment.engine_gpu_ranks}
-    if not ranks or not isinstance(node, LocalNode) or node.python:
+    needs_gpu = any(training.policy.needs_gpu for training in config.trainings.values())
+    if not (ranks or needs_gpu) or not isinstance(node, LocalNode) or node.python:
         return
     from rollouts_core.model.loading import count_gpus  # torch is loaded by the checks of models before
 
-    if len(ranks) > (num_gpus := count_gpus()):
+    num_gpus = count_gpus()
+    if needs_gpu and not num_gpus:
+        check_kernels_without_gpu(config)
+    if len(ranks) > num_gpus:
         raise ConfigError(
             f"deployment names {len(ranks)} GPUs (trainer_gpu_ranks, engine_gpu_ranks), this machine has {num_gpus}: "
             "name others, leave them out to train without, or name another machine in [node]"

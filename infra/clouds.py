@@ -1,6 +1,6 @@
 """The providers of rented machines, by name: a row for each, and those that installed packages add.
 
-A row names the class of an account (`infra/cloud.py` has its Protocol, `infra/providers/lambda_cloud.py` is the file to
+A row names the class of an account (`infra/cloud.py` has its Protocol, `infra/providers/shadeform.py` is the file to
 copy). The class says all that is known of the provider: title, key, API, and whether its machines share a network.
 A package adds a provider by an entry point of the group `rollouts.providers`: `acme = "acme_cloud:Acme"`.
 

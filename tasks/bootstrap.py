@@ -34,6 +34,7 @@ from rollouts.tasks.placement import place_code
 from rollouts.tasks.progress import StageProgress
 from rollouts_core.checks.needed_part import describe_parts
 from rollouts_core.checks.resource_needs import (
+    check_kernels_without_gpu,
     checkpoint_disk_bytes,
     engine_warning,
     engine_weight_bytes,
@@ -90,6 +91,8 @@ def bootstrap(
         ready, report = prepare_machine(session, node, settings, needs, config, progress, modules)
         warn_of_memory(report, needs, config, size, num_machines=num_machines, say=progress.say)
         warn_of_precision(report, needs, config, say=progress.say)
+        if trains and not report.gpus:
+            check_kernels_without_gpu(config)
         if trains and report.gpus and not node.engine_nodes and (warning := shared_gpu_warning(config)):
             progress.say(warning)
         if leads_engines(config, node, trains=trains):

@@ -78,7 +78,7 @@ def _check_answer(
             remedy = f": give it one, or {COMPARE_BY_LOSS}" if not config.is_graded else ""
             elsewhere = find_answer_elsewhere(prompt.metadata) if name == "answer" else ""
             remedy = elsewhere or remedy
-            raise DataError(f"{where} has no `{name}`, which {grader} compares completions with{remedy}")
+            raise DataError(f"{where} has no `{name}`, which {grader} grades by{remedy}")
     try:
         if prompt.has_json_answer and of_text:
             raise ValueError(_describe_json_answer(prompt.answer, of_text[0]))

@@ -19,6 +19,7 @@ from pathlib import Path
 from rollouts_core.checks.activation_needs import Rows, activation_parts, rl_rows, sft_rows
 from rollouts_core.checks.needed_part import GIB, Part, describe_parts, sum_bytes
 from rollouts_core.config import Config, PolicyConfig, RLTrainingConfig, SFTTrainingConfig
+from rollouts_core.errors import ConfigError
 from rollouts_core.model.attention_choice import expected_kernel, shared_prompts, with_kernel
 from rollouts_core.model.model_shape import read_shape
 from rollouts_core.model.model_size import ModelSize, read_folder
@@ -250,6 +251,16 @@ def engine_warning(config: Config, size: ModelSize, gpu_bytes: float, *, num_mac
             f"{config.rollout.engine.spec.memory_argument} in rollout.engine.extra_args"
         )
     return ""
+
+
+def check_kernels_without_gpu(config: Config) -> None:
+    """Raise ConfigError for the first training whose attention kernel needs a GPU; called for a machine without one."""
+    for name, training in config.trainings.items():
+        if training.policy.needs_gpu:
+            raise ConfigError(
+                f'training.{name}.policy.attention "{training.policy.attention}" needs a GPU, and torch finds none on '
+                'the machine that trains: set it to "auto"'
+            )
 
 
 def shared_gpu_warning(config: Config) -> str:

@@ -59,6 +59,11 @@ class PolicyConfig(Record):
         """Whether that mask has a number for each pair of a row's positions."""
         return self.attention in ("auto", "sdpa", "eager")
 
+    @property
+    def needs_gpu(self) -> bool:
+        """Whether the attention kernel computes on GPUs alone."""
+        return self.attention not in ("auto", "sdpa", "eager")
+
     def without_places(self) -> Self:
         """Itself with "auto" instead of sdpa and varlen: it may stand for either, and they differ by rounding alone."""
         return self.model_copy(update={"attention": "auto"}) if self.attention in ("sdpa", "varlen") else self

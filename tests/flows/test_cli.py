@@ -285,7 +285,7 @@ def test_a_python_file_that_imports_a_former_name_is_told_the_new_one(
     monkeypatch.chdir(folder)  # modules in the current folder may be imported, too
     path = folder / "former.py"
     path.write_text("from infra.node import SSHNode\n")
-    with pytest.raises(ConfigError, match=r"former.py .*No module named 'infra'.*: import rollouts.infra instead"):
+    with pytest.raises(ConfigError, match=r"former.py .*No module named 'infra'.*: import from rollouts.infra instead"):
         load_pipeline(path)
 
 

@@ -109,7 +109,10 @@ def test_a_provider_that_does_not_answer_is_named(runpod: FakeRunPod) -> None:
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (("gpus", "--provider", "moon"), "there is no provider moon: choose of runpod, lambda, prime, shadeform, vast"),
+        (
+            ("gpus", "--provider", "moon"),
+            "there is no provider moon: choose one of runpod, lambda, prime, ",
+        ),
         (("gpus", "--provider", "aws"), "--provider: aws is reached through SkyPilot: name the provider sky instead"),
         (("gpus", "--min-cuda", "twelve"), "give it as 12.8"),
         (("gpus", "--min-cuda", "12.8.1"), "--min-cuda 12.8.1 is no version: give it as 12.8"),

@@ -128,7 +128,7 @@ def test_settings_form_and_credentials_know_it(toy: FakeToy) -> None:
 def test_without_a_row_it_is_unknown(name: str) -> None:
     with pytest.raises(ValidationError):
         GPUQuery(providers=(name,))
-    with pytest.raises(ValidationError, match=r"runpod:abc123, of one of runpod, lambda, prime, shadeform, vast, sky"):
+    with pytest.raises(ValidationError, match=f"runpod:abc123, of one of {', '.join(CLOUDS)}"):
         InstanceNode(instance=f"{name}:m1")
 
 
@@ -179,4 +179,4 @@ def test_an_installed_package_adds_a_provider_and_a_broken_one_is_left_out(tmp_p
     assert listed.returncode == 0 and "Traceback" not in listed.stderr, listed.stderr
     shutil.rmtree(site / "toy_cloud-1.0.dist-info")
     gone = call("gpus", "--provider", "toy")
-    assert gone.returncode == 2 and "there is no provider toy: choose of runpod," in gone.stderr
+    assert gone.returncode == 2 and "there is no provider toy: choose one of runpod," in gone.stderr
