@@ -18,7 +18,7 @@ from rollouts_core.config import (
     Config,
     DatasetConfig,
     EngineConfig,
-    FunctionName,
+    RLTrainingConfig,
     RolloutConfig,
     SamplingConfig,
     SFTTrainingConfig,
@@ -88,7 +88,7 @@ def rl_job(start: InputModel, config: Config) -> RLJob:
         training=config.training.rl,
         resume_digest=digest_checkpoint(config.training.rl.resume_from),
         rollout=config.rollout,
-        plugin_digest=plugin_digest(config.rollout, config.training.rl.loss_fn),
+        plugin_digest=plugin_digest(config.rollout, config.training.rl),
         deployment=config.deployment,
     )
 
@@ -246,15 +246,14 @@ def input_dataset(dataset: DatasetConfig) -> InputDataset:
     return InputDataset(**{**dataset.model_dump(), "revision": revision, "digest": digest})
 
 
-def plugin_digest(rollout: RolloutConfig, loss_fn: FunctionName = "") -> str:
-    """The digest of the user's own code and models that sampling, grading, filtering and the loss name.
+def plugin_digest(rollout: RolloutConfig, training: RLTrainingConfig | None = None) -> str:
+    """The digest of the code of users and installed packages, and of models, that sampling, grading and the loss name.
 
     `digest_plugins` of the names, and the content of the rewards' models where they are folders of this machine; of a
     judge's folder the tokenizer, which is all that is read there.
     """
-    rewards = [each.name for each in rollout.rewards]
-    filters = [rollout.filter_fn, *(each.name for each in rollout.filters), rollout.buffer_filter_fn]
-    code = digest_plugins(rollout.environment, rollout.generate_fn, rollout.reward_fn, *rewards, *filters, loss_fn)
+    own_loss = training.functions_named if training else {}
+    code = digest_plugins(*rollout.functions_named.values(), *own_loss.values())
     models = [
         digest_path(each.model, without=() if each.kind in GRADING_MODELS else WEIGHTS)
         for each in rollout.rewards
@@ -269,8 +268,8 @@ def check_plugins(stage: Stage) -> None:
     Engines start in between: what was edited meanwhile would train under the identity of what it was.
     """
     planned = stage.job.get("plugin_digest")
-    loss_fn = stage.job.get("training", {}).get("loss_fn", "")
-    if planned and plugin_digest(RolloutConfig.model_validate(stage.job["rollout"]), loss_fn) != planned:
+    training = RLTrainingConfig.model_validate(stage.job["training"]) if stage.kind == "rl" else None
+    if planned and plugin_digest(RolloutConfig.model_validate(stage.job["rollout"]), training) != planned:
         raise ConfigError(
             "the code of rewards, environments or the loss, or a model that grades, changed since the stage was "
             "planned: start the run again"
