@@ -31,9 +31,8 @@ def plugins(
         for row in rows:
             typer.echo(json.dumps(row))
     elif rows:
-        cells = [
-            (row["group"], row["name"], f"{row['package']} {row['version']}", row["problem"] or "ok") for row in rows
-        ]
-        typer.echo(render_table(("GROUP", "NAME", "PACKAGE", "STATE"), cells))
+        columns = ("group", "name", "package", "version")
+        cells = [(*(row[column] for column in columns), row["problem"] or "ok") for row in rows]
+        typer.echo(render_table(("GROUP", "NAME", "PACKAGE", "VERSION", "STATE"), cells))
     else:
         typer.echo("no installed package adds anything: docs/library.md says how one does")

@@ -136,15 +136,12 @@ def find_fault_of_callable(name: str, value: object) -> str:
 @cache
 def find_plugins() -> tuple[Plugin, ...]:
     """The entry points of all groups, in the order in which Python finds their packages; nothing is imported."""
-    found: list[Plugin] = []
-    for package in _packages():
-        try:
-            points = [point for point in package.entry_points if point.group.startswith(PREFIX)]
-        except Exception as error:  # noqa: BLE001 - as above
-            logger.warning("the entry points of the package %s are left out (%r)", package.name, error)
-            continue
-        found += [Plugin(point, package.name, package.version) for point in points]
-    return tuple(found)
+    return tuple(
+        Plugin(point, package.name, package.version)
+        for package in _packages()
+        for point in package.entry_points
+        if point.group.startswith(PREFIX)
+    )
 
 
 @cache

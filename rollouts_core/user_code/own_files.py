@@ -29,7 +29,8 @@ from rollouts_core.plugins import files_about_packages
 from rollouts_core.user_code.code_folders import use_code_folders
 from rollouts_core.user_code.failures import INSTALLED_FOLDERS, STANDARD_LIBRARY
 
-OWN_PACKAGE = __name__.partition(".")[0]
+OF_PROJECT = (__name__.partition(".")[0], "rollouts")
+"""Its core is sent by itself, and jobs do not import the rest."""
 _KEY_NAMES = ("id_rsa", "id_dsa", "id_ecdsa", "id_ed25519")
 _KEY_ENDINGS = (".pem", ".key", ".p12", ".pfx", ".kdbx")
 _OF_TOOLS = frozenset({"__pycache__", "node_modules"})
@@ -87,14 +88,14 @@ def find_code(name: str) -> OwnCode | None:
 def own_code(modules: Iterable[str]) -> list[OwnCode]:
     """The user's own code that these modules are, and all that it imports of the same kind, sorted by name.
 
-    This project's core and installed packages without entry points for us are neither returned nor looked into.
+    This project and installed packages without entry points for us are neither returned nor looked into.
     """
     found: dict[str, OwnCode] = {}
     pending = deque(sorted({module.partition(".")[0] for module in modules}))
     seen = set(pending)
     while pending:
         name = pending.popleft()
-        code = find_code(name) if name != OWN_PACKAGE and name not in sys.stdlib_module_names else None
+        code = find_code(name) if name not in OF_PROJECT and name not in sys.stdlib_module_names else None
         if code is None or (_is_installed(code) and not code.about) or not code.files:
             continue
         found[name] = code
