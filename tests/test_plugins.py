@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from rollouts.flows.form import RunOptions
+from rollouts.flows.trusted_code import find_marked, is_trusted
 from rollouts.tasks.plan import plugin_digest
 from rollouts_core import plugins
 from rollouts_core.algorithms.objectives import ALL_OBJECTIVES, OBJECTIVES
@@ -27,9 +28,13 @@ from rollouts_core.rewards import ALL_REWARDS
 from rollouts_core.rollout.resolve import resolve_environment, resolve_reward_fn
 from rollouts_core.user_code.own_files import find_code, own_code
 from tests.example_plugin import MODULE, importable, install_example, write_package
+from tests.flows.conftest import clean_environment
+from tests.flows.test_ssh import node_settings
+from tests.infra.ssh_server import running_server
 from tests.small_pipeline import write_small_pipeline
 
 TIMEOUT_S = 300
+SOURCES = Path(__file__).parents[1] / "src"
 RL = RLTrainingConfig.model_validate({"loss": {"objective": "ppo"}})
 
 pytestmark = pytest.mark.slow
@@ -48,7 +53,7 @@ def site(installed: Path, tmp_path: Path) -> Path:
 
 def call(site: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """The command line beside what is installed in the folder."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(site), *sys.path])}
+    environment = clean_environment() | {"PYTHONPATH": f"{site}{os.pathsep}{SOURCES}"}
     command = [sys.executable, "-m", "rollouts.flows.cli", *arguments]
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=TIMEOUT_S)
 
@@ -57,26 +62,36 @@ def soft_gate() -> RLTrainingConfig:
     return RLTrainingConfig.model_validate({"loss": {"objective": "soft_gate"}})
 
 
-def test_a_run_uses_the_objective_environment_and_tracker_of_an_installed_package(
-    installed: Path, tmp_path: Path
+def test_a_run_on_another_machine_uses_an_installed_package_and_its_edit_is_another_stage(
+    site: Path, tmp_path: Path
 ) -> None:
-    config = write_small_pipeline(
-        tmp_path,
-        rollout__environment="nearness",
-        training__rl__loss__objective="soft_gate",
-        run__report_to=["text"],
-        mode="rl",
-    )
-    checked = call(installed, "validate", str(config))
-    assert checked.returncode == 0, checked.stderr
-    ended = call(installed, "run", str(config), "--store", str(tmp_path / "store"))
-    assert ended.returncode == 0, ended.stderr
-    [stage] = (tmp_path / "store" / "stages").glob("rl-*")
-    job = json.loads((stage / "job.json").read_text())
-    assert (job["training"]["loss"]["objective"], job["rollout"]["environment"]) == ("soft_gate", "nearness")
-    assert job["plugin_digest"]
-    [shown] = (tmp_path / "store" / "text").glob("*-rl.txt")
-    assert len(shown.read_text().splitlines()) == job["training"]["num_steps"]
+    store = tmp_path / "store"
+    with running_server(tmp_path / "sshd") as server:
+        config = write_small_pipeline(
+            tmp_path / "small",
+            mode="rl",
+            node=node_settings(server, tmp_path / "node"),
+            rollout__environment="nearness",
+            training__rl__num_steps=2,
+            training__rl__loss__objective="soft_gate",
+            run__report_to=["text"],
+        )
+        checked = call(site, "validate", str(config))
+        assert checked.returncode == 0, checked.stderr
+        ended = call(site, "run", str(config), "--store", str(store))
+        assert ended.returncode == 0, ended.stderr
+        assert f"{MODULE} (3 files" in ended.stdout + ended.stderr
+        [stage] = (store / "stages").glob("rl-*")
+        job = json.loads((stage / "job.json").read_text())
+        assert (job["training"]["loss"]["objective"], job["rollout"]["environment"]) == ("soft_gate", "nearness")
+        [shown] = (store / "text").glob("*-rl.txt")
+        assert [line.split()[0] for line in shown.read_text().splitlines()] == ["1", "2"]
+
+        module = site / f"{MODULE}.py"
+        module.write_text(module.read_text().replace("STEEPNESS = 1.0", "STEEPNESS = 2.0"))
+        ended = call(site, "run", str(config), "--store", str(store))
+        assert ended.returncode == 0, ended.stderr
+    assert len([*(store / "stages").glob("rl-*")]) == 2
 
 
 def test_settings_know_the_names_and_forms_show_them(installed: Path) -> None:
@@ -127,7 +142,7 @@ def test_another_machine_finds_the_entry_points_in_what_is_sent(installed: Path,
         "print(RLTrainingConfig.model_validate({'loss': {'objective': 'soft_gate'}}).objective.loss)\n"
         "print(ALL_ENVIRONMENTS['nearness'].__module__)\n"
     )
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    environment = clean_environment() | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{SOURCES}"}
     found = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
     assert found.stdout.split() == [f"{MODULE}:soft_gate", MODULE]
 
@@ -169,6 +184,13 @@ def test_a_broken_package_and_a_taken_name_are_left_out_and_listed(site: Path, t
         assert ALL_OBJECTIVES["ppo"] is OBJECTIVES["ppo"] and "none" not in ALL_OBJECTIVES
         assert [*ALL_REWARDS][-1] == "nearness" and "broken" not in ALL_REWARDS
         assert ALL_ENVIRONMENTS.locate("arithmetic") == "arithmetic"
+
+
+def test_a_run_from_prefect_may_use_installed_names_and_no_other_function_of_the_package(installed: Path) -> None:
+    with importable(installed):
+        assert find_marked(RolloutConfig(environment="nearness", reward_fn="nearness")) == []
+        [other] = find_marked(RolloutConfig(reward_fn=f"{MODULE}:nearness"))
+        assert other.value == MODULE and not is_trusted(other, set())
 
 
 def test_other_installed_packages_stay_on_this_machine(installed: Path) -> None:
