@@ -12,9 +12,9 @@
     speed         150 s      SFT and the training part of a GRPO step against a bare loop and TRL; waits of the GPU
     engines       300 s      not in the default: SGLang and vLLM, if they are installed, take the trainer's weights
 
-Each part is a process of its own, which is ended at its limit with its descendants. The folder gets gpu_check.json,
-with a row after each check, and gpu_check.md. A repeated run keeps the rows that held, were measured or skipped, and
-runs the others.
+Each part is a process of its own, which is ended at its limit with its descendants. A rehearsal runs all parts in one
+process, which imports everything once. The folder gets gpu_check.json, with a row after each check, and gpu_check.md. A
+repeated run keeps the rows that held, were measured or skipped, and runs the others.
 
 Exit codes: 0 every check of correctness held, 1 one did not or was not reached, 2 the check cannot run here: the last
 line says why. A measurement that breaks off is listed at the end and changes no exit code.
@@ -45,7 +45,7 @@ BUDGETS_S = {"correctness": 120.0, "memory": 60.0, "backends": 60.0, "pipeline":
 TOTAL_S = 480.0
 """Limit of the default parts together, the probe included."""
 EXTRA_BUDGETS_S = {"engines": 300.0}
-"""Limits of the parts that run only by name, after the others and beside TOTAL_S."""
+"""Limits of the parts that run only if a user names them, after the others and beside TOTAL_S."""
 LIMITS_S = BUDGETS_S | EXTRA_BUDGETS_S
 PROBE_S = 60.0
 GRACE_S = 5.0
@@ -59,7 +59,7 @@ USER_ERROR_CODE = 2
 def main() -> int:
     options = read_options()
     if options.part:
-        run_part(options.part, options.out, device="cpu" if options.rehearse else "cuda")
+        run_parts(options.part, options.out, device="cpu" if options.rehearse else "cuda")
         return 0
     began = time.monotonic()
     facts = probe()
@@ -72,9 +72,9 @@ def main() -> int:
     print(describe(record.about), flush=True)
     factor = REHEARSAL_FACTOR if options.rehearse else 1
     total_s = factor * (TOTAL_S + sum(EXTRA_BUDGETS_S.get(part, 0.0) for part in options.only))
-    for part in options.only:
-        seconds = min(factor * LIMITS_S[part], total_s - (time.monotonic() - began))
-        end_after(part, options, seconds=seconds)
+    for parts in [options.only] if options.rehearse else [[part] for part in options.only]:
+        limit_s = factor * sum(LIMITS_S[part] for part in parts)
+        end_after(parts, options, seconds=min(limit_s, total_s - (time.monotonic() - began)))
     return conclude(options.out, options.only, seconds=time.monotonic() - began)
 
 
@@ -90,7 +90,7 @@ def read_options() -> argparse.Namespace:
     parser.add_argument(
         "--rehearse", action="store_true", help="on the CPU, with tiny models, and nothing that needs CUDA"
     )
-    parser.add_argument("--part", choices=LIMITS_S, help=argparse.SUPPRESS)
+    parser.add_argument("--part", type=read_parts, help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
@@ -135,12 +135,14 @@ def open_record(folder: Path, facts: Facts, *, is_rehearsal: bool, again: bool) 
     return record
 
 
-def end_after(part: str, options: argparse.Namespace, *, seconds: float) -> None:
-    """Run a part as a process, and end what is left of it and its descendants at its end or its limit."""
+def end_after(parts: list[str], options: argparse.Namespace, *, seconds: float) -> None:
+    """Run parts as one process, and end what is left of it and its descendants at its end or its limit."""
     become_subreaper()
-    print(f"{part}, at most {max(0.0, seconds):.0f} s", flush=True)
-    command = [sys.executable, str(Path(__file__).resolve()), "--part", part, "--out", str(options.out.resolve())]
-    log = (options.out / f"{part}.log").open("w", encoding="utf-8")
+    shown = ", ".join(parts)
+    print(f"{shown}, at most {max(0.0, seconds):.0f} s", flush=True)
+    command = [sys.executable, str(Path(__file__).resolve()), "--part", ",".join(parts)]
+    command += ["--out", str(options.out.resolve())]
+    log = log_of(parts[0], options.out, is_rehearsal=options.rehearse).open("w", encoding="utf-8")
     process = subprocess.Popen(
         [*command, *(["--rehearse"] if options.rehearse else [])],
         stderr=log,
@@ -150,10 +152,15 @@ def end_after(part: str, options: argparse.Namespace, *, seconds: float) -> None
     try:
         process.wait(max(0.0, seconds))
     except subprocess.TimeoutExpired:
-        print(f"  {part} reached its limit of {seconds:.0f} s", flush=True)
+        print(f"  {shown} reached its limit of {seconds:.0f} s", flush=True)
     finally:
         end_with_descendants(process, options.out)
         log.close()
+
+
+def log_of(part: str, folder: Path, *, is_rehearsal: bool) -> Path:
+    """The file that gets what the process of a part writes to standard error."""
+    return folder / ("rehearsal.log" if is_rehearsal else f"{part}.log")
 
 
 def end_with_descendants(process: subprocess.Popen[bytes], folder: Path) -> None:
@@ -183,20 +190,22 @@ def conclude(folder: Path, parts: list[str], *, seconds: float) -> int:
     print(f"\n{record.render()}\n\n{seconds:.0f} s in all; {folder / NAME} and {folder / TABLE_NAME} have all of it")
     never_began = [part for part in parts if not any(row.part == part for row in record.rows)]
     for part in never_began:
-        print(f"failed: {part} did not begin, {folder / part}.log says why")
+        log = log_of(part, folder, is_rehearsal=record.about["is_rehearsal"])
+        print(f"failed: {part} did not begin, {log} says why")
     for row in record.failures() + record.unmeasured():
         print(f"{row.outcome}: {row.part}: {row.check}: {row.detail}")
     return 1 if record.failures() or never_began else 0
 
 
-def run_part(part: str, folder: Path, *, device: str) -> None:
-    """Run the checks of one part in this process."""
+def run_parts(parts: list[str], folder: Path, *, device: str) -> None:
+    """Run the checks of some parts in this process."""
     from gpu_parts.checking import run_checks  # torch loads with the part, in its process alone
 
     record = Record.load(folder)
     assert record is not None, "the parent writes it first"
     os.chdir(REPOSITORY)
-    run_checks(part, importlib.import_module(f"gpu_parts.{part}").CHECKS, record, device)
+    for part in parts:
+        run_checks(part, importlib.import_module(f"gpu_parts.{part}").CHECKS, record, device)
 
 
 if __name__ == "__main__":

@@ -8,8 +8,7 @@ pins, so nothing is resolved anew. The machine runs Python 3.12 on x86-64 Linux 
 `--has` lists its packages, as `pip list --format=freeze` prints them there; versions may be left out. torch and what
 drives the GPU must be among them.
 
-`install` runs on the machine. It makes a virtual environment that sees the machine's own packages, and installs every
-wheel into it with no index.
+`install` runs on the machine. It makes a virtual environment that sees the machine's own packages, and needs no index.
 """
 
 from __future__ import annotations

@@ -85,11 +85,12 @@ PARTS = ("generate_s", "grade_s", "train_s", "publish_s")
 NAMES = ("ours", "trl")
 
 
-def main() -> None:
-    options = read_options()
+def main(words: Sequence[str] | None = None) -> dict[str, Any]:  # Any: JSON
+    """Measure as the words of a command line say, or those of this process; returns the figures."""
+    options = read_options(words)
     if options.worker:
         run_worker(options)
-        return
+        return {}
     names = options.contenders.split(",")
     machine = describe_machine(options.threads)
     with tempfile.TemporaryDirectory() as folder:
@@ -109,7 +110,7 @@ def main() -> None:
     if options.given and set(NAMES) <= turns.keys():
         pairs = zip(turns["ours"], turns["trl"], strict=True)
         train_ratio = statistics.median(mean_parts([b])["train_s"] / mean_parts([a])["train_s"] for a, b in pairs)
-    results = {
+    results: dict[str, Any] = {
         "script": "grpo_speed",
         "trl_train_s / ours": train_ratio,
         "size": options.size,
@@ -123,9 +124,10 @@ def main() -> None:
     check_work(results["sampled_tokens"])
     write_results(options.out, results)
     print(render_machine(machine) + "\n\n" + render(results, turns))
+    return results
 
 
-def read_options() -> argparse.Namespace:
+def read_options(words: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=SIZES, default="1M", help="model (default: 1M)")
     parser.add_argument("--rounds", type=int, default=5, help="turns of every contender (default: 5)")
@@ -141,7 +143,7 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--log-dir", type=Path, help="folder for what the workers print")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     parser.add_argument("--model-dir", type=Path, help=argparse.SUPPRESS)
-    return parser.parse_args()
+    return parser.parse_args(words)
 
 
 def mean_parts(turns: Sequence[Turn]) -> dict[str, float]:

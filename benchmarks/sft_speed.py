@@ -85,11 +85,12 @@ PEAK_BF16_FLOPS = {
 """Dense bfloat16 FLOP per second by words of the GPU's name, from the vendor's data sheets; the first that fits."""
 
 
-def main() -> None:
-    options = read_options()
+def main(words: Sequence[str] | None = None) -> dict[str, Any]:  # Any: JSON
+    """Measure as the words of a command line say, or those of this process; returns the figures."""
+    options = read_options(words)
     if options.worker:
         run_worker(options)
-        return
+        return {}
     names = [name for name in options.contenders.split(",") if name]
     machine = describe_machine(options.threads)
     with tempfile.TemporaryDirectory() as folder:
@@ -106,7 +107,7 @@ def main() -> None:
             warmup_steps=WARMUP_STEPS,
         )
     differences = check_work(warmups, tolerance=LOSS_TOLERANCE if options.dtype == "fp32" else 0.05)
-    results = {
+    results: dict[str, Any] = {
         "script": "sft_speed",
         "size": options.size,
         "device": options.device,
@@ -124,9 +125,10 @@ def main() -> None:
         results["mfu"] = {name: utilisation(options.size, taken) for name, taken in turns.items()}
     write_results(options.out, results)
     print(render_machine(machine) + "\n\n" + render(results, turns))
+    return results
 
 
-def read_options() -> argparse.Namespace:
+def read_options(words: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=SIZES, default="1M", help="model (default: 1M)")
     parser.add_argument("--rounds", type=int, default=5, help="turns of every contender (default: 5)")
@@ -141,7 +143,7 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--log-dir", type=Path, help="folder for what the workers print")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     parser.add_argument("--model-dir", type=Path, help=argparse.SUPPRESS)
-    return parser.parse_args()
+    return parser.parse_args(words)
 
 
 def check_work(warmups: Mapping[str, Turn], *, tolerance: float) -> dict[str, float]:

@@ -21,11 +21,11 @@ EACH_RUN_OF_OURS: Automation = {
     "for_each": ["prefect.resource.id"],
     "threshold": 1,
 }
-"""What the triggers share: each run of this project's flows by itself."""
+"""The common part of the triggers: each run of this project's flows by itself."""
 
 
 def find_automations(address: ServerAddress, tag: str, *, name: str = "") -> list[Automation]:
-    """Those with the tag, of one name or of all.
+    """The automations with the tag, of one name or of all.
 
     Raises:
         ServerError: the server cannot be asked.

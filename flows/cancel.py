@@ -39,7 +39,7 @@ FOLLOW_S = 60.0
 POLL_S = 0.5
 FULL_ID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 ENDED = ("COMPLETED", "FAILED", "CANCELLED")
-"""States in which nobody follows a run any more. One that is Crashed is started again where somebody serves it."""
+"""States in which no process follows a run any more. A served run that is Crashed is started again."""
 
 FlowRunJson = dict[str, Any]  # Any: JSON
 
@@ -183,7 +183,7 @@ def _give_back_here(address: ServerAddress, store: Path, run: FlowRunJson) -> st
 
 
 def _give_back_deleted(address: ServerAddress, ledger: Ledger, store: Path, run: DeletedRun) -> str:
-    """What was done, in a sentence.
+    """Give everything back, and say in a sentence what was done.
 
     Raises:
         RolloutsError: something is left.

@@ -1,4 +1,4 @@
-"""What a cancelled run gives back: its claims on jobs, the jobs that nobody else wants, its node.
+"""Give back what a cancelled run holds: its claims on jobs, the jobs that no other run wants, its node.
 
 Not here: runs that fail or are interrupted (pipeline.py). A run is cancelled in Prefect's UI or through its API:
 
@@ -71,7 +71,7 @@ NOT_ENDED = "its jobs could not be ended ({error}): end them on the node, or sta
 
 
 class HeldByRun(BaseModel):
-    """What is to be given back for a run that is no more."""
+    """The belongings of a run whose process is gone."""
 
     run_id: str
     run_name: str
@@ -81,7 +81,7 @@ class HeldByRun(BaseModel):
 
 
 class Wish(Enum):
-    """What the state of a run asks of its living process."""
+    """The order of a run's state to its living process."""
 
     GO_ON = "go on"
     END_UNLESS_ENDED = "give back everything and end, unless the serving process sees to that"
@@ -90,7 +90,7 @@ class Wish(Enum):
 
 
 def read_wish(run_id: str) -> Wish:
-    """What Prefect's state of a run asks of its process; GO_ON if the server cannot say."""
+    """The order of a run's state in Prefect to its process; GO_ON if the server cannot say."""
     try:
         with get_client(sync_client=True) as client:
             state = client.read_flow_run(UUID(run_id)).state
@@ -245,7 +245,7 @@ def release_beside(settings: NodeSettings, scope: RunScope) -> None:
 
 
 def release_without_settings(run_id: str, store: Path) -> str:
-    """Give back what is found of a run whose settings nobody knows any more, and say in a sentence what was done.
+    """Give back what is found of a run whose settings are lost, and say in a sentence what was done.
 
     These are its jobs on this machine and the machines that it rented; leases on other machines stay.
     """
@@ -266,7 +266,7 @@ def release_without_settings(run_id: str, store: Path) -> str:
 
 
 def give_back_reached(settings: NodeSettings, scope: RunScope) -> list[str]:
-    """What was done with the machines of a run that is over; a further one that does not answer hinders nothing."""
+    """Give back the machines of a run that is over, and say what was done; a silent further machine hinders nothing."""
     store = Path(scope.store)
     try:
         return give_back(provision_node(settings, store), scope)
@@ -281,7 +281,7 @@ def give_back_reached(settings: NodeSettings, scope: RunScope) -> list[str]:
 
 
 def give_back_rented(settings: RentedNode, scope: RunScope) -> list[str]:
-    """What was done with the machines of a run that is over, a sentence each; none is rented for this."""
+    """Give back the machines of a run that is over, without renting any; returns a sentence for each."""
     store, done = Path(scope.store), []
     try:
         if (node := find_rented(settings, store, scope.run_id)) is not None:

@@ -37,7 +37,7 @@ from rollouts_core.errors import InputError
 from rollouts_core.findings import count_cautions, split_findings
 
 CODES: dict[type[Exception], int] = {InputError: 2, PermanentInfraError: 3, TransientInfraError: 4}
-"""What went wrong, as the exit code of the process that checked."""
+"""The kinds of failure, by the exit code of the checking process."""
 
 
 @task(name="check", **TRIED_AGAIN)
@@ -83,7 +83,7 @@ def _run_checks(settings: str, say: Callable[[str], None], refusal: IO[str]) -> 
 
 
 def _error_of(exit_code: int, said: str) -> Exception:
-    """What the process that checked says has gone wrong."""
+    """The failure that the checking process reports."""
     for kind, code in CODES.items():
         if exit_code == code:
             return kind(said)

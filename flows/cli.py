@@ -64,6 +64,7 @@ from rollouts_core.config import Config, parse_config
 from rollouts_core.config.record import MAX_INTEGER
 from rollouts_core.errors import InputError, RolloutsError
 from rollouts_core.mistakes import Mistakes
+from rollouts_core.stages import STAGE_NAMES
 from rollouts_core.system.open_files import raise_file_limit
 from rollouts_core.system.utf8 import ensure_utf8
 
@@ -76,7 +77,7 @@ if TYPE_CHECKING:
 
 FAILED_CODE, USER_ERROR_CODE = 1, 2
 
-GOES_ON = "What is finished is kept: the same command goes on from there."
+GOES_ON = "Finished work is kept: the same command continues from there."
 """Said when a run ends before its end and the user need not change anything."""
 ACCEPTED_BY = "Change the training, the data or a seed for another result; evaluation.max_p_value = 1 accepts any."
 
@@ -125,7 +126,7 @@ def rollouts(
         bool, typer.Option("--version", is_eager=True, callback=show_version, help="Show the version and leave.")
     ] = False,
 ) -> None:
-    """What is said before any command."""
+    """Options before any command."""
 
 
 def exit_code_of(error: Exception) -> int:
@@ -191,7 +192,7 @@ def run(
     deployment: Annotated[str, typer.Option(help="Have this deployment of `rollouts up` run, in the background.")] = "",
     name: Annotated[str, typer.Option(help="Name of the run; the configuration's own otherwise.")] = "",
     fresh: Annotated[
-        list[str] | None, typer.Option(help="Do this stage anew: sft, select-sft, rl, select-rl, evaluate. Repeatable.")
+        list[str] | None, typer.Option(help=f"Do this stage anew: {', '.join(STAGE_NAMES)}. Repeatable.")
     ] = None,
     port: Port = 0,
 ) -> None:
@@ -243,7 +244,7 @@ def evaluate(
 ) -> None:
     """Score a model on held-out rows with the settings of CONFIG, as its run does at its end.
 
-    What was scored before, with the same settings and rows, is not scored again.
+    Earlier scores with the same settings and rows are reused.
     """
     pipeline = load_checkable(config)
     given = {key: value for key, value in (("model", model), ("against", against), ("data", data)) if value}

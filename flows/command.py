@@ -1,4 +1,4 @@
-"""Where the `rollouts` command begins: Ctrl-C while its modules are imported, which takes a second, is no traceback.
+"""Start the `rollouts` command. Ctrl-C during its imports, which take a second, leaves no traceback.
 
 Not here: the commands (cli.py).
 """

@@ -1,11 +1,11 @@
 """Credentials as blocks of Prefect: what one holds becomes the environment of the process of a run that names it.
 
     Blocks in the UI, or `rollouts credentials` ──> block rollouts-credentials/team, encrypted
-    run.credentials = "team" ──> environment of the run's process ──> whoever reads RUNPOD_API_KEY, AWS_..., and so on
+    run.credentials = "team" ──> environment of the run's process ──> readers of RUNPOD_API_KEY, AWS_..., and so on
 
-No value is ever a parameter, so none is shown, logged or kept with the run. What must be done for a run by another
-process, such as the end of its machine, is done in a process that has the same credentials. Not here: who reads the
-variables (infra/providers/clouds.py, infra/ssh/login_keys.py, infra/stores/object_store.py, rollouts_core/keys.py).
+No value is ever a parameter, so none is shown, logged or kept with the run. Another process that acts for a run, for
+instance to end its machine, is started with the same credentials. Not here: the readers of the variables
+(infra/providers/clouds.py, infra/ssh/login_keys.py, infra/stores/object_store.py, rollouts_core/keys.py).
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Credentials(create_model("ProviderKeys", __base__=Block, **_key_fields()))
     more: SecretDict = Field(
         SecretDict({}),
         title="More variables",
-        description='Such as {"JUDGE_KEY": "..."}: what api_key_variable of a setting names.',
+        description='Variables that an api_key_variable names, such as {"JUDGE_KEY": "..."}.',
     )
 
 
@@ -134,7 +134,7 @@ def block_of(variables: Mapping[str, str]) -> Credentials:
 
 
 def run_with_credentials(name: str, module: str, arguments: Sequence[str] = ()) -> str:
-    """What a module of ours prints, as a program of its own that has the credentials.
+    """Run a module of ours as a program of its own with the credentials; returns what it prints.
 
     Raises:
         ConfigError: there are no such credentials.

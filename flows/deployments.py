@@ -1,4 +1,4 @@
-"""What the store's Prefect server offers to run: the presets, and configurations that `rollouts up` was given.
+"""The deployments of a store's Prefect server: the presets, and the configurations given to `rollouts up`.
 
 Not here: the process that runs them (serving.py), what a configuration may say (form.py).
 
@@ -57,7 +57,7 @@ class Deployment:
 
     @property
     def digest(self) -> str:
-        """What changes when anything of it does."""
+        """A digest that changes with any part of it."""
         return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -123,12 +123,12 @@ def check_names(deployments: Iterable[Deployment]) -> None:
 
 
 def retraining_name(name: str) -> str:
-    """What the deployment is called that retrains the one of this name."""
+    """The name of the deployment that retrains the one of this name."""
     return f"{name}-retrain"
 
 
 def offered_name(store: Path, name: str) -> str:
-    """What a deployment of the store is called in Prefect.
+    """The name of a deployment of the store in Prefect.
 
     A server that the user named has those of other stores, too: under one name each store would do the others' runs.
     """
@@ -139,7 +139,7 @@ def offered_name(store: Path, name: str) -> str:
 
 
 def evaluation_name(name: str) -> str:
-    """What the deployment is called that evaluates as the one of this name does."""
+    """The name of the deployment that evaluates as the one of this name does."""
     return f"{name}-evaluate"
 
 
@@ -175,7 +175,7 @@ def save_deployments(home: Path, deployments: Iterable[Deployment]) -> None:
 
 
 def load_deployments(home: Path) -> dict[str, Deployment]:
-    """What is to be served, by name.
+    """The deployments to serve, by name.
 
     Raises:
         ConfigError: a file is not one that `save_deployments` wrote.
@@ -264,7 +264,7 @@ def _forget_algorithm(settings: Mapping[str, Any]) -> None:  # Any: JSON
 
 
 def assigned_value(text: str) -> Any:  # Any: JSON
-    """What the right side of `key=value` means: JSON where it can be read as such, text otherwise."""
+    """The value of the right side of `key=value`: JSON if it can be read as such, text otherwise."""
     try:
         return json.loads(text)
     except ValueError:
@@ -301,7 +301,7 @@ def evaluation_options(run: RunOptions) -> RunOptions:
 
 
 def _leading_comment(path: Path) -> str:
-    """What the comment at the top of a TOML file says, as text that keeps its columns."""
+    """The comment at the top of a TOML file, as text that keeps its columns."""
     if path.suffix != ".toml":
         return ""
     lines = []

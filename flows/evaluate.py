@@ -30,7 +30,6 @@ from rollouts.tasks.evaluation_report import as_inputs, find_inputs, write_evalu
 from rollouts.tasks.finished import RunStage
 from rollouts.tasks.plan import plan_evaluation, with_engines_of_trainer
 from rollouts.tasks.records import RunScope, StageRecord
-from rollouts.tasks.stage_tasks import evaluate_models
 from rollouts_core.config import Config
 from rollouts_core.job import InputModel
 
@@ -80,4 +79,4 @@ def score_models(
     models: Mapping[str, InputModel], config: Config, scope: RunScope, machine: Node, run: RunStage
 ) -> StageRecord:
     """The only stage."""
-    return run(evaluate_models, plan_evaluation(models, config, scope, machine))
+    return run(plan_evaluation(models, config, scope, machine))

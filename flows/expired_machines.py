@@ -1,7 +1,7 @@
 """End rented machines whose hours or money are used up, or that their failed runs no longer keep.
 
 Not here: what is ended and what is spared (reaper.py). The process that serves deployments looks now and then, as
-a timer with `rollouts reap --spare` would; the deployment `reap` looks when somebody, or its schedule, asks (reap.py).
+a timer with `rollouts reap --spare` would; the deployment `reap` looks when a user or its schedule asks (reap.py).
 
 Machines that were rented with named credentials are looked at by a program of their own, which has these:
 
@@ -27,7 +27,7 @@ from rollouts.infra.renting.rentals import Rental, given_up, open_rentals
 from rollouts_core.errors import ConfigError
 
 PACE = Pace(gone_within_s=60.0)
-"""What is not gone by then is looked at again the next time."""
+"""A machine that is not gone by then is looked at again the next time."""
 LATE_S = 24 * 3600.0
 """A machine that was asked for and given up is looked for this long, in case that it appears after all."""
 SPARE = "--spare"
@@ -36,12 +36,12 @@ logger = logging.getLogger(__name__)
 
 
 def look_at_machines(store: Path, *, spare: bool = True, everywhere: bool = False) -> ReapReport:
-    """End what nobody wants of what the store rents, and say what was done and left.
+    """End rented machines that no run of the store wants, and say what was done and left.
 
     Args:
-        spare: machines of killed runs are left to their next start until they expire. What failed runs keep for a while
-            is ended when that is over.
-        everywhere: ask all providers whose keys are in the environment, also where the ledger knows of no machine.
+        spare: machines of killed runs are left to their next start until they expire. Machines that failed runs keep
+            are ended at the end of that time. everywhere: ask all providers whose keys are in the environment, also
+            where the ledger knows of no machine.
 
     Raises:
         PermanentInfraError: there is no key of a provider at which something is rented.

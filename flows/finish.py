@@ -15,8 +15,8 @@ from rollouts.flows.terminal import DEFAULT_STORE, Store
 from rollouts.infra.ledger import Ledger
 from rollouts.tasks.early_end import ask_run_to_finish
 from rollouts_core.errors import InputError
+from rollouts_core.stages import TRAININGS, is_training
 
-TRAININGS = ("sft", "rl")
 MIN_ID_CHARS = 8
 """So many characters of a run's id stand for it."""
 
@@ -44,9 +44,10 @@ def finish_training(store: Path, given: str) -> str:
                 raise InputError(f"{name} trains no more: its report is {report}")
             raise InputError(f"no process follows {name}: Retry it, or start it again, and ask then")
         claimed = [Path(lease.run_dir).name for lease in ledger.leases_of(run_id)]
-        training = next((each for each in reversed(claimed) if each.rpartition("-")[0] in TRAININGS), "")
+        training = next((each for each in reversed(claimed) if is_training(each.rpartition("-")[0])), "")
         if not training:
-            raise InputError(f"{name} is not training at the moment: only SFT and RL can be finished early")
+            labels = " and ".join(kind.label for kind in TRAININGS.values())
+            raise InputError(f"{name} is not training at the moment: only {labels} can be finished early")
         runs = {use.run_id: use.run for use in ledger.stage_uses()}
         others = [
             runs.get(lease.run_id, lease.run_id)

@@ -15,11 +15,11 @@ from __future__ import annotations
 
 import re
 import runpy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -45,8 +45,6 @@ from rollouts_core.config import (
     DataConfig,
     ModelConfig,
     Record,
-    RLTrainingConfig,
-    SFTTrainingConfig,
     name_of_function,
     read_settings,
     resolve_paths,
@@ -55,6 +53,7 @@ from rollouts_core.config.files import leave_out_meant, read_record
 from rollouts_core.config.messages import reason_of, suggest_key
 from rollouts_core.errors import ConfigError, InputError
 from rollouts_core.mistakes import Mistakes
+from rollouts_core.stages import STAGE_NAMES
 from rollouts_core.user_code.code_folders import add_code_folders
 from rollouts_core.user_code.failures import describe_raised
 from rollouts_core.user_code.functions import resolve_function
@@ -67,14 +66,17 @@ NODE_FILES = ("key_file", "known_hosts", "requirements", "ssh_config")
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
 CREDENTIALS_PATTERN = r"^([a-z0-9][a-z0-9-]{0,63})?$"
 """Prefect's names of blocks; empty names none."""
-StageName = Literal["sft", "select-sft", "rl", "select-rl", "evaluate"]
+if TYPE_CHECKING:
+    StageName = str
+else:
+    StageName = Literal[STAGE_NAMES]
 
 
 def without_stale(settings: Any) -> Any:  # Any: unchecked input
-    """What the form posts about a node, without what it kept of the tab of another provider.
+    """The form's settings of a node, without leftovers from the tab of another provider.
 
-    Providers share names of fields. What is the default of the other one was not meant for this one where it is empty,
-    or where fields are there that only the other one has.
+    Providers share names of fields. A default of the other provider was not meant for this one if it is empty, or if
+    there are fields that only the other provider has.
     """
     if not isinstance(settings, dict):
         return settings
@@ -146,10 +148,10 @@ FormConfig = Annotated[Config, WrapValidator(partial(in_sentences, Config, ""))]
 
 
 class RunOptions(Record):
-    """What is said about the run itself."""
+    """Settings of the run itself."""
 
     name: str = Field("pipeline", pattern=NAME_PATTERN)
-    """What the run is called in the UI, in the store and in the report."""
+    """The run's name in the UI, in the store and in the report."""
     store: str = ".rollouts"
     """Folder that keeps everything: stages, runs, Prefect's database. Relative to where the command is given."""
     fresh: tuple[StageName, ...] = ()
@@ -183,11 +185,9 @@ class RunOptions(Record):
     def _check_publish(cls, value: str) -> str:
         return check_url(value) if value else value
 
-    @model_validator(mode="after")
-    def _check_checkpoints(self) -> Self:
+    def _broken_rules(self) -> Iterator[str]:
         if self.publish_checkpoints and not self.publish:
-            raise ValueError("publish_checkpoints needs publish, the URL to publish them at")
-        return self
+            yield "publish_checkpoints needs publish, the URL to publish them at"
 
 
 FormRun = Annotated[RunOptions, WrapValidator(partial(in_sentences, RunOptions, "run"))]
@@ -203,10 +203,10 @@ class Pipeline:
     node: NodeSettings
     run: RunOptions
     retrain: RetrainConfig | None = None
-    """What is watched and when a model is promoted, where the pipeline is to be retrained."""
+    """The watched sources and the rules of promotion; None for a pipeline that is not retrained."""
     schedule: ScheduleConfig | None = None
     evaluate: EvaluateConfig | None = None
-    """Which models are scored, where the pipeline says so."""
+    """The models to score; None if the pipeline names none."""
     settings: Mapping[str, Any] = field(default_factory=dict, compare=False)  # Any: unchecked file content
     """The file's content. Mistakes are listed in its order."""
 
@@ -374,7 +374,7 @@ def _settings_beside() -> list[str]:
 
 
 def _suggest_node_key(key: str, *, provider: str) -> str:
-    """Where an unknown key of a node is a setting: in its query, or with other providers; empty where nowhere."""
+    """A hint that an unknown key of a node belongs into its query, or to other providers; else nothing."""
     others = [name for name, node_type in NODE_TYPES.items() if key in node_type.model_fields]
     is_of_query = not others and key in GPUQuery.model_fields
     if is_of_query and provider == "provision":
@@ -385,7 +385,7 @@ def _suggest_node_key(key: str, *, provider: str) -> str:
 
 
 def _expected_provider(given: object) -> str:
-    """What `node.provider` may be, for somebody who gave something else."""
+    """The choices of `node.provider`, after another value was given."""
     expected = f"expected one of {', '.join(NODE_TYPES)}"
     cloud = given if given in cloud_names() else reached_through(given)
     if not cloud:
@@ -413,9 +413,7 @@ def _run_python_file(path: Path) -> Any:  # Any: whatever the user's file calls 
     try:
         names = runpy.run_path(str(path))
     except ValidationError as error:
-        problem = error.errors()[0]
-        place = " ".join([error.title, ".".join(str(part) for part in problem["loc"])]).rstrip()
-        raise ConfigError(f"{path}: {place}: {reason_of(problem)}") from error
+        raise ConfigError("\n".join(_tell_misfits(error, path))) from error
     except (Exception, SystemExit) as error:
         raise ConfigError(f"{path} {describe_raised(error)}{_name_moved(error)}") from error
     if not isinstance(names.get("config"), Pipeline | Config | dict):
@@ -423,8 +421,15 @@ def _run_python_file(path: Path) -> Any:  # Any: whatever the user's file calls 
     return names["config"]
 
 
+def _tell_misfits(error: ValidationError, path: Path) -> Iterator[str]:
+    """The mistakes in a record that a Python file makes, a sentence for each setting and each broken rule."""
+    for problem in error.errors():
+        place = " ".join([error.title, ".".join(map(str, problem["loc"]))]).rstrip()
+        yield from (f"{path}: {place}: {line}" for line in reason_of(problem).splitlines())
+
+
 def _name_moved(error: BaseException) -> str:
-    """What a configuration has to import instead of `infra.node`, as the module was called once; else nothing."""
+    """The new name of a module that a configuration imports by a former one, such as `infra.node`; else nothing."""
     name = error.name or "" if isinstance(error, ModuleNotFoundError) else ""
     return f": import rollouts.{name} instead" if name.partition(".")[0] in ("flows", "tasks", "infra") else ""
 
@@ -437,17 +442,16 @@ def name_of(path: Path) -> str:
 def _beside(config: Config, folder: Path) -> Config:
     """The configuration with its paths relative to `folder` made absolute."""
     training, rewards = config.training, config.rollout.rewards
-    stages: dict[str, SFTTrainingConfig | RLTrainingConfig] = {"sft": training.sft, "rl": training.rl}
     given = {
         "model": config.model.model_dump(),
         "data": config.data.model_dump(),
-        "training": {name: {"resume_from": stage.resume_from} for name, stage in stages.items()},
+        "training": {name: {"resume_from": stage.resume_from} for name, stage in training},
         "rollout": {"rewards": [each.model_dump(include={"kind", "url", "model"}) for each in rewards]},
     }
     resolved = resolve_paths(given, folder)
     models = [each["model"] for each in resolved["rollout"]["rewards"]]
     graders = tuple(each.model_copy(update={"model": model}) for each, model in zip(rewards, models, strict=True))
-    resumed = {name: stage.model_copy(update=resolved["training"][name]) for name, stage in stages.items()}
+    resumed = {name: stage.model_copy(update=resolved["training"][name]) for name, stage in training}
     return config.model_copy(
         update={
             "model": ModelConfig.model_validate(resolved["model"]),

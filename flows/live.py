@@ -5,8 +5,8 @@ Not here: what a page shows (rollouts_core/report/live.py), which stages a run c
     GET /             the runs, the latest first
     GET /runs/<run>   a run; the page asks for itself again every few seconds; /runs/<run>/report when there is one
 
-Served on loopback, by what `rollouts up` started or by `rollouts watch`, to whoever has the password of the store's
-Prefect server. Nothing can be changed through it. The port is kept from one start to the next, so that links stay good.
+Served on loopback, by what `rollouts up` started or by `rollouts watch`, with the password of the store's Prefect
+server. Nothing can be changed through it. The port is kept from one start to the next, so that links stay good.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rollouts.flows.password import basic_authorization, own_password
-from rollouts.infra.jobs import JobExit, describe_exit
+from rollouts.infra.jobs import JobExit, describe_exit, describe_saved
 from rollouts.infra.ledger import LEDGER_FILE, Ledger, StageUse
 from rollouts.infra.process_identity import ProcessIdentity, identify
 from rollouts.infra.renting.rentals import all_rentals, usd_spent
@@ -169,7 +169,7 @@ def find_run(store: Path, name: str) -> list[StageUse] | None:
 
 
 def report_path(store: Path, uses: Sequence[StageUse]) -> Path:
-    """Where the report of a run lies when it is written."""
+    """The path of a run's report."""
     return store / "runs" / uses[0].run / "report.html"
 
 
@@ -243,16 +243,16 @@ def describe_end(run_dir: Path) -> tuple[int, str]:
     try:
         record = json.loads((run_dir / f"exit-{attempt}.json").read_text())
         at = datetime.fromisoformat(record["ended_at"]).astimezone().strftime("%Y-%m-%d %H:%M:%S")
-        if record["cancelled"]:
-            return attempt, f"cancelled at {at}"
         exit_record = JobExit(**{each.name: record[each.name] for each in fields(JobExit) if each.name in record})
     except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return 0, ""
+    if exit_record.cancelled:
+        return attempt, f"cancelled at {at}{describe_saved(exit_record)}"
     return attempt, f"ended at {at}: {describe_exit(exit_record).rstrip('.')}"
 
 
 def verdict_of(record: Path) -> str:
-    """What a run.json says of the run; nothing if there is no record, or no verdict was asked for."""
+    """The verdict in a run.json; empty without a record or a verdict."""
     try:
         return str(json.loads(record.read_text(encoding="utf-8")).get("verdict", ""))
     except (OSError, ValueError, AttributeError, RecursionError):
@@ -284,7 +284,7 @@ def _stage_name(use: StageUse) -> str:
 
 
 def _usd_of(store: Path, uses: Sequence[StageUse]) -> float | None:
-    """What the machines of the run have cost; None where it rented none."""
+    """The cost of the run's machines; None if it rented no machine."""
     ids = {use.run_id for use in uses}
     with Ledger(store / LEDGER_FILE) as ledger:
         if not any(rental.run_id in ids for rental in all_rentals(ledger)):
@@ -299,7 +299,7 @@ def _listener(port: int) -> socket.socket:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         with suppress(OSError):
             listener.bind((LOOPBACK, candidate))
-            listener.listen()  # before anybody is told of it
+            listener.listen()  # before it is told to anybody
             return listener
         listener.close()
     raise OSError("no port is free on this machine")

@@ -65,7 +65,7 @@ GONE = "its process is gone; its jobs, if any, go on, and Retry attaches to them
 GONE_FROM_TERMINAL = "its process is gone; its jobs, if any, go on, and the same command attaches to them"
 """Prefect retries no run that has no deployment."""
 BY_SIGNAL = re.compile(r"exited with (non-zero )?status code:? -\d+")
-"""What Prefect says of the process of a run that a signal ended."""
+"""Prefect's words about the process of a run that a signal ended."""
 AGAIN = "AwaitingRetry"
 NOT_BEGUN = "started again, because who was about to start it was gone"
 AWAY = timedelta(days=1)
@@ -91,10 +91,10 @@ def crashed_since(moment: datetime) -> FlowRunFilter:
 
 
 class LostRuns:
-    """What was found at the last look: a run counts as lost when two looks find the same.
+    """The findings of the last look: a run counts as lost when two looks find the same.
 
     Args:
-        deployments: those that this process serves; whoever serves others starts their runs.
+        deployments: those that this process serves; the runs of others are started by their own servers.
     """
 
     def __init__(self, store: Path, deployments: Collection[UUID] = ()) -> None:

@@ -1,4 +1,4 @@
-"""The commands about rented machines: what is on offer, what is rented, and ending what nobody wants.
+"""The commands about rented machines: list offers and rented machines, and end machines that no run wants.
 
     rollouts gpus       offers of all providers whose keys are in the environment, cheapest first
     rollouts nodes      what the store has rented; `show`, `ssh` and `release` for one of them
@@ -74,7 +74,7 @@ def add_machine_commands(app: typer.Typer, explained: Explained, *, panel: str) 
     Args:
         panel: the part of the help that shows them.
     """
-    nodes = typer.Typer(help="What this store has rented, and what it costs.", no_args_is_help=False)
+    nodes = typer.Typer(help="The machines that this store has rented, and their cost.", no_args_is_help=False)
     app.command(rich_help_panel=panel)(explained(gpus))
     listed = list_unless_asked(explained)
     app.add_typer(nodes, name="nodes", invoke_without_command=True, callback=listed, rich_help_panel=panel)
@@ -97,7 +97,7 @@ OPTIONS = {
     "security": "--community",
     "spot": "--spot",
 }
-"""Of `rollouts gpus`, by the fields of a query."""
+"""The options of `rollouts gpus`, by the fields of a query."""
 
 
 # ── offers ──
@@ -170,7 +170,7 @@ def build_query(**fields: Any) -> GPUQuery:  # Any: values of every type
 
 
 def search_in_parallel(query: GPUQuery, clouds: dict[CloudName, Cloud]) -> tuple[Offered, list[str]]:
-    """What is on offer, by the price of a GPU, and a sentence for each provider that did not answer."""
+    """The offers, by the price of a GPU, and a sentence for each provider that did not answer."""
 
     def search(cloud: Cloud) -> list[Offer] | str:
         try:
@@ -344,7 +344,7 @@ def ssh(
 
 
 def release(name: MachineName, store: Store = DEFAULT_STORE) -> None:
-    """End a machine, whoever uses it, and return when its provider has it no more."""
+    """End a machine, also one in use, and return when its provider has it no more."""
     with open_ledger(store) as ledger:
         rental = find_rental(ledger, name)
         with (
@@ -369,8 +369,8 @@ def reap_now(
 ) -> None:
     """End every machine of this store that no living run wants, and print what is left.
 
-    What a failed run keeps for a while (node.keep_on_failure_minutes) stays until then: `rollouts nodes release` ends
-    it at once.
+    A machine that a failed run keeps (node.keep_on_failure_minutes) stays until then; `rollouts nodes release` ends it
+    at once.
     """
     # A store that is no more left machines and no ledger: any other can end them, also an empty one.
     with Ledger(store / LEDGER_FILE) if other_store else open_ledger(store) as ledger:
@@ -392,7 +392,7 @@ def reap_now(
 
 
 def reap_with(credentials: str, store: Path, ledger: Ledger, *, spare: bool) -> ReapReport:
-    """End what nobody wants of what was rented with these credentials."""
+    """End the machines rented with these credentials that no run wants."""
     try:
         with (
             with_credentials(credentials, store),
@@ -440,7 +440,7 @@ def render_rentals(rentals: Sequence[Rental], now: float) -> str:
 
 
 def note_of(rental: Rental) -> str:
-    """What happened to a machine last, in words."""
+    """The last event of a machine, in words."""
     return describe_keeping(rental) or rental.note
 
 

@@ -165,7 +165,7 @@ def open_registry(store: Path) -> Ledger:
 
 
 def _user() -> str:
-    """Who gives the command, for the history."""
+    """The user who gives the command, for the history."""
     try:
         return getpass.getuser()
     except (KeyError, OSError):  # in a container that runs as a number without a name

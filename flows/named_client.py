@@ -48,7 +48,7 @@ def request_named(
 
 
 def describe_failure(error: Exception) -> str:
-    """What is wrong, in words that lead to a setting."""
+    """The fault, in words that lead to a setting."""
     if "CERTIFICATE_VERIFY_FAILED" in str(error):
         return (
             f"its certificate is not trusted ({error}): set PREFECT_API_SSL_CERT_FILE to that of the authority that "

@@ -63,7 +63,7 @@ TAG = "rollouts-notify"
 NAME_PREFIX = "notify "
 SLACK_HOST = "hooks.slack.com"
 ADDRESS_NAME = re.compile(r"[a-z0-9-]+")
-"""What Prefect takes for a block."""
+"""A reference to a block, as Prefect takes it."""
 
 MENTIONS = "|replace('@', '@\u200b')"
 """Separates the sign from a name such as everyone."""
@@ -119,7 +119,7 @@ def notify(
     remove: Annotated[bool, typer.Option("--remove", help="Stop its messages.")] = False,
     store: Store = DEFAULT_STORE,
 ) -> None:
-    """Have Prefect send a message when runs end, fail or wait for a person; without NAME, show who is told what."""
+    """Have Prefect send a message when runs end, fail or wait for a person; without NAME, list what is sent to whom."""
     states = read_states(on or ())
     check_request(block, url_variable, states, remove=remove)
     url = read_url(url_variable) if url_variable else ""
@@ -208,7 +208,7 @@ def make_block(name: str, url: str) -> NotificationBlock:
 
 
 def load_block(name: str) -> NotificationBlock:
-    """The block that somebody saved in Prefect.
+    """A block that a user saved in Prefect.
 
     Raises:
         ConfigError: there is none, or it is no block that can be told something.
@@ -342,7 +342,7 @@ def _blocks_of(automations: Iterable[Automation]) -> set[str]:
 
 def _delete_blocks(address: ServerAddress, document_ids: Iterable[str]) -> None:
     for document_id in document_ids:
-        with suppress(RefusedError):  # somebody deleted it in the UI
+        with suppress(RefusedError):  # a user deleted it in the UI
             ask(address, "DELETE", f"/block_documents/{document_id}")
 
 
@@ -352,6 +352,6 @@ def join(states: tuple[RunState, ...]) -> str:
 
 
 def describe_failure(error: Exception) -> str:
-    """What the service said, without its address."""
+    """The service's answer, without its address."""
     log = getattr(error, "log", "")
     return first_line(RuntimeError(log)) if log else type(error).__name__

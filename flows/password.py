@@ -1,8 +1,8 @@
 """The password of a store's Prefect server: made once, in a file that only its owner can read.
 
-Not here: the server that asks for it (server.py). Whoever may start a run may run any program as the owner of the
-server, because a configuration names functions; so other users of the machine, and web pages in the owner's browser,
-must not be able to.
+Not here: the server that asks for it (server.py). A configuration names functions, so starting a run means running any
+program as the owner of the server. Other users of the machine, and web pages in the owner's browser, must not be able
+to.
 """
 
 import base64
@@ -13,16 +13,16 @@ from rollouts.infra.secret_file import own_secret
 
 FILE_NAME = "password"
 USER = "rollouts"
-"""What stands before the colon, so that `curl --user` takes the string as it is."""
+"""The part before the colon, so that `curl --user` takes the string as it is."""
 
 
 def password_file(home: Path) -> Path:
-    """Where the password lies in Prefect's folder of a store."""
+    """The password's file in Prefect's folder of a store."""
     return home / FILE_NAME
 
 
 def own_password(home: Path) -> str:
-    """Return the password, `rollouts:<token>`, after making one where there is none."""
+    """Return the password, `rollouts:<token>`, after making one if there is none."""
     return own_secret(password_file(home), lambda: f"{USER}:{secrets.token_urlsafe(18)}")
 
 

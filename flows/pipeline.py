@@ -5,8 +5,8 @@ Not here: what a stage does (tasks), how a run is asked for (form.py, cli.py).
     check -> provision -> bootstrap -> sft -> select -> launch-engine -> rl -> select -> evaluate -> sync -> report
           -> release
 
-What object stores are asked for comes before and after: inputs before provision, the publication after the release,
-but for what a machine elsewhere sends itself (send), before it is given back.
+Object stores come before and after: inputs are fetched before provision, the publication follows the release. A machine
+elsewhere sends its own files (send) before it is given back.
 
 Finished, failed, interrupted by Ctrl-C, or cancelled in Prefect: the run's jobs end and the node is given back
 (cancellation.py); a rented one of a run that failed stays for as long as `keep_on_failure_minutes` says. Killed, or
@@ -56,19 +56,16 @@ from rollouts.infra.providers.rented import ended_when_expired
 from rollouts.tasks.artifacts import is_finished
 from rollouts.tasks.bootstrap import bootstrap
 from rollouts.tasks.budget import stopped_in_time
-from rollouts.tasks.caching import run_cached
 from rollouts.tasks.candidate import register_candidate
 from rollouts.tasks.engine import KeptEngine, any_lapsed, kept_alive, launch_engine, stop_engine
-from rollouts.tasks.finished import RunStage, StageTask, placeholder_if_finished, trainings_begun
+from rollouts.tasks.finished import RunStage, placeholder_if_finished, trainings_begun
 from rollouts.tasks.inputs import named_urls
 from rollouts.tasks.places import note_named
 from rollouts.tasks.plan import (
-    base_model,
     engine_ports,
     plan_evaluation,
-    plan_rl,
     plan_selection,
-    plan_sft,
+    plan_training,
     selected_model,
     with_engines,
 )
@@ -76,20 +73,22 @@ from rollouts.tasks.plan_node import with_enough_memory
 from rollouts.tasks.provision import provision, release, release_now, release_unknown
 from rollouts.tasks.records import EngineRecord, RunScope, Stage, StageRecord, artifact_key
 from rollouts.tasks.report import write_report
-from rollouts.tasks.stage_tasks import evaluate_models, select_checkpoint, train_rl, train_sft
+from rollouts.tasks.stage_tasks import run_task
 from rollouts.tasks.stores import publish_results, reach_stores, send_from_machine
 from rollouts.tasks.sync import sync_results
 from rollouts.tasks.watch import digest_sources, watched_sources
 from rollouts_core.config import Config
 from rollouts_core.job import InputModel
+from rollouts_core.stages import BASE, SELECT, stages_of
+from rollouts_core.stages.planning import base_model
 from rollouts_core.user_code.code_folders import add_code_folders
 
 MAX_LAPSES = 3
-"""So often RL is tried in a row if it fails because the lease of an engine lapsed."""
+"""Most attempts in a row at a training that fails because the lease of an engine lapsed."""
 
 
 class PipelineResult(BaseModel):
-    """Where a finished run left what it made."""
+    """The places of a finished run's results."""
 
     report: str
     """Path of the HTML report."""
@@ -165,43 +164,42 @@ def run_stages(
         run: does a stage, or takes what it left.
         rivals: further models that are evaluated on the same prompts, by name.
     """
-    models = {"base": base_model(config)}
+    models = {BASE: base_model(config)}
     records: list[StageRecord] = []
-    if config.mode != "rl":
-        sft = run(train_sft, plan_sft(config, scope, machine))
-        selection = run(select_checkpoint, plan_selection(sft, config, scope, machine))
-        models["sft"] = selected_model(sft, selection, config)
-        records += [sft, selection]
-    if config.mode != "sft":
-        rl = run(train_rl, plan_rl(models.get("sft", models["base"]), config, scope, machine))
-        selection = run(select_checkpoint, plan_selection(rl, config, scope, machine))
-        models["rl"] = selected_model(rl, selection, config)
-        records += [rl, selection]
-    evaluation = run(evaluate_models, plan_evaluation({**models, **rivals}, config, scope, machine))
-    return models.get("rl") or models["sft"], [*records, evaluation]
+    for name, kind in stages_of(config.mode):
+        if kind.trains:
+            start = [*models.values()][-1]
+            records.append(run(plan_training(name, start, config, scope, machine)))
+        elif kind == SELECT:
+            trained = records[-1]
+            records.append(run(plan_selection(trained, config, scope, machine)))
+            models[trained.stage] = selected_model(trained, records[-1], config)
+        else:
+            records.append(run(plan_evaluation({**models, **rivals}, config, scope, machine)))
+    return [*models.values()][-1], records
 
 
-def run_on(machine: Node, scope: RunScope, task: StageTask, stage: Stage) -> StageRecord:
-    """A stage on the machine, RL with its engines beside it, unless an earlier run finished the same."""
-    if task is train_rl and not is_finished(stage):
+def run_on(machine: Node, scope: RunScope, stage: Stage) -> StageRecord:
+    """A stage on the machine, with engines beside it if it asks some, unless an earlier run finished the same."""
+    if stage.samples and not is_finished(stage):
         return run_with_engines(machine, scope, stage)
-    return run_cached(task, stage, scope, machine)
+    return run_task(stage, scope, machine)
 
 
-def run_with_engines(machine: Node, scope: RunScope, rl: Stage) -> StageRecord:
-    """RL with its engines beside it, if it needs any; both again if RL failed while an engine's lease had lapsed."""
+def run_with_engines(machine: Node, scope: RunScope, stage: Stage) -> StageRecord:
+    """A training with engines beside it; both again if it failed while an engine's lease had lapsed."""
     for attempt in range(1, MAX_LAPSES + 1):
         engines: list[EngineRecord] = []
         with ExitStack() as stack:
             kept: list[KeptEngine] = []
-            for index, port in enumerate(engine_ports(rl, machine)):
-                engines.append(launch_engine(rl, port, scope, machine, index))
-                kept.append(stack.enter_context(kept_alive(rl, engines[-1], scope, machine, index)))
+            for index, port in enumerate(engine_ports(stage, machine)):
+                engines.append(launch_engine(stage, port, scope, machine, index))
+                kept.append(stack.enter_context(kept_alive(stage, engines[-1], scope, machine, index)))
             try:
-                record = run_cached(train_rl, with_engines(rl, engines), scope, machine)
+                record = run_task(with_engines(stage, engines), scope, machine)
                 break
             except JobFailedError:
-                if attempt == MAX_LAPSES or not any_lapsed(kept, engines, rl, machine):
+                if attempt == MAX_LAPSES or not any_lapsed(kept, engines, stage, machine):
                     raise
     for engine in engines:
         stop_engine(engine, scope, machine)
@@ -225,7 +223,7 @@ def open_scope(run: RunOptions) -> RunScope:
 
 
 def link_live_page(scope: RunScope) -> None:
-    """Show the run's live page on its page in Prefect, where somebody serves it."""
+    """Show the run's live page on its page in Prefect, if it is served."""
     if link := live_url(scope):
         create_link_artifact(
             link,

@@ -44,7 +44,7 @@ def prefect_yaml(
     queue: Annotated[str, typer.Option(help="Queue of the pool; its default one otherwise.")] = "",
     job_variable: Annotated[
         list[str] | None,
-        typer.Option(metavar="KEY=VALUE", help="What the pool is told about its jobs, as image=...; repeatable."),
+        typer.Option(metavar="KEY=VALUE", help="A variable of the pool's jobs, such as image=...; repeatable."),
     ] = None,
 ) -> None:
     """Print a prefect.yaml with these configurations, for a Prefect server that several people share.

@@ -1,4 +1,4 @@
-"""What can be known to fail before anything is started: the store, the files, the port, the settings.
+"""Find out what would fail, before anything is started: the store, the files, the port, the settings.
 
 Not here: the checks of models and data themselves (checks/validate.py), those of a node (tasks/bootstrap.py).
 This module does not import prefect: it runs before Prefect's environment is set.
@@ -46,7 +46,6 @@ from rollouts.tasks.inputs import bring_inputs, named_urls
 from rollouts.tasks.installed_engines import check_installed, check_router, leads_engines
 from rollouts.tasks.model_names import find_named_model, with_heldout
 from rollouts.tasks.optional_packages import check_packages, check_sent_packages, needed_packages
-from rollouts.tasks.plan import base_model, rl_job, sft_job
 from rollouts.tasks.plan_node import with_enough_memory
 from rollouts.tasks.trackers import check_trackers
 from rollouts.tasks.unit_keys import own_unit_key
@@ -66,6 +65,9 @@ from rollouts_core.findings import Caution
 from rollouts_core.keys import key_header, read_key
 from rollouts_core.mistakes import Mistakes
 from rollouts_core.model.model_size import ModelSize, find_model_size
+from rollouts_core.stages import kind_of
+from rollouts_core.stages.kind import load
+from rollouts_core.stages.planning import base_model
 from rollouts_core.system.private_files import keep_private
 
 ENGINE_ANSWER_TIMEOUT_S = 2.0
@@ -98,7 +100,7 @@ def load_checkable(path: Path, *, reads_rows: bool = False) -> Pipeline:
 
 
 def check_pipeline(pipeline: Pipeline, store: Path) -> list[str]:
-    """What was found out about a pipeline, facts and warnings, without starting anything.
+    """Facts and warnings about a pipeline, found without starting anything.
 
     Models and data that URLs name are fetched into the store: what is in them can only be seen there.
 
@@ -181,14 +183,14 @@ def _check_node(settings: NodeSettings, config: Config, store: Path, mistakes: M
         check_installed_packages(config, settings, node)
     with mistakes.at("node"):
         check_own_disk(config, settings, node)
-    if config.mode != "sft" and not config.data.rollouts:
+    if config.samples_for_training:
         with mistakes.at("deployment"):
             check_engine_ports(config, node, store)
     return findings
 
 
 def check_evaluation(pipeline: Pipeline, store: Path) -> list[str]:
-    """What was found out about an evaluation, a sentence each, without scoring anything.
+    """Facts about an evaluation, a sentence each, found without scoring anything.
 
     Raises:
         InputError, PermanentInfraError: a line for each mistake, in the order of the configuration.
@@ -259,22 +261,22 @@ def check_training(config: Config, mistakes: Mistakes, *, trains_here: bool) -> 
     findings = validate_config(config, mistakes, trains_here=trains_here)
     if mistakes:  # digests of large data take a while
         return findings
-    if config.mode != "rl" and config.training.sft.resume_from:
-        with mistakes.at("training.sft.resume_from"):
-            check_resumed_inputs(sft_job(config))
-    if config.mode != "sft" and config.training.rl.resume_from:
-        with mistakes.at("training.rl.resume_from"):
-            check_resumed_inputs(rl_job(base_model(config), config), knows_model=config.mode == "rl")
+    first = next(iter(config.trainings), "")
+    for name, training in config.trainings.items():
+        if training.resume_from:
+            with mistakes.at(f"training.{name}.resume_from"):
+                job = load(kind_of(name).plan)(base_model(config), config)
+                check_resumed_inputs(job, knows_model=name == first)
     return findings
 
 
 def warn_of_older_stages(config: Config, store: Path) -> list[str]:
     """A warning if the first training of the run is finished in the store, but by code that gave other results."""
-    name = "rl" if config.mode == "rl" else "sft"
+    name = next(iter(config.trainings))
     stages = store.resolve() / "stages"
     if not any(stages.glob(f"{name}-*")):
         return []  # digests of large data take a while
-    job = rl_job(base_model(config), config) if name == "rl" else sft_job(config)
+    job = load(kind_of(name).plan)(base_model(config), config)
     older = find_older_version(name, job, stages)
     if not older:
         return []
@@ -287,7 +289,7 @@ def warn_of_older_stages(config: Config, store: Path) -> list[str]:
 
 
 def check_retrain(pipeline: Pipeline, config: Config, store: Path) -> list[str]:
-    """What it takes for a retraining to promote a model, where the pipeline is to be retrained.
+    """The rule by which a retraining promotes a model; nothing for a pipeline that is not retrained.
 
     Args:
         config: that of the pipeline, with its inputs here.
@@ -308,7 +310,7 @@ def check_retrain(pipeline: Pipeline, config: Config, store: Path) -> list[str]:
 
 
 def describe_memory(node: RentedNode, config: Config, size: ModelSize, offers: Sequence[Offer]) -> list[str]:
-    """What training takes of each GPU, what GPUs must have, and whether the smallest one on offer may have too little.
+    """The training's share of each GPU, the needed memory, and a warning if the smallest GPU on offer may be too small.
 
     Args:
         node: its query asks for what the training takes at least.
@@ -385,10 +387,10 @@ def check_trainer_nodes(config: Config, node: NodeSettings) -> None:
     if not settings_of_trainers(node):
         return
     setting = "node.num_trainer_nodes" if isinstance(node, RentedNode) else "node.trainer_nodes"
-    for kind, stage in (("sft", config.training.sft), ("rl", config.training.rl)):
-        if kind in config.mode and stage.policy.backend != "pytorch":
+    for name, training in config.trainings.items():
+        if training.policy.backend != "pytorch":
             raise ConfigError(
-                f'{setting}: training.{kind}.policy.backend "{stage.policy.backend}" trains in one process: '
+                f'{setting}: training.{name}.policy.backend "{training.policy.backend}" trains in one process: '
                 'leave the nodes out, or set backend = "pytorch"'
             )
 
@@ -399,8 +401,8 @@ def check_engine_nodes(config: Config, node: NodeSettings) -> None:
         return
     setting = "node.num_engine_nodes" if isinstance(node, RentedNode) else "node.engine_nodes"
     engine = config.rollout.engine
-    if config.mode == "sft" or config.data.rollouts:
-        what = 'mode "sft"' if config.mode == "sft" else "data.rollouts"
+    if not config.samples_for_training:
+        what = "data.rollouts" if config.is_graded else f'mode "{config.mode}"'
         raise ConfigError(f"{setting}: {what} samples nothing, so there are no engines: leave the nodes out")
     if config.deployment.colocated:
         raise ConfigError(
@@ -432,7 +434,7 @@ def check_weight_transfer(config: Config, node: NodeSettings) -> None:
     They leave the GPU of the trainer's first process.
     """
     deployment, way = config.deployment, config.rollout.engine.weight_transfer
-    if config.mode == "sft" or config.data.rollouts or settings_of_engines(node):
+    if not config.samples_for_training or settings_of_engines(node):
         return
     sender = next(iter(deployment.trainer_gpu_ranks), 0)
     of_engines = [deployment.of_engine(index).engine_gpu_ranks for index in range(deployment.num_engines)]
@@ -576,7 +578,7 @@ MODEL_PATHS: Mapping[str, Callable[[Any], str]] = {  # Any: JSON
     "/model_info": lambda answer: answer["model_path"],  # the embedded engine and SGLang
     "/v1/models": lambda answer: answer["data"][0]["root"],  # vLLM
 }
-"""Where engines of each kind say which folder their model is from, and how the answer is read."""
+"""The paths at which engines of each kind name the folder of their model, and how the answer is read."""
 
 
 def served_model(url: str, *, api_key: str = "") -> Path | None:

@@ -36,7 +36,7 @@ def preset(
 
 
 def first_sentence(text: str) -> str:
-    """What a preset is for: the first sentence of its comment, or what stands before a colon or semicolon."""
+    """The purpose of a preset: the first sentence of its comment, up to a colon or semicolon."""
     comment = " ".join(line.removeprefix("#").strip() for line in text.partition("\n\n")[0].splitlines())
     found = SENTENCE.match(comment)
     return found[1] if found else comment

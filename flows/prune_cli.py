@@ -22,7 +22,7 @@ GB = 1e9
 
 def prune(
     store: Store = DEFAULT_STORE,
-    days: Annotated[float, typer.Option(min=0, help="What no run used for so many days is removed.")] = 30.0,
+    days: Annotated[float, typer.Option(min=0, help="Remove folders that no run used for so many days.")] = 30.0,
     max_gb: Annotated[
         float | None,
         typer.Option(min=0, help="Remove more, longest unused first, until the rest takes at most so many GB."),

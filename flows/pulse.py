@@ -52,13 +52,13 @@ class Pulse:
         return self._beat_at is not None and time.monotonic() - self._beat_at > STANDSTILL_S
 
     def describe(self) -> str:
-        """What each task of the event loop waits for, as lines of text; may be asked by another thread."""
+        """The places at which the tasks of the event loop wait, as lines of text; may be asked by another thread."""
         tasks = asyncio.all_tasks(self._loop) if self._loop is not None else set()
         return "\n".join(f"{task.get_name()}: {' > '.join(_places(task.get_coro()))}" for task in tasks)
 
 
 def _places(waiting: Any) -> Iterator[str]:  # Any: coroutines, generators and awaitables of every kind
-    """Where a coroutine waits, and those that it waits for."""
+    """The place at which a coroutine waits, and the coroutines that it waits for."""
     while waiting is not None:
         frame = getattr(waiting, "cr_frame", None) or getattr(waiting, "gi_frame", None)
         yield f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else repr(waiting)

@@ -13,7 +13,7 @@ CONFIG_NAME = "quickstart.toml"
 
 
 def quickstart_folder(store: Path, *, seed: int) -> Path:
-    """Where the data, the tokenizer, the model and the configuration of the quickstart lie."""
+    """The folder of the quickstart's data, tokenizer, model and configuration."""
     return store / "quickstart" / f"seed-{seed}"
 
 

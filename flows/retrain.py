@@ -52,7 +52,7 @@ from rollouts.tasks.candidate import (
     render_comparison,
 )
 from rollouts.tasks.model_aliases import note_in_reports
-from rollouts.tasks.plan import base_model, with_engines_of_trainer
+from rollouts.tasks.plan import with_engines_of_trainer
 from rollouts.tasks.plan_node import with_enough_memory
 from rollouts.tasks.records import RunScope, StageRecord, artifact_key
 from rollouts.tasks.report import write_report
@@ -62,10 +62,11 @@ from rollouts.tasks.sync import sync_results
 from rollouts.tasks.watch import digest_sources, watched_sources
 from rollouts_core.config import Config
 from rollouts_core.report.markdown import escaped
+from rollouts_core.stages.planning import base_model
 
 
 class Approval(RunInput):
-    """What a person says about a candidate."""
+    """A user's answer about a candidate."""
 
     promote: bool = Field(description="Put the candidate into production.")
     decided_by: str = Field("", description="Who decides; kept in the registry's history.")
@@ -103,7 +104,7 @@ def retrain_model(config: FormConfig, node: FormNode, run: FormRun, retrain: For
 
 
 class PipelineWork:
-    """What `retrain_once` has done, by the stages of the pipeline and Prefect's form."""
+    """The work of `retrain_once`, by the stages of the pipeline and Prefect's form."""
 
     def __init__(
         self, config: Config, node: NodeSettings, run: RunOptions, retrain: RetrainConfig, scope: RunScope

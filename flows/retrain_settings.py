@@ -6,10 +6,11 @@ Not here: the other settings (form.py, rollouts_core/config/), what a retraining
 from __future__ import annotations
 
 import zoneinfo
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from rollouts.flows.cron import check_cron
 from rollouts.infra.stores.object_store import is_url
@@ -58,15 +59,16 @@ class ScheduleConfig(Record):
     overlap: Literal["queue", "skip"] = "queue"
     """For a check that is due while the previous one still runs. queue: it waits. skip: it is skipped."""
 
-    @model_validator(mode="after")
-    def _check(self) -> Self:
+    def _broken_rules(self) -> Iterator[str]:
         if bool(self.cron) == (self.interval_minutes is not None):
-            raise ValueError('a schedule has either cron, as in "0 3 * * *", or interval_minutes')
+            yield 'a schedule has either cron, as in "0 3 * * *", or interval_minutes'
         if self.cron:
-            check_cron(self.cron)
+            try:
+                check_cron(self.cron)
+            except ValueError as error:
+                yield str(error)
         if self.time_zone not in zoneinfo.available_timezones():
-            raise ValueError(f"time_zone {self.time_zone!r} is not known: expected a name like Europe/Berlin or UTC")
-        return self
+            yield f"time_zone {self.time_zone!r} is not known: expected a name like Europe/Berlin or UTC"
 
 
 def check_retraining(

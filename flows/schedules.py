@@ -1,4 +1,4 @@
-"""What Prefect is told about a deployment that runs by itself: its schedule, and what happens when runs overlap.
+"""The schedule of a deployment in Prefect, and the rule for runs that overlap.
 
 Not here: what a schedule may say (retrain_settings.py), the process that registers deployments (serving.py).
 """
@@ -22,12 +22,12 @@ from rollouts.flows.deployments import RETRAIN_FLOW, Deployment, retraining_name
 from rollouts.flows.retrain_settings import ScheduleConfig
 
 ANCHOR = datetime(2020, 1, 1)
-"""Where intervals are counted from: a fixed time, so that a restart does not shift them."""
+"""The start of intervals: a fixed time, so that a restart does not shift them."""
 SLUG = "new-data"
 DATA_UPDATED = "data.updated"
 """The event at which retrainings look at once."""
 DATA_RESOURCE = "rollouts.data"
-"""What it is about: the data of every retraining, or, with a dot and its name, those of one configuration."""
+"""The subject of the event: the data of every retraining, or, with a dot and its name, those of one configuration."""
 
 
 async def schedule_options(deployment: Deployment) -> dict[str, Any]:  # Any: keywords of Prefect's
@@ -76,7 +76,7 @@ def yaml_schedule_options(deployment: Deployment) -> dict[str, Any]:  # Any: YAM
 
 
 def data_trigger(deployment: Deployment) -> DeploymentEventTrigger:
-    """Has the retraining look when somebody says that its data, or all data, were updated."""
+    """Has the retraining look when an event says that its data, or all data, were updated."""
     configuration = deployment.name.partition("@")[0].removesuffix(retraining_name(""))
     own = f"{DATA_RESOURCE}.{configuration}"
     return DeploymentEventTrigger(
@@ -87,7 +87,7 @@ def data_trigger(deployment: Deployment) -> DeploymentEventTrigger:
 
 
 async def known_deployment(deployment: Deployment) -> DeploymentResponse | None:
-    """What Prefect has of a deployment."""
+    """A deployment as Prefect has it."""
     async with get_client() as client:
         try:
             return await client.read_deployment_by_name(f"{deployment.flow}/{deployment.name}")

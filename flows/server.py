@@ -75,8 +75,8 @@ OWN_LOGGERS = ("rollouts", "rollouts_core")
 """Their INFO lines, said inside a flow or a task, are stored with the run like those of Prefect's loggers."""
 
 NAMED_SERVER_RETRIES = "7"
-"""Of each request, 4 minutes in all: who serves a store gives up after three that failed, and flows after one. Prefect
-has five, a minute, in which a server of several people is not brought up to date."""
+"""Attempts at each request, 4 minutes in all: a serving process gives up after three failed requests, a flow after one.
+Prefect's own five take a minute, in which a team's server cannot be brought up to date."""
 
 OWN_API_URL = "ROLLOUTS_OWN_API_URL"
 """Set beside PREFECT_API_URL by `prefect_environment`, so that this process and its children can tell whether
@@ -95,7 +95,7 @@ class ServerError(RuntimeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerAddress:
-    """Where a Prefect server is reached."""
+    """The address of a Prefect server."""
 
     api_url: str
     """For example https://127.0.0.1:4200/api, without a slash at the end."""
@@ -115,8 +115,8 @@ def local_server(
     """Return a context in which the Prefect server of `store` answers.
 
     A server of this store that already runs is joined, on whichever port it has; one that was killed, also during the
-    block, is started again on its port. It stops about two seconds after its last user left or died. Where
-    PREFECT_API_URL is set, that server is used and nothing is started.
+    block, is started again on its port. It stops about two seconds after its last user left or died. If PREFECT_API_URL
+    is set, that server is used and nothing is started.
 
     Args:
         port: 0 takes 4200 if it is free, otherwise any free port.
@@ -200,9 +200,9 @@ def held_server() -> Iterator[None]:
 def prefect_environment(store: Path, address: ServerAddress) -> dict[str, str]:
     """Return the environment in which Prefect uses `address` and the store, and leaves the terminal alone.
 
-    Set it before the first import of prefect. Where the user has set one of the variables that are only a
-    preference, the user's value is in the result. A server of PREFECT_API_URL keeps the user's PREFECT_HOME,
-    because the key to it may be in a profile there.
+    Set it before the first import of prefect. The result has the user's value of each variable that is only a
+    preference. A server of PREFECT_API_URL keeps the user's PREFECT_HOME, because the key to it may be in a profile
+    there.
     """
     preferences = {
         "PREFECT_RESULTS_LOCAL_STORAGE_PATH": str(_home(store) / "results"),

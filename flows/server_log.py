@@ -1,4 +1,4 @@
-"""What the log of a server says about its end, and what its user should do.
+"""Find the reason of a server's end in its log, and say what its user should do.
 
 Not here: the processes that write one (server.py, up.py).
 """

@@ -1,4 +1,4 @@
-"""What is going on in a store: its runs, their jobs, and the machines that it rents.
+"""Show the state of a store: its runs, their jobs, and the machines that it rents.
 
 Not here: starting and ending them (up.py).
 """
@@ -34,7 +34,7 @@ from rollouts_core.run_directory import RunDirectory
 from rollouts_core.stopping import describe_stop
 
 SUFFIX = re.compile(r"-[0-9a-f]{3}$")
-"""What Prefect puts after the name of a task that gives none of its own."""
+"""Prefect's addition to the name of a task without a name of its own."""
 LATEST = 5
 """So many runs that ended are shown, besides all that did not."""
 MANY = 200
@@ -131,7 +131,7 @@ def describe_progress(store: Path, run: Mapping[str, Any], uses: Sequence[StageU
 
 
 def early_ends(store: Path, run_ids: Collection[str]) -> dict[str, list[str]]:
-    """What these runs had end early, or what they stopped, a sentence for each stage, by the run's id."""
+    """The stages that these runs ended early or stopped, a sentence each, by the run's id."""
     if not (store / LEDGER_FILE).is_file():
         return {}
     said: dict[str, list[str]] = {}
@@ -155,7 +155,7 @@ def read_stop(directory: RunDirectory) -> str:
 
 
 def of_store(address: ServerAddress, store: Path, runs: list[dict[str, Any]]) -> list[dict[str, Any]]:  # Any: JSON
-    """Those runs that are the store's: a server that the user named has others, too."""
+    """The runs of the store alone: a server that the user named has others, too."""
     if address.is_local:
         return runs
     own: set[str] = set()
@@ -201,7 +201,7 @@ def describe_run(
 
 
 def name_of_run(run: Mapping[str, Any]) -> str:  # Any: JSON
-    """What a run is called, or will be: until it begins, Prefect has two random words for it."""
+    """The present or future name of a run: until it begins, Prefect has two random words for it."""
     return str((not run.get("start_time") and parameter_of(run, "run").get("name")) or run["name"])
 
 
@@ -248,7 +248,7 @@ def going_jobs(store: Path) -> list[GoingJob]:
 
 
 def waits_for_gpus(directory: RunDirectory) -> str:
-    """What a job that has not ended waits for, as far as its events have come here; empty when for nothing."""
+    """The thing that a living job waits for, as far as its events have come here; empty when for nothing."""
     events = read_last_lines(directory.events)
     if not events or events[-1].get("event") != "waits_for_gpus":
         return ""

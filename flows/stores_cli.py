@@ -30,7 +30,7 @@ def pull(
 ) -> None:
     """Fetch a published checkpoint, or any folder or object, to DIR: verified, and all at once.
 
-    What broke off goes on where it was when the same command is given again.
+    If the command breaks off, give it again: it continues where it was.
     """
     if not is_url(url):
         where = "lies on this machine already" if Path(url).exists() else "is no URL"

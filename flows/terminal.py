@@ -1,4 +1,4 @@
-"""What the commands share: the console that they speak to, and options that several of them have.
+"""Common parts of the commands: their console, and options that several of them have.
 
 Not here: the commands (cli.py, up.py).
 """

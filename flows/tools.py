@@ -30,8 +30,8 @@ class ReapConfig(Record):
     """Which rented machines are ended."""
 
     spare: bool = True
-    """Leave machines of killed runs to their next start until they expire. Off ends them now. What failed runs keep
-    for a while (node.keep_on_failure_minutes) stays until then in any case."""
+    """Leave machines of killed runs to their next start until they expire. Off ends them now. Machines that failed runs
+    keep (node.keep_on_failure_minutes) stay until then in any case."""
     store: str = ".rollouts"
     """Folder whose ledger knows what is rented."""
 
@@ -54,7 +54,7 @@ class Tool:
     """A flow with one record of settings, whose only deployment has its name."""
 
     name: str
-    """Of the flow, of the deployment, and of the flow's parameter."""
+    """The name of the flow, of the deployment, and of the flow's parameter."""
     settings: type[Record]
     description: str
     """What its page says; Markdown."""

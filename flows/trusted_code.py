@@ -53,7 +53,7 @@ def check_trusted(
     store: Path | None = None,
     node: NodeSettings | None = None,
 ) -> None:
-    """Raise ConfigError for the first value in the settings that needs trust and has none.
+    """Raise ConfigError for the values in the settings that need trust and have none, a line for each.
 
     Args:
         evaluate: which models are loaded in place of the configuration's own.
@@ -69,14 +69,17 @@ def check_trusted(
     if not named:
         return
     trusted = {*listed(), *given_to_up()}
-    for each in named:
-        if not is_trusted(each, trusted):
-            what = "names code of" if each.kind in ("function", "model") else "is"
-            raise ConfigError(
-                f"{each.setting} {what} {each.value}, which a run that is asked for through Prefect may not name here: "
-                f"list it in the variable {VARIABLE} where runs are served, or give a configuration that names it to "
-                "rollouts up"
-            )
+    if untrusted := [each for each in named if not is_trusted(each, trusted)]:
+        raise ConfigError("\n".join(map(_refuse, untrusted)))
+
+
+def _refuse(named: Named) -> str:
+    what = "names code of" if named.kind in ("function", "model") else "is"
+    return (
+        f"{named.setting} {what} {named.value}, which a run that is asked for through Prefect may not name here: "
+        f"list it in the variable {VARIABLE} where runs are served, or give a configuration that names it to "
+        "rollouts up"
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

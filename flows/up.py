@@ -306,7 +306,7 @@ def check_server(store: Path) -> None:
 
 
 def _served_elsewhere(serving: Serving) -> str:
-    """Where the deployments are served, if not at the server that commands of this terminal use."""
+    """The other server at which the deployments are served, if commands of this terminal use another one."""
     if serving.named_url in (None, named_url()):
         return ""
     if url := serving.named_url:

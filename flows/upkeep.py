@@ -1,4 +1,4 @@
-"""What the runs of a store need besides a process that starts them: somebody who looks after them.
+"""Look after the runs of a store, beside the process that starts them.
 
 Not here: what is done with runs whose process was killed (lost_runs.py), with machines that expired
 (expired_machines.py). Who does it: the process that serves the deployments; with a server for several people

@@ -24,6 +24,7 @@ from rollouts.infra.errors import JobFailedError, PermanentInfraError
 from rollouts.infra.jobs import JobSpec, follow_job, read_result, require_finished, start_or_attach
 from rollouts.infra.node import Node
 from rollouts.infra.node_agent import ISOLATED
+from rollouts.infra.regular_file import read_text
 from rollouts.infra.session import Session
 
 Installer = Literal["pip", "uv"]
@@ -90,7 +91,7 @@ def read_requirements(path: Path) -> list[str]:
         PermanentInfraError: there is no such file, or a line of it is no exact version.
     """
     try:
-        text = path.expanduser().read_text(encoding="utf-8")
+        text = read_text(path.expanduser())
     except (OSError, UnicodeDecodeError) as error:
         raise PermanentInfraError(f"the requirements {path} cannot be read: {error}") from error
     lines = [line.split(" #")[0].strip() for line in text.replace("\\\n", " ").splitlines()]

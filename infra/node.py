@@ -32,7 +32,10 @@ FINGERPRINT = re.compile(r"(SHA256:[A-Za-z0-9+/]{43})?")
 ROOT = re.compile(r"(/|~/)[^\x00-\x1f]+")
 INTERPRETER = re.compile(r"/[\w./+ -]+")
 """An absolute path of characters that every login shell leaves alone inside quotes."""
-INDEX = re.compile(r"(https?://[^\s@?#]+)?")
+INDEX = re.compile(
+    r"(?!.*/(?=[^/]*[a-z])(?=[^/]*[A-Z])(?=[^/]*[0-9])[\w.~+=%-]{16,}(/|$))"  # a part that looks like a key
+    r"(https?://[^\s@?#]+)?"
+)
 INSTANCE = re.compile(r"(?P<provider>[^:]+):[A-Za-z0-9][A-Za-z0-9_-]{0,127}")
 """A provider's name and its own name for a machine."""
 VARIABLE = r"^([A-Za-z_][A-Za-z0-9_]*)?$"
@@ -163,7 +166,7 @@ class SSHNode(SSHMachine):
 
     @model_validator(mode="after")
     def _check_places(self) -> Self:
-        seen = {self.place}
+        seen, broken = {self.place}, list[str]()
         for setting, nodes, several in (
             ("trainer_nodes", self.trainer_nodes, "processes on each give deployment.trainer_gpu_ranks"),
             ("engine_nodes", self.engine_nodes, "engines on each give deployment.num_engines"),
@@ -171,11 +174,13 @@ class SSHNode(SSHMachine):
             for node in nodes:
                 host, port = node.place
                 if node.place in seen:
-                    raise ValueError(
+                    broken.append(
                         f"{setting}: {host}:{port} is named twice: each machine of a run is another one; for several "
                         f"{several}"
                     )
                 seen.add(node.place)
+        if broken:
+            raise ValueError("\n".join(broken))
         return self
 
 
@@ -328,7 +333,7 @@ _FORMS = {
     "python": (INTERPRETER, "the absolute path of a Python interpreter on the machine"),
     "package_index": (
         INDEX,
-        "an http(s) URL without user, password and query: keys belong into the machine's own settings",
+        "an http(s) URL without user, password, query and key: keys belong into the machine's own settings",
     ),
 }
 

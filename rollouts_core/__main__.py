@@ -34,10 +34,12 @@ from rollouts_core.checkpoint import newest_step
 from rollouts_core.config.messages import first_line
 from rollouts_core.errors import InputError, MachineLostError
 from rollouts_core.hub_cache import use_fallback
-from rollouts_core.job import Job, RLJob, ServeJob, SFTJob, load_job
+from rollouts_core.job import Job, ServeJob, TrainingJob, load_job
 from rollouts_core.keys import OWN_KEY_VARIABLE, read_key
 from rollouts_core.metrics import EventLog
 from rollouts_core.run_directory import RunDirectory, attempt_number
+from rollouts_core.stages import TRAININGS
+from rollouts_core.stages.kind import load
 from rollouts_core.stopping import TrainingStop
 from rollouts_core.system.home import check_home
 from rollouts_core.system.open_files import raise_file_limit
@@ -49,17 +51,7 @@ from rollouts_core.user_code.failures import is_raised_by_user_code
 USER_ERROR_CODE = 2
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 JOB_KINDS = {
-    "sft": (
-        "Fine-tune a model on demonstrations.",
-        "Goes on from the newest whole checkpoint. Leaves checkpoints/, metrics.jsonl, events.jsonl and, at the end, "
-        "result.json.",
-    ),
-    "rl": (
-        "Improve a model by reinforcement learning, against engines or from recorded rollouts.",
-        "Goes on from the newest whole checkpoint. Leaves checkpoints/, samples/ with what the policy said in every "
-        "step, metrics.jsonl, events.jsonl and, at the end, result.json. The engines must be there already: a job "
-        "`serve` is one.",
-    ),
+    **{name: (kind.purpose, kind.leaves) for name, kind in TRAININGS.items()},
     "eval": (
         "Score checkpoints on the same rows and name the best.",
         "Leaves samples/ with the completions of each checkpoint and, at the end, result.json with their scores.",
@@ -129,7 +121,7 @@ def main(argv: list[str] | None = None) -> int:
                 log_dir=directory.root / "torchrun",
                 join=partial(_join_machines, job, directory),
             )
-        if isinstance(job, SFTJob | RLJob) and not is_follower():
+        if isinstance(job, TrainingJob) and not is_follower():
             tell_saved_step(directory)
         run = _load_runner(job)
         _look_for_garbage()
@@ -160,14 +152,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def _load_runner(job: Job) -> Callable[[RunDirectory], None]:
     """What does the job: torch loads here, after everything that can fail without it, and nothing the job can spare."""
-    if isinstance(job, SFTJob):
-        from rollouts_core.jobs.sft_job import run_sft_job
-
-        return partial(run_sft_job, job)
-    if isinstance(job, RLJob):
-        from rollouts_core.jobs.rl_job import run_rl_job
-
-        return partial(run_rl_job, job)
+    if isinstance(job, TrainingJob):
+        return partial(load(TRAININGS[job.kind].run), job)
     if isinstance(job, ServeJob):
         from rollouts_core.jobs.serve_job import run_serve_job
 
@@ -185,7 +171,7 @@ def tell_saved_step(directory: RunDirectory) -> None:
 
 def _join_machines(job: Job, directory: RunDirectory) -> AbstractContextManager[Unit | None]:
     """The other machines that do a training together with this one, if there are any."""
-    if not isinstance(job, SFTJob | RLJob) or not job.further_trainers:
+    if not isinstance(job, TrainingJob) or not job.further_trainers:
         return contextlib.nullcontext()
     key = read_key(OWN_KEY_VARIABLE, "further_trainers")
     if job.node_rank == 0:
@@ -218,7 +204,7 @@ def describe_full_gpu(job: Job, error: RuntimeError) -> str:
     from rollouts_core.checks.resource_needs import find_remedies  # nothing else needs it here
 
     told = ". ".join(first_line(error).split(". ")[:3]).rstrip(".")
-    remedies = find_remedies(job.kind, job.training) if isinstance(job, SFTJob | RLJob) else []
+    remedies = find_remedies(job.kind, job.training) if isinstance(job, TrainingJob) else []
     advice = [*remedies, "end what else uses that GPU", "take more or larger ones"]
     return f"a GPU has too little memory ({told}): {', '.join(advice[:-1])}, or {advice[-1]}; then start again"
 

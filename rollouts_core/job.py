@@ -8,10 +8,11 @@ Inputs are named by path and digest; the digest is part of the job's identity, t
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal, Self
+from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from rollouts_core.config import (
     PLACEMENT,
@@ -32,6 +33,8 @@ from rollouts_core.config.data import ColumnType
 from rollouts_core.errors import ConfigError
 from rollouts_core.fingerprint import digest_datasets
 from rollouts_core.seeds import replicate_seed
+from rollouts_core.stages import TRAININGS
+from rollouts_core.stages.kind import load
 
 
 class InputFile(Record):
@@ -91,12 +94,44 @@ class FurtherTrainer(Record):
     """Where its own job lies on it."""
 
 
-class SFTJob(Record):
+class TrainingJob(Record):
+    """Train a model: what the jobs of all trainings share."""
+
+    kind: str
+    """The name of the training's StageKind."""
+    model: InputModel
+    """The model to start from."""
+    training: SFTTrainingConfig | RLTrainingConfig
+    """The settings of the training."""
+    resume_digest: str = ""
+    """Digest of the checkpoint that training.resume_from names; empty where it names none."""
+    deployment: DeploymentConfig = Field(DeploymentConfig(), json_schema_extra=PLACEMENT)
+    """Threads and devices."""
+    further_trainers: tuple[FurtherTrainer, ...] = Field((), json_schema_extra=PLACEMENT)
+    """The other machines that train together; they do the same job."""
+    node_rank: int = Field(0, ge=0, json_schema_extra=PLACEMENT)
+    """Which of the machines this is: 0 leads, and does all but computing; then come `further_trainers`."""
+
+    @property
+    def inputs(self) -> dict[str, str]:
+        """Digests of what is trained on and from, by the names that checkpoints have for it."""
+        raise NotImplementedError
+
+    @property
+    def graders(self) -> RolloutConfig | None:
+        """The settings that name who grades completions during the training; None if no completion is graded."""
+        return None
+
+    @property
+    def modules_named(self) -> dict[str, str]:
+        """The modules of the user's own functions that the job calls, by the settings that name them."""
+        return {}
+
+
+class SFTJob(TrainingJob):
     """Fine-tune a model on demonstrations."""
 
     kind: Literal["sft"] = "sft"
-    model: InputModel
-    """The model to start from."""
     data: tuple[InputDataset, ...] = Field(min_length=1)
     """Demonstrations."""
     eval_data: InputFile | None = None
@@ -105,14 +140,6 @@ class SFTJob(Record):
     """Whether they are read and tokenized while training."""
     training: SFTTrainingConfig
     """The settings of SFT."""
-    resume_digest: str = ""
-    """Digest of the checkpoint that training.resume_from names; empty where it names none."""
-    deployment: DeploymentConfig = Field(DeploymentConfig(), json_schema_extra=PLACEMENT)
-    """Threads and devices."""
-    further_trainers: tuple[FurtherTrainer, ...] = Field((), json_schema_extra=PLACEMENT)
-    """The other machines that train together; they do the same job."""
-    node_rank: int = Field(0, ge=0, json_schema_extra=PLACEMENT)
-    """Which of the machines this is: 0 leads, and does all but computing; then come `further_trainers`."""
 
     @property
     def inputs(self) -> dict[str, str]:
@@ -120,38 +147,26 @@ class SFTJob(Record):
         return {"model": self.model.digest, "data": digest_datasets(self.data)}
 
 
-class RLJob(Record):
+class RLJob(TrainingJob):
     """Improve a model by reinforcement learning: against engines, or from recorded rollouts."""
 
     kind: Literal["rl"] = "rl"
-    model: InputModel
-    """The model to start from."""
     prompts: InputFile | None = None
     """What completions are sampled for."""
     rollouts: InputFile | None = None
     """The folder of recorded rollouts, where nothing is sampled."""
     training: RLTrainingConfig
     """The settings of RL."""
-    resume_digest: str = ""
-    """Digest of the checkpoint that training.resume_from names; empty where it names none."""
     rollout: RolloutConfig
     """How completions are sampled, graded and filtered."""
     plugin_digest: str = ""
     """Digest of the user's own packages that the settings name."""
     engines: tuple[EngineAddress, ...] = Field((), json_schema_extra=PLACEMENT)
     """The engines that sample."""
-    deployment: DeploymentConfig = Field(DeploymentConfig(), json_schema_extra=PLACEMENT)
-    """Threads and devices."""
-    further_trainers: tuple[FurtherTrainer, ...] = Field((), json_schema_extra=PLACEMENT)
-    """The other machines that train together; they do the same job."""
-    node_rank: int = Field(0, ge=0, json_schema_extra=PLACEMENT)
-    """Which of the machines this is: 0 leads, and does all but computing; then come `further_trainers`."""
 
-    @model_validator(mode="after")
-    def _check_source(self) -> Self:
+    def _broken_rules(self) -> Iterator[str]:
         if (self.prompts is None) == (self.rollouts is None):
-            raise ValueError("an RL job has either prompts or rollouts")
-        return self
+            yield "an RL job has either prompts or rollouts"
 
     @property
     def inputs(self) -> dict[str, str]:
@@ -160,6 +175,16 @@ class RLJob(Record):
         assert data is not None, "a job has one of them"
         rows = digest_datasets([data]) if data.columns else data.digest
         return {"model": self.model.digest, "data": rows, "plugins": self.plugin_digest}
+
+    @property
+    def graders(self) -> RolloutConfig | None:
+        """The settings that name who grades; recorded rollouts are graded already."""
+        return self.rollout if self.prompts else None
+
+    @property
+    def modules_named(self) -> dict[str, str]:
+        """Those of sampling, grading, filtering and the loss."""
+        return {**self.rollout.modules_named, **self.training.modules_named}
 
     @property
     def replicated_rollout(self) -> RolloutConfig:
@@ -190,14 +215,12 @@ class EvalJob(Record):
     deployment: DeploymentConfig = Field(DeploymentConfig(), json_schema_extra=PLACEMENT)
     """Threads and devices."""
 
-    @model_validator(mode="after")
-    def _check_names(self) -> Self:
+    def _broken_rules(self) -> Iterator[str]:
         """What a checkpoint said lies under its name, and is taken from there by whoever asks for it again."""
         digests: dict[str, str] = {}
         for each in self.checkpoints:
             if digests.setdefault(each.name, each.digest) != each.digest:
-                raise ValueError(f"two checkpoints are called {each.name}: results tell them apart by their names")
-        return self
+                yield f"two checkpoints are called {each.name}: results tell them apart by their names"
 
 
 class GenerateJob(Record):
@@ -240,24 +263,35 @@ class ServeJob(Record):
     """Threads and devices."""
 
 
-Job = SFTJob | RLJob | EvalJob | GenerateJob | ServeJob
+Job = TrainingJob | EvalJob | GenerateJob | ServeJob
 
 
 def modules_named(job: Job) -> dict[str, str]:
     """The modules of the user's own functions that a job calls, by the settings that name them."""
-    if isinstance(job, SFTJob | ServeJob):
+    if isinstance(job, ServeJob):
         return {}
-    own_loss = job.training.modules_named if isinstance(job, RLJob) else {}
-    return {**job.rollout.modules_named, **own_loss}
+    return job.modules_named if isinstance(job, TrainingJob) else job.rollout.modules_named
 
 
-JOB_TYPES: dict[str, type[SFTJob] | type[RLJob] | type[EvalJob] | type[GenerateJob] | type[ServeJob]] = {
-    "sft": SFTJob,
-    "rl": RLJob,
+OTHER_JOBS: dict[str, type[EvalJob] | type[GenerateJob] | type[ServeJob]] = {
     "eval": EvalJob,
     "generate": GenerateJob,
     "serve": ServeJob,
 }
+"""Jobs that train nothing, by their kinds."""
+JOB_KINDS = (*TRAININGS, *OTHER_JOBS)
+
+
+def job_type(kind: str) -> type[Job]:
+    """The record of a kind of job.
+
+    Raises:
+        KeyError: there is no such kind.
+    """
+    if kind in OTHER_JOBS:
+        return OTHER_JOBS[kind]
+    found: type[TrainingJob] = load(TRAININGS[kind].job)
+    return found
 
 
 def load_job(path: Path) -> Job:
@@ -270,6 +304,6 @@ def load_job(path: Path) -> Job:
         raise ConfigError(f"{path} does not exist: give the path of a job.json")
     settings = read_settings(path)
     kind = settings.get("kind")
-    if kind not in JOB_TYPES:
-        raise ConfigError(f"{path} has the kind {kind!r}: expected one of {', '.join(JOB_TYPES)}")
-    return parse_config(JOB_TYPES[kind], settings, source=str(path))
+    if kind not in JOB_KINDS:
+        raise ConfigError(f"{path} has the kind {kind!r}: expected one of {', '.join(JOB_KINDS)}")
+    return parse_config(job_type(kind), settings, source=str(path))

@@ -96,7 +96,8 @@ def read_hub_token(job: Mapping[str, Any]) -> dict[str, str]:  # Any: JSON
     Args:
         job: the content of its job.json.
     """
-    datasets = job["data"] if job["kind"] == "sft" and not job.get("node_rank") else ()  # the leader reads them
+    data = job.get("data")  # a file, or datasets, which the leader reads
+    datasets = data if isinstance(data, list | tuple) and not job.get("node_rank") else ()
     models = [model["model"] for model in (*job.get("checkpoints", ()), *([job["model"]] if "model" in job else ()))]
     reads_hub = any(not Path(each["path"]).is_absolute() for each in (*datasets, *models))
     token = os.environ.get(HUB_TOKEN, "")

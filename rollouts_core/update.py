@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from rollouts_core.algorithms.loss import Metrics
 from rollouts_core.backends.protocol import FailedTrainFuture, LateTrainFuture, TrainFuture, TrainingBackend
 from rollouts_core.batch import TrainBatch
 from rollouts_core.errors import ConfigError, NonFiniteError
 from rollouts_core.metrics import sum_metrics
 from rollouts_core.stopping import TrainingStop
+
+if TYPE_CHECKING:
+    from rollouts_core.algorithms.loss import Metrics
 
 logger = logging.getLogger(__name__)
 

@@ -38,7 +38,7 @@ def set_damage_aside(stage: Stage) -> str:
     """Make an unusable stage unfinished again; returns what was wrong, or "" when nothing was.
 
     Its record, and its checkpoints from the first damaged or missing one on, move to damaged-<n>/, so that the next
-    attempt trains them again from the last whole one before. Of several runs that find it at once, one does it.
+    attempt trains them again from the last whole one before. If several runs find the damage at once, one moves it.
     """
     if not find_damage(stage):
         return ""
@@ -46,7 +46,7 @@ def set_damage_aside(stage: Stage) -> str:
     with locked(directory.root / ".damage.lock"):
         if not (damage := find_damage(stage)):  # another run was faster
             return ""
-        # Not by how many there are: somebody may have deleted the first ones, which take room.
+        # The number of files does not count: a user may have deleted the first ones to make room.
         aside = next(path for n in count(1) if not (path := directory.root / f"damaged-{n}").exists())
         aside.mkdir()
         try:

@@ -1,4 +1,4 @@
-"""Check that the node can do the work: Python, torch, engine, devices, disk; install packages where that is asked for.
+"""Check that the node can do the work: Python, torch, engine, devices, disk; install packages if that is set.
 
 All that it must have is seen here, before the first stage: an engine that is missing would else be found after SFT.
 """
@@ -54,8 +54,8 @@ def bootstrap(
 ) -> Node:
     """The node when it is good enough for the pipeline, with the interpreter that its stages run by.
 
-    So are the others of its unit, each of which it reaches, and is reached from; those that train together all reach
-    each other.
+    The other nodes of its unit are checked, too. The node and each of them must reach each other, and so must all nodes
+    that train together.
 
     Args:
         trains: whether something is trained there, which takes memory and disk.
@@ -133,7 +133,7 @@ def bootstrap(
 
 
 def checkpoint_bytes_on(session: Session, node: Node, run_dirs: Sequence[str]) -> int:
-    """What the checkpoints of trainings take of the node's disk.
+    """Bytes of the checkpoints of trainings on the node's disk.
 
     Args:
         run_dirs: directories of the trainings here; nothing need be there, or on the node.
@@ -188,20 +188,20 @@ def warn_of_precision(report: NodeReport, needs: NodeNeeds, config: Config, *, s
 
 
 def wants_gpu(config: Config) -> bool:
-    """Whether torch trains, and on a GPU where there is one: processes without GPUs' ranks are content with a CPU."""
+    """Whether torch trains, and on a GPU if there is one: processes without GPUs' ranks are content with a CPU."""
     placement = config.deployment
     return bool(torch_policies(config)) and not (placement.trainer_processes and not placement.trainer_gpu_ranks)
 
 
 def torch_policies(config: Config) -> dict[str, PolicyConfig]:
-    """How the trainings of the mode compute, by their kind: those that torch does."""
-    policies = {"sft": config.training.sft.policy, "rl": config.training.rl.policy}
-    return {kind: policy for kind, policy in policies.items() if kind in config.mode and policy.backend == "pytorch"}
+    """The policy settings of the mode's trainings by torch, by the names of the stages."""
+    policies = {name: training.policy for name, training in config.trainings.items()}
+    return {name: policy for name, policy in policies.items() if policy.backend == "pytorch"}
 
 
 def modules_called(config: Config, *, trains: bool) -> dict[str, str]:
-    """The user's modules that stages import, by the settings that name them; none where nothing is sampled."""
-    samples_for_rl = trains and config.mode != "sft"
+    """The user's modules that stages import, by the settings that name them; none if nothing is sampled."""
+    samples_for_rl = trains and config.is_graded
     if not samples_for_rl and config.evaluation.metric != "accuracy":
         return {}
     if samples_for_rl:

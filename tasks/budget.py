@@ -31,7 +31,7 @@ from rollouts.tasks.stage import leases_on
 
 MARGIN_S = GRACE_S + SALVAGE_S
 MARGIN_SHARE = 0.2
-"""Of a time so short that `MARGIN_S` would leave little of it."""
+"""The margin as a share of the time, if `MARGIN_S` would leave little of it."""
 LOOK_S = 5.0
 
 logger = logging.getLogger(__name__)
@@ -82,7 +82,7 @@ def end_of_work(node: Node, scope: RunScope, began_at: float) -> float:
 def cancel_jobs(node: Node, scope: RunScope) -> None:
     """End the run's jobs, engines last: a training that still has its engine writes its checkpoint in peace.
 
-    Those on further machines of its unit end with the training, or when nobody renews their leases.
+    Jobs on further machines of its unit end with the training, or when their leases lapse.
     """
     leases = leases_on(scope, node)[node.name]
     with open_session(node) as session:

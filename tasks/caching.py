@@ -47,12 +47,17 @@ def run_cached(
     with Ledger(scope.ledger_path) as ledger:  # before looking: what is not there then, was pruned, and is done again
         use = Path(stage.run_dir).name
         ledger.note_use(use, scope.run_id, run=scope.output_dir.name, num_steps=stage.num_steps)
-    # Without this a deleted or damaged checkpoint would be found by whoever loads it, much later.
+    # Without this a deleted or damaged checkpoint would be found much later, by the stage that loads it.
     fitting = task.with_options(refresh_cache=not is_finished(stage), task_run_name=stage.name)
     state = fitting(stage, scope, node, return_state=True)
-    record: StageRecord = state.result()
-    if state.name != "Cached":
-        return record
+    kept: object = state.result()
+    if not isinstance(kept, StageRecord):  # Prefect kept it with a class name of earlier code
+        return task.with_options(refresh_cache=True, task_run_name=stage.name)(stage, scope, node)
+    return _reuse(kept, stage, scope) if state.name == "Cached" else kept
+
+
+def _reuse(record: StageRecord, stage: Stage, scope: RunScope) -> StageRecord:
+    """Show a stage that Prefect remembers as one that a run came to."""
     with (
         StageProgress(stage.name) as progress,
         tracked(stage, scope, progress.say),

@@ -26,14 +26,14 @@ from rollouts_core.system.files import new_directory
 
 
 def candidate_name(config: Config) -> str:
-    """What an evaluation calls the model that a run ends with."""
-    return "sft" if config.mode == "sft" else "rl"
+    """The name of a run's final model in evaluations."""
+    return list(config.trainings)[-1]
 
 
 def register_candidate(
     line: str, checkpoint: str, records: Sequence[StageRecord], data: Mapping[str, str], scope: RunScope
 ) -> Model:
-    """The published checkpoint of a run as a model of the line, and as its candidate where it is new.
+    """The published checkpoint of a run as a model of the line, and as its candidate if it is new.
 
     Args:
         data: digests of what it was trained on, by path.

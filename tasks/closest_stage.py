@@ -16,11 +16,11 @@ from typing import Any
 from rollouts.tasks.records import Stage
 from rollouts_core.errors import ConfigError
 from rollouts_core.fingerprint import FINGERPRINT_CHARS, SEMANTICS_VERSION, fingerprint_job, flat_settings
-from rollouts_core.job import JOB_TYPES, Job, load_job
+from rollouts_core.job import Job, job_type, load_job
 from rollouts_core.run_directory import RunDirectory
 
 MAX_COMPARED = 50
-"""Of the stages of the store, the newest."""
+"""Only the newest stages of the store are compared."""
 MAX_DIFFERENCES = 4
 """With more than these it is another piece of work, and none is named."""
 CONTENTS = {
@@ -34,18 +34,18 @@ CONTENTS = {
     "resume_digest": "the checkpoint to resume from",
     "plugin_digest": "the code of rewards, environments or the loss, or a model that grades,",
 }
-"""What people call the inputs whose digests a job names."""
+"""Words for the inputs whose digests a job names."""
 
 
 def describe_difference(stage: Stage) -> str:
     """How the stage differs from the finished one of its name that is most like it; "" if none is much like it."""
     if older := find_older_version(
-        stage.name, JOB_TYPES[stage.kind].model_validate(stage.job), Path(stage.run_dir).parent
+        stage.name, job_type(stage.kind).model_validate(stage.job), Path(stage.run_dir).parent
     ):
         return f"unlike {older}, which an older version of rollouts computed: the same settings give other results now"
     closest: tuple[list[str], str] | None = None
     for name, job in _finished_jobs(stage):
-        wanted, other = flat_settings(JOB_TYPES[stage.kind].model_validate(stage.job)), flat_settings(job)
+        wanted, other = flat_settings(job_type(stage.kind).model_validate(stage.job)), flat_settings(job)
         differing = [key for key in sorted(wanted.keys() | other.keys()) if wanted.get(key) != other.get(key)]
         if differing and (closest is None or len(differing) < len(closest[0])):
             closest = differing, f"unlike {name}: " + "; ".join(_word(key, other, wanted, stage) for key in differing)
@@ -70,7 +70,7 @@ def _finished_jobs(stage: Stage) -> Iterator[tuple[str, Job]]:
     own = Path(stage.run_dir)
     finished: list[tuple[float, Path]] = []
     for result in own.parent.glob(f"{stage.name}-{'?' * FINGERPRINT_CHARS}/{RunDirectory(own).result.name}"):
-        with suppress(FileNotFoundError):  # somebody removes old stages now
+        with suppress(FileNotFoundError):  # old stages are being removed
             finished.append((result.stat().st_mtime, result.parent))
     for _, directory in sorted(finished, reverse=True)[:MAX_COMPARED]:
         try:
@@ -82,6 +82,6 @@ def _finished_jobs(stage: Stage) -> Iterator[tuple[str, Job]]:
 def _word(key: str, was: Mapping[str, Any], now: Mapping[str, Any], stage: Stage) -> str:  # Any: JSON
     if key in CONTENTS:
         return f"{CONTENTS[key]} changed"
-    setting = key.replace("training.", f"training.{stage.kind}.", 1) if stage.kind in ("sft", "rl") else key
+    setting = key.replace("training.", f"training.{stage.kind}.", 1) if stage.trains else key
     before, after = (json.dumps(each[key]) if key in each else "its default" for each in (was, now))
     return f"{setting} was {before} and is {after}"

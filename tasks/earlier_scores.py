@@ -1,4 +1,4 @@
-"""Take the scores of an evaluation from finished ones, where those scored the same models in the same way.
+"""Take the scores of an evaluation from finished ones that scored the same models in the same way.
 
     a run's evaluate-<a>:    base, sft          ──┐ each model by itself has an identity: its content, the rows and the
     asked for, evaluate-<b>: baseline, model    <─┘ settings; what it is called is no part of that
@@ -30,7 +30,7 @@ class EarlierScore:
 
     directory: RunDirectory
     name: str
-    """What the evaluation called the model."""
+    """The model's name in the evaluation."""
     entry: dict[str, Any]  # Any: JSON
 
 
@@ -79,7 +79,7 @@ def _write_record(
 
 
 def find_scores(stages: Path, wanted: Sequence[str], *, are_together: bool) -> list[EarlierScore] | None:
-    """What the first finished evaluations that have it scored of these identities; None where they have not all.
+    """The scores of these identities, from the first finished evaluations that have them; None if one is missing.
 
     Args:
         are_together: whether one evaluation must have all of them.
@@ -93,10 +93,10 @@ def find_scores(stages: Path, wanted: Sequence[str], *, are_together: bool) -> l
 
 
 def _iterate_scores(stages: Path, wanted: Set[str]) -> Iterator[dict[str, EarlierScore]]:
-    """What each finished evaluation scored of what is wanted, by the identity of the model and the way.
+    """The wanted scores of each finished evaluation, by the identity of the model and the way.
 
-    Of evaluations with a record whose job has, by the present rules, the identity that names the directory. Records
-    have a number for every row, so those of others are not read.
+    An evaluation counts if it has a record, and if its job has by the present rules the identity that names the
+    directory. Records have a number for every row, so the records of other evaluations are not read.
     """
     for path in sorted(stages.glob("evaluate-*")):
         directory = RunDirectory(path)

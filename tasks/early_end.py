@@ -1,9 +1,9 @@
-"""End a training before its last step because somebody wants to go on with what there is; and what that means later.
+"""End a training before its last step at a user's request; and what that means later.
 
     rollouts finish ──> <stage>/finish-asked ──> the run that follows the job ──> finish-<attempt> beside the job
         the job ends after the step under way: a checkpoint, result.json with `finished_early`, and the run goes on
 
-A stage that ended early is whole for the run that asked, and for nobody else. Another run with the same settings has
+A stage that ended early is whole only for the run that asked. Another run with the same settings has
 the stage in another directory, whose name follows from that of the first. It begins with the checkpoints of the first:
 only the rest is trained, and nothing that the first run still uses is touched.
 
@@ -43,7 +43,7 @@ class EndedForAnotherRunError(RolloutsError):
 
 
 class EarlyEnd(BaseModel):
-    """What a stage's record says of its early end."""
+    """The early end of a stage, as its record has it."""
 
     step: int
     num_steps: int
@@ -61,13 +61,13 @@ def read_early_end(directory: Path) -> EarlyEnd | None:
     try:
         result = RunDirectory(directory).read_result()
     except (OSError, ValueError):
-        return None  # damaged, or set aside this moment: whoever needs the record says so
+        return None  # damaged, or set aside this moment: the stage that needs the record says so
     early = result.get("finished_early") if isinstance(result, dict) else None
     return EarlyEnd.model_validate(early) if early else None
 
 
 def is_left_behind(directory: Path, following: Path, run_id: str) -> bool:
-    """True where another run had the stage of this directory end early, so that a run has it in the following one."""
+    """True if another run had the stage of this directory end early, so that a run has it in the following one."""
     if (early := read_early_end(directory)) is not None:
         return early.asked_by != run_id
     return following.is_dir() and not RunDirectory(directory).result.is_file()
@@ -84,7 +84,7 @@ def check_own_end(stage: Stage, scope: RunScope) -> None:
 
 
 def begin_with_earlier(stage: Stage) -> str:
-    """Give a stage that has no checkpoints those of the one that it follows; says so, or "" where that is not due."""
+    """Give a stage that has no checkpoints those of the one that it follows; says so, or "" if that is not due."""
     own = RunDirectory(Path(stage.run_dir))
     if not stage.begins_with:
         return ""
@@ -93,7 +93,7 @@ def begin_with_earlier(stage: Stage) -> str:
     with locked(own.root / ".begin.lock"):
         if own.result.is_file() or list_checkpoints(own.checkpoints):
             return ""
-        # Before the first checkpoint: where this is broken off, that says that the steps before it are done and logged.
+        # Before the first checkpoint: if this is broken off, the file says that the earlier steps are done and logged.
         with suppress(FileNotFoundError):
             shutil.copyfile(earlier.metrics, own.metrics)
         for path in list_checkpoints(earlier.checkpoints):

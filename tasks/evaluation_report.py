@@ -28,7 +28,7 @@ from rollouts_core.report.markdown import as_code, escaped
 from rollouts_core.system.files import write_json
 
 BASELINE, MODEL = "baseline", "model"
-"""What an evaluation calls its models, whatever they were named by: who scores the same again finds it."""
+"""The names of an evaluation's models, whatever the user called them: a second evaluation of the same finds it."""
 
 
 @task(name="inputs", **TRIED_AGAIN)

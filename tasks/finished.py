@@ -12,8 +12,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from prefect import Task
-
 from rollouts.infra.errors import InfraError
 from rollouts.infra.ledger import Ledger
 from rollouts.infra.node import Node, NodeSettings, RentedNode, no_machine
@@ -25,8 +23,7 @@ from rollouts.tasks.progress import StageProgress
 from rollouts.tasks.records import RunScope, Stage, StageRecord
 from rollouts_core.run_directory import RunDirectory
 
-StageTask = Task[[Stage, RunScope, Node], StageRecord]
-RunStage = Callable[[StageTask, Stage], StageRecord]
+RunStage = Callable[[Stage], StageRecord]
 """Does a stage, or takes it from somewhere."""
 
 
@@ -37,7 +34,7 @@ class _UnfinishedError(Exception):
 def placeholder_if_finished(
     settings: NodeSettings, scope: RunScope, run_stages: Callable[[Node, RunStage], object]
 ) -> Node | None:
-    """What stands for a rented machine on which nothing would be done; None where a machine is needed.
+    """A stand-in for a rented machine if every stage is finished; None if a machine is needed.
 
     Args:
         run_stages: goes through the stages of the run, each by the function that it is given.
@@ -46,7 +43,7 @@ def placeholder_if_finished(
         return None
     nowhere = no_machine(scope.store)
     try:
-        run_stages(nowhere, lambda _, stage: take_finished(stage, scope))
+        run_stages(nowhere, lambda stage: take_finished(stage, scope))
     except _UnfinishedError:
         return None
     with StageProgress("provision") as progress:
@@ -69,8 +66,8 @@ def trainings_begun(scope: RunScope, machine: Node, run_stages: Callable[[Node, 
         return ()
     found: list[str] = []
 
-    def note(_: StageTask, stage: Stage) -> StageRecord:
-        if stage.kind in ("sft", "rl"):
+    def note(stage: Stage) -> StageRecord:
+        if stage.trains:
             found.append(stage.run_dir)
         return take_finished(stage, scope)
 

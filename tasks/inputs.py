@@ -41,7 +41,7 @@ def named_urls(config: Config) -> dict[str, str]:
     else:
         given |= {f"data.sft.{index}": each.path for index, each in enumerate(data.sft)}
     given |= {f"data.{name}": getattr(data, name) for name in _DATA}
-    given |= {"training.sft.resume_from": training.sft.resume_from, "training.rl.resume_from": training.rl.resume_from}
+    given |= {f"training.{name}.resume_from": settings.resume_from for name, settings in training}
     given |= {f"rollout.rewards.{index}": each.model_folder for index, each in enumerate(config.rollout.rewards)}
     return {setting: url for setting, url in given.items() if is_url(url)}
 
@@ -68,8 +68,7 @@ def bring_inputs(config: Config, store: Path, say: Callable[[str], None], mistak
         else tuple(each.model_copy(update={"path": placed(each.path)}) for each in data.sft)
     )
     resumed = {
-        name: stage.model_copy(update={"resume_from": placed(stage.resume_from)})
-        for name, stage in (("sft", training.sft), ("rl", training.rl))
+        name: settings.model_copy(update={"resume_from": placed(settings.resume_from)}) for name, settings in training
     }
     graders = tuple(
         each.model_copy(update={"model": placed(each.model)}) if each.model_folder else each
@@ -134,7 +133,7 @@ def bring_input(url: str, store: Path, say: Callable[[str], None]) -> Path:
 
 
 def find_origin(path: Path, store: Path) -> str:
-    """The URL that the input came from of which something lies at a path; empty where none is known."""
+    """The URL that the input came from of which something lies at a path; empty if it is not known."""
     root = _input_of(path, store)
     if root is None:
         return ""
@@ -145,7 +144,7 @@ def find_origin(path: Path, store: Path) -> str:
 
 
 def keys_at_origin(origin: ObjectStore, path: Path, store: Path) -> dict[Path, str]:
-    """What the files of an input are called where it came from, by their paths here.
+    """The keys of an input's files in the store that it came from, by their paths here.
 
     Raises:
         StoreUnavailableError: something else lies there now.

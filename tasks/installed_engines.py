@@ -1,4 +1,4 @@
-"""Where SGLang or vLLM has to be installed, and whether it is; the embedded engine comes with this project.
+"""Find out where an engine has to be installed, and whether it is; the embedded engine comes with this project.
 
 Not here: starting engines (engine.py), or having a job start them (rollouts_core/engines/child.py).
 """
@@ -13,7 +13,7 @@ from rollouts_core.config import Config, EngineConfig
 
 def samples_for_rl(config: Config, *, trains: bool) -> bool:
     """Whether RL asks engines for completions."""
-    return trains and config.mode != "sft" and not config.data.rollouts
+    return trains and config.samples_for_training
 
 
 def leads_engines(config: Config, node: Node, *, trains: bool) -> bool:

@@ -20,7 +20,7 @@ from rollouts.infra.session import Session
 LEASE_S = 60.0
 """A job ends by itself when its lease was not renewed for this long."""
 ENGINE, FOLLOWER = "engine", "follower"
-"""What the directories of such jobs begin with."""
+"""How the directories of such jobs begin."""
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ class LeasedJob:
 
 
 def has_lease(run_dir: str) -> bool:
-    """Whether the job in a directory is one that ends by itself when nobody needs it any more."""
+    """Whether the job in a directory ends by itself when its lease lapses."""
     return run_dir.rpartition("/")[2].startswith((f"{ENGINE}-", f"{FOLLOWER}-"))
 
 

@@ -1,6 +1,6 @@
 """Say what models are called now where people look at the run that made them: in its report, and in `rollouts status`.
 
-A report is a page that anybody may open from the disk, so it is written anew when an alias changes.
+A report is a page on the disk, so it is written anew when an alias changes.
 
 Not here: who changes aliases (infra/registry.py), the other parts of the page (rollouts_core/report/).
 """
@@ -29,7 +29,7 @@ def describe_models(ledger: Ledger) -> list[tuple[Model, str]]:
 
 
 def models_of_runs(store: Path) -> dict[str, list[str]]:
-    """What the models of each run are called, by the first characters of the run's id."""
+    """The names of each run's models, by the first characters of the run's id."""
     if not (store / LEDGER_FILE).is_file():
         return {}
     found: dict[str, list[str]] = {}

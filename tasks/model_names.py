@@ -1,4 +1,4 @@
-"""Which model somebody means who names one, and which rows an evaluation reads.
+"""Find the model of a name, and the rows of an evaluation.
 
     base                              the start model of the configuration
     production, candidate             of the registry; small/production where the store has several lines
@@ -33,7 +33,7 @@ ALIAS = re.compile(rf"(?:(?P<line>[^/]+)/)?(?P<alias>{'|'.join(Alias)})")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamedModel:
-    """What a name stands for at this moment."""
+    """The model that a name stands for at this moment."""
 
     title: str
     """For people: as it was named, and what that is."""
@@ -71,7 +71,7 @@ def find_named_model(given: str, config: Config, store: Path, say: Callable[[str
 
 
 def with_heldout(config: Config, data: str, store: Path, say: Callable[[str], None]) -> Config:
-    """The settings that an evaluation reads, with its rows here: `data`, or the configuration's own where that is "".
+    """The settings that an evaluation reads, with its rows here: `data`, or the configuration's own if that is "".
 
     Raises:
         ConfigError: a file that does not exist.
@@ -87,7 +87,7 @@ def with_heldout(config: Config, data: str, store: Path, say: Callable[[str], No
 
 
 def _find_registered(given: str, store: Path) -> Model | None:
-    """The model of the registry, or None where the name is none of the registry's."""
+    """The model of the registry, or None if the registry does not have the name."""
     every, match = _registered(store), ALIAS.fullmatch(given)
     if match is None:
         return next((each for each in every if each.name == given), None)
@@ -116,7 +116,7 @@ def _registered(store: Path) -> list[Model]:
 
 
 def _checkpoint_in(folder: Path) -> Path:
-    """What a folder means: the checkpoint of a run, the folder itself where it holds a model, or the newest in it."""
+    """The checkpoint of a run's folder, the folder itself if it holds a model, or the newest checkpoint in it."""
     if (folder / "checkpoint" / MANIFEST).is_file():
         return folder / "checkpoint"
     return folder if (folder / "config.json").is_file() else find_checkpoint(folder)

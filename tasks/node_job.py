@@ -26,7 +26,7 @@ from rollouts_core.keys import read_hub_token, read_named_keys
 GRACE_S = 10.0
 """Between asking a job to end and killing it, unless the job says how long it needs to save what it has."""
 GRACE_SHARE = 0.5
-"""Of what is left of a rented machine's time."""
+"""The grace period's share of the rest of a rented machine's time."""
 USER_ERROR_CODE = 2
 """Exit code of a job that refuses its settings or its inputs."""
 COUNTED_BY_BUS = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
@@ -49,7 +49,7 @@ def job_spec(
 
     Args:
         gpus: what it waits for; an RL and its engines, which have the same fingerprint, have them together.
-        code_dir: where the job imports from; empty where it finds everything by itself.
+        code_dir: where the job imports from; empty if it finds everything by itself.
         known_keys: variables that need not be set here.
     """
     return JobSpec(
@@ -78,7 +78,7 @@ def longest_grace_s(node: Node, scope: RunScope) -> float:
 
 
 def variables_of_place(code_dir: str) -> dict[str, str]:
-    """Where a job imports from, and where it keeps models of the hub; none for a job that finds everything by itself.
+    """Variables for a job's imports and its models of the hub; none for a job that finds everything by itself.
 
     Args:
         code_dir: <root>/code/<digest> on the node, or empty.
@@ -90,7 +90,7 @@ def variables_of_place(code_dir: str) -> dict[str, str]:
 
 
 def gpus_of(stage: Stage, node: Node) -> tuple[str, ...]:
-    """The node's GPUs that nobody else may use while the stage's job runs; of an RL those of its engines there too.
+    """The node's GPUs that the stage's job alone may use while it runs; of an RL those of its engines there too.
 
     Two RLs that each had some of them would wait for each other for ever, so every job of an RL takes all of them.
     """
@@ -102,7 +102,7 @@ def gpus_of(stage: Stage, node: Node) -> tuple[str, ...]:
     gpus = [] if shares_cpu else [str(rank) for rank in trainer] or [FIRST_GPU]
     # Recorded rollouts need no engine, and the engines of a machine that leads are not on the others.
     is_beside_engines = not node.engine_nodes and not stage.job.get("node_rank")
-    if stage.kind == "rl" and not stage.job["rollouts"] and is_beside_engines:
+    if stage.samples and is_beside_engines:
         gpus += gpus_of_engines(stage)
     return tuple(dict.fromkeys(gpus))
 
@@ -133,7 +133,7 @@ def job_environment(stage: Stage, known_keys: Mapping[str, str] = MappingProxyTy
     gpus = COUNTED_BY_BUS | ({"CUDA_VISIBLE_DEVICES": ",".join(str(rank) for rank in ranks)} if ranks else {})
     keys = read_named_keys(stage.job, known_keys) | read_hub_token(stage.job)
     is_own_engine = stage.kind == "serve" and ENGINES[stage.job["engine"]["kind"]].is_own
-    return gpus | keys | (KEPT_MEMORY if stage.kind in ("sft", "rl") or is_own_engine else {})
+    return gpus | keys | (KEPT_MEMORY if stage.trains or is_own_engine else {})
 
 
 def running_job(session: Session, run_dir: str) -> dict[str, Any] | None:  # Any: JSON

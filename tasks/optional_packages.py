@@ -65,16 +65,16 @@ def needed_packages(config: Config, *, trains: bool = True) -> dict[str, Optiona
     Args:
         trains: whether there is anything else than an evaluation.
     """
-    policies = {"sft": config.training.sft.policy, "rl": config.training.rl.policy}
     needed: dict[str, OptionalPackage] = {}
-    for kind, policy in policies.items():
-        if trains and kind in config.mode and policy.lora.rank:
-            needed[f"training.{kind}.policy.lora"] = PEFT
-        if trains and kind in config.mode and policy.backend == "jax":
-            needed[f'training.{kind}.policy.backend "jax"'] = JAX
-        if trains and kind in config.mode and (package := FLASH_ATTENTION.get(policy.attention)):
-            needed[f'training.{kind}.policy.attention "{policy.attention}"'] = package
-    samples = (trains and config.mode != "sft") or config.evaluation.metric == "accuracy"
+    for name, training in config.trainings.items() if trains else ():
+        section, policy = f"training.{name}.policy", training.policy
+        if policy.lora.rank:
+            needed[f"{section}.lora"] = PEFT
+        if policy.backend == "jax":
+            needed[f'{section}.backend "jax"'] = JAX
+        if package := FLASH_ATTENTION.get(policy.attention):
+            needed[f'{section}.attention "{policy.attention}"'] = package
+    samples = (trains and config.is_graded) or config.evaluation.metric == "accuracy"
     if samples and (package := OF_ENVIRONMENTS.get(config.rollout.environment_name)):
         needed[f'rollout.environment "{config.rollout.environment_name}"'] = package
     return needed

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import rollouts_core
 from rollouts.infra.bootstrap import NO_MODULES
@@ -42,20 +42,19 @@ from rollouts_core.data.rows import KEPT_BESIDE, WEIGHTS, digest_path
 from rollouts_core.errors import ConfigError
 from rollouts_core.fingerprint import digest_checkpoint, digest_model
 from rollouts_core.job import (
-    JOB_TYPES,
     EvalJob,
     InputDataset,
     InputFile,
     InputModel,
     Job,
-    RLJob,
     ServeJob,
-    SFTJob,
+    TrainingJob,
+    job_type,
     modules_named,
 )
 from rollouts_core.user_code.own_files import own_code
 
-TrainingT = TypeVar("TrainingT", SFTTrainingConfig, RLTrainingConfig)
+TrainingT = TypeVar("TrainingT", bound=SFTTrainingConfig | RLTrainingConfig)
 
 CALL_TIMEOUT_S = 60.0
 _DIGEST_CHARS = 16
@@ -70,7 +69,7 @@ class Placement:
     stage: Stage
     """With paths of the node."""
     code_dir: str
-    """The folder on the node from which the job imports; empty where it imports what we do."""
+    """The folder on the node from which the job imports; empty if it imports what we do."""
 
 
 def place_stage(session: Session, stage: Stage, node: Node, *, say: Callable[[str], None] = logger.info) -> Placement:
@@ -88,7 +87,7 @@ def place_stage(session: Session, stage: Stage, node: Node, *, say: Callable[[st
     ended = job_status(session, run_dir).exit
     is_doubtful = ended is not None and ended.code == USER_ERROR_CODE
     inputs = NodeInputs(session, node, say, is_doubtful=is_doubtful)
-    job = place_job(JOB_TYPES[stage.kind].model_validate(stage.job), inputs)
+    job = place_job(job_type(stage.kind).model_validate(stage.job), inputs)
     placed = stage.model_copy(update={"job": job.model_dump(mode="json"), "run_dir": run_dir})
     bring_earlier_work(session, Path(stage.run_dir), run_dir)
     return Placement(placed, place_code(session, node, modules_named(job)))
@@ -97,23 +96,13 @@ def place_stage(session: Session, stage: Stage, node: Node, *, say: Callable[[st
 def place_job(job: Job, inputs: NodeInputs) -> Job:
     """The job with its inputs at their places on the node, where they are when this returns."""
     match job:
-        case SFTJob() | RLJob() if job.node_rank:  # it computes what the machine says that leads
+        case TrainingJob() if job.node_rank:  # it computes what the machine says that leads
             placed: dict[str, object] = {"model": inputs.place_description(job.model)}
-        case SFTJob():
-            placed = {
-                "model": inputs.place_model(job.model),
-                "data": tuple(inputs.place_dataset(dataset) for dataset in job.data),
-                "eval_data": job.eval_data and inputs.place_file(job.eval_data),
-                "training": inputs.place_resumed(job.training, job.resume_digest),
-            }
-        case RLJob():
-            placed = {
-                "model": inputs.place_model(job.model),
-                "prompts": job.prompts and inputs.place_file(job.prompts),
-                "rollouts": job.rollouts and inputs.place_file(job.rollouts),
-                "training": inputs.place_resumed(job.training, job.resume_digest),
-                "rollout": inputs.place_graders(job.rollout) if job.prompts else job.rollout,
-            }
+        case TrainingJob():
+            placed = {name: inputs.place_input(value) for name, value in job}
+            placed["training"] = inputs.place_resumed(job.training, job.resume_digest)
+            if job.graders:
+                placed["rollout"] = inputs.place_graders(job.graders)
         case EvalJob():
             placed = {
                 "checkpoints": tuple(inputs.place_model(model) for model in job.checkpoints),
@@ -131,8 +120,8 @@ class NodeInputs:
     """The inputs on a node, by their content.
 
     Args:
-        is_doubtful: an attempt at the job refused what it found. What lies there may have its size alone, and is
-            compared by content.
+        is_doubtful: an attempt at the job refused what it found. A file there may have the right size alone, so files
+            are compared by content.
     """
 
     def __init__(self, session: Session, node: Node, say: Callable[[str], None], *, is_doubtful: bool = False) -> None:
@@ -142,6 +131,20 @@ class NodeInputs:
         self._say = say
         self._may_fetch = True
         """Whether the node has not failed yet to fetch something itself."""
+
+    def place_input(self, value: object) -> object:
+        """A model, data file or tuple of datasets of a job. Any other value stays what it is."""
+        match value:
+            case InputModel():
+                return self.place_model(value)
+            case InputDataset():
+                return self.place_dataset(value)
+            case InputFile():
+                return self.place_file(value)
+            case tuple():
+                return tuple(map(self.place_input, value))
+            case _:
+                return value
 
     def place_file(self, file: InputFile) -> InputFile:
         """A data file."""
@@ -157,7 +160,7 @@ class NodeInputs:
         return model.model_copy(update={"model": model.model.model_copy(update={"path": path})})
 
     def place_description(self, model: InputModel) -> InputModel:
-        """A model without its weights, for who gets them from another machine."""
+        """A model without its weights, for a machine that gets them from another one."""
         return self.place_model(model, without=WEIGHTS)
 
     def place_resumed(self, training: TrainingT, digest: str) -> TrainingT:
@@ -165,7 +168,7 @@ class NodeInputs:
         if not digest:
             return training
         path = self._place(str(find_checkpoint(Path(training.resume_from))), digest, digest_checkpoint)
-        return training.model_copy(update={"resume_from": path})
+        return cast("TrainingT", training.model_copy(update={"resume_from": path}))
 
     def place_graders(self, rollout: RolloutConfig) -> RolloutConfig:
         """The settings with the folders of models that grade; without the weights where a server has those."""
@@ -181,7 +184,7 @@ class NodeInputs:
     def _place(
         self, given: str, digest: str, digest_now: Callable[[str], str], *, without: tuple[str, ...] = ()
     ) -> str:
-        """Where the input lies on the node: where its job left it there, or among the inputs, sent if need be.
+        """The input's path on the node: the place where its job left it, or among the inputs, sent if need be.
 
         Args:
             digest: what it is called by there, which was taken when the stage was planned.
@@ -189,8 +192,8 @@ class NodeInputs:
             without: how the names of files end that are left out.
 
         Raises:
-            ConfigError: somebody edited it since.
-            TransientInfraError: somebody edited it while it was sent.
+            ConfigError: it was edited since.
+            TransientInfraError: it was edited while it was sent.
         """
         path = Path(given)
         if not path.exists():  # of a hub
@@ -215,7 +218,7 @@ class NodeInputs:
         return f"{folder}/{path.name}"
 
     def _has(self, files: Mapping[str, Path], folder: str) -> bool:
-        """Whether files that are used where they lie are there, below a folder of the node."""
+        """Whether files that stay at their place are there, below a folder of the node."""
         return not self._is_doubtful and has_files(self._session, files, folder)
 
     def _is_fetched(self, path: Path, files: Mapping[str, Path], folder: str) -> bool:
@@ -245,7 +248,7 @@ class NodeInputs:
 def bring_earlier_work(session: Session, mirror: Path, run_dir: str) -> None:
     """Let a node that knows less of a job go on from the checkpoints that another one left.
 
-    What it has of that job is replaced as a whole: steps that were trained twice would be in two versions.
+    The node's files of that job are replaced as a whole: else steps that were trained twice would have two versions.
     """
     if not list_checkpoints(mirror / "checkpoints"):
         return
@@ -272,7 +275,7 @@ def place_code(
         say: told what is sent, in a sentence.
 
     Raises:
-        TransientInfraError: somebody edited a file meanwhile.
+        TransientInfraError: a file was edited meanwhile.
     """
     core = source_files(Path(rollouts_core.__file__).parent)
     parts = {"rollouts_core": {f"rollouts_core/{name}": path for name, path in core.items()}}
@@ -316,7 +319,7 @@ def _version_of(path: Path) -> tuple[int, int, int] | None:
 
 
 def describe_files(name: str, files: Mapping[str, Path]) -> str:
-    """What somebody should know before it leaves the machine: how many files, and how large."""
+    """How many files are about to leave the machine, and how large they are."""
     num_bytes = sum(path.stat().st_size for path in files.values())
     return f"{name} ({len(files)} file{'s' if len(files) > 1 else ''}, {num_bytes / 1000:,.0f} kB)"
 

@@ -1,4 +1,4 @@
-"""What lies in a store below a name: which of it a path or a JSON value names, and noting that it is used.
+"""The folders of a store: find those that a path or a JSON value names, and note that they are used.
 
     stages/<stage>-<fingerprint>     runs/<name>-<run id>     inputs/<digest>
 

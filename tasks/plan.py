@@ -5,7 +5,6 @@ Not here: running it (stage.py). These functions read files for their digests an
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -16,49 +15,40 @@ from rollouts.tasks.leases import ENGINE, FOLLOWER
 from rollouts.tasks.records import EngineRecord, RunScope, Stage, StageRecord
 from rollouts_core.config import (
     Config,
-    DatasetConfig,
     EngineConfig,
     RLTrainingConfig,
     RolloutConfig,
     SamplingConfig,
     SFTTrainingConfig,
 )
-from rollouts_core.config.data import ColumnType
-from rollouts_core.config.reward import GRADING_MODELS
-from rollouts_core.data.rows import WEIGHTS, digest_path, resolve_revision
 from rollouts_core.errors import ConfigError
-from rollouts_core.fingerprint import digest_checkpoint, digest_model, digest_plugins, fingerprint_job
+from rollouts_core.fingerprint import fingerprint_job
 from rollouts_core.job import (
     EngineAddress,
     EvalJob,
-    InputDataset,
     InputFile,
     InputModel,
     Job,
     RLJob,
     ServeJob,
-    SFTJob,
+    TrainingJob,
 )
 from rollouts_core.keys import OWN_KEY_VARIABLE
+from rollouts_core.stages import EVALUATE, kind_of, selection_of
+from rollouts_core.stages.kind import load
+from rollouts_core.stages.planning import input_file, plugin_digest
 
 
-def plan_sft(config: Config, scope: RunScope, node: Node) -> Stage:
-    """Fine-tune `config.model` on the demonstrations."""
-    return build_stage("sft", sft_job(config), scope, node, num_steps=config.training.sft.num_steps)
+def plan_training(name: str, start: InputModel, config: Config, scope: RunScope, node: Node) -> Stage:
+    """Train the start model. `with_engines` adds engines. They do not enter the identity.
 
-
-def sft_job(config: Config) -> SFTJob:
-    """The job of SFT."""
-    eval_data = config.data.sft_eval
-    return SFTJob(
-        model=base_model(config),
-        data=tuple(input_dataset(dataset) for dataset in config.demonstrations),
-        eval_data=input_file(eval_data, config.data.columns_of("sft_eval")) if eval_data else None,
-        streaming=config.data.streaming,
-        training=config.training.sft,
-        resume_digest=digest_checkpoint(config.training.sft.resume_from),
-        deployment=config.deployment,
-    )
+    Args:
+        name: the stage's, which also names its settings.
+    """
+    job: TrainingJob = load(kind_of(name).plan)(start, config)
+    if isinstance(job, RLJob) and node.engine_nodes:
+        job = job.model_copy(update={"rollout": with_engines_elsewhere(job.rollout)})
+    return build_stage(name, job, scope, node, num_steps=job.training.num_steps)
 
 
 def plan_selection(training: StageRecord, config: Config, scope: RunScope, node: Node) -> Stage:
@@ -66,31 +56,7 @@ def plan_selection(training: StageRecord, config: Config, scope: RunScope, node:
     checkpoints = checkpoints_of(training, config)
     rows = input_file(config.data.selection, config.data.columns_of("selection"))
     job = evaluation_job(checkpoints, rows, config, node).model_copy(update={"is_selection": True})
-    return build_stage(f"select-{training.stage}", job, scope, node, num_steps=len(checkpoints))
-
-
-def plan_rl(start: InputModel, config: Config, scope: RunScope, node: Node) -> Stage:
-    """Improve the start model from recorded rollouts, or against engines, which `with_engines` adds.
-
-    Engines are no part of its identity.
-    """
-    rollout = with_engines_elsewhere(config.rollout) if node.engine_nodes else config.rollout
-    job = rl_job(start, config).model_copy(update={"rollout": rollout})
-    return build_stage("rl", job, scope, node, num_steps=config.training.rl.num_steps)
-
-
-def rl_job(start: InputModel, config: Config) -> RLJob:
-    """The job of RL, with trainer and engines on one machine."""
-    return RLJob(
-        model=start,
-        prompts=input_file(config.data.prompts, config.data.columns_of("prompts")) if config.data.prompts else None,
-        rollouts=input_file(config.data.rollouts) if config.data.rollouts else None,
-        training=config.training.rl,
-        resume_digest=digest_checkpoint(config.training.rl.resume_from),
-        rollout=config.rollout,
-        plugin_digest=plugin_digest(config.rollout, config.training.rl),
-        deployment=config.deployment,
-    )
+    return build_stage(selection_of(training.stage), job, scope, node, num_steps=len(checkpoints))
 
 
 def with_engines_elsewhere(rollout: RolloutConfig) -> RolloutConfig:
@@ -116,7 +82,7 @@ def with_engines(rl: Stage, engines: Sequence[EngineRecord]) -> Stage:
 
 
 def engine_ports(rl: Stage, node: Node) -> list[int]:
-    """The ports of the engines of an RL stage, each node's in turn; none where it trains on recorded rollouts."""
+    """The ports of the engines of an RL stage, each node's in turn; none if it trains on recorded rollouts."""
     job = RLJob.model_validate(rl.job)
     return [] if job.rollouts else job.deployment.engine_ports * max(1, len(node.engine_nodes))
 
@@ -149,7 +115,7 @@ def plan_engine(rl: Stage, port: int, node: Node, index: int = 0) -> Stage:
 
 
 def plan_follower(stage: Stage, node: Node, node_rank: int) -> Stage:
-    """What a further machine does of a training: the same job, which ends with the one that leads.
+    """The part of a further machine in a training: the same job, which ends with the leading one.
 
     Args:
         node: the further machine.
@@ -166,16 +132,11 @@ def plan_follower(stage: Stage, node: Node, node_rank: int) -> Stage:
 
 
 def plan_evaluation(models: Mapping[str, InputModel], config: Config, scope: RunScope, node: Node) -> Stage:
-    """Score the models on the held-out rows, under the names base, sft and rl."""
+    """Score the models on the held-out rows, under the names of `models`."""
     renamed = [model.model_copy(update={"name": name}) for name, model in models.items()]
     rows = input_file(config.data.heldout, config.data.columns_of("heldout"))
     job = evaluation_job(renamed, rows, config, node)
-    return build_stage("evaluate", job, scope, node, num_steps=len(renamed))
-
-
-def base_model(config: Config) -> InputModel:
-    """The model that the pipeline starts from."""
-    return InputModel(name="base", model=config.model, digest=digest_model(config.model))
+    return build_stage(EVALUATE.name, job, scope, node, num_steps=len(renamed))
 
 
 def selected_model(training: StageRecord, selection: StageRecord, config: Config) -> InputModel:
@@ -234,34 +195,6 @@ def with_engines_of_trainer(config: Config) -> Config:
     return config.model_copy(update={"deployment": config.deployment.with_engines_of_trainer()})
 
 
-def input_file(path: str, columns: Mapping[str, ColumnType] | None = None) -> InputFile:
-    """A data file with the digest of its content, and the types of its columns if it is CSV."""
-    return InputFile(path=path, digest=digest_path(path), columns=dict(columns or {}))
-
-
-def input_dataset(dataset: DatasetConfig) -> InputDataset:
-    """A dataset with the digest of its content; one of the hub is held to the commit that it has now."""
-    revision = resolve_revision(dataset.path, dataset.revision)
-    digest = digest_path(dataset.path, revision=revision)
-    return InputDataset(**{**dataset.model_dump(), "revision": revision, "digest": digest})
-
-
-def plugin_digest(rollout: RolloutConfig, training: RLTrainingConfig | None = None) -> str:
-    """The digest of the code of users and installed packages, and of models, that sampling, grading and the loss name.
-
-    `digest_plugins` of the names, and the content of the rewards' models where they are folders of this machine; of a
-    judge's folder the tokenizer, which is all that is read there.
-    """
-    own_loss = training.functions_named if training else {}
-    code = digest_plugins(*rollout.functions_named.values(), *own_loss.values())
-    models = [
-        digest_path(each.model, without=() if each.kind in GRADING_MODELS else WEIGHTS)
-        for each in rollout.rewards
-        if each.model_folder and Path(each.model).is_dir()
-    ]
-    return hashlib.sha256("".join([code, *models]).encode()).hexdigest() if models else code
-
-
 def check_plugins(stage: Stage) -> None:
     """Raise ConfigError where the code or the models of `plugin_digest` are others now than when it was planned.
 
@@ -279,7 +212,7 @@ def check_plugins(stage: Stage) -> None:
 def build_stage(name: str, job: Job, scope: RunScope, node: Node, *, num_steps: int) -> Stage:
     """A stage at the place that its identity gives it; a fresh one gets an identity of this run's own.
 
-    So does one that another run had end early: the whole training has a place beside the shortened one.
+    A stage that another run had end early gets a new identity, too: the whole training has a place beside it.
     """
     salt = scope.run_id if name in scope.fresh else ""
     stages = Path(node.local_root) / "stages"

@@ -28,7 +28,7 @@ def with_enough_memory(node: NodeT, config: Config, size: ModelSize | None = Non
     """The node's settings; of a node to rent with as much memory for each GPU as the training takes at least.
 
     Args:
-        size: that of the model, where it was found out already.
+        size: that of the model, if it is known already.
     """
     if not isinstance(node, RentedNode):
         return node

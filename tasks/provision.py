@@ -23,7 +23,7 @@ from rollouts.tasks.spending import note_spending
 from rollouts.tasks.stage import GivenUp, drop_leases, leases_on, stop_leased_jobs
 
 LOOKED_ALREADY = Pace(looks_s=(0.0,))
-"""Where renting breaks off, what was being asked for has been looked for again and again by then."""
+"""When renting breaks off, the requested machine has already been looked for again and again."""
 
 
 @task(name="provision", cache_policy=NO_CACHE)
@@ -48,7 +48,7 @@ def give_back(
 ) -> list[str]:
     """End every job that only this run wants, then give the node back; returns what was done, a sentence each.
 
-    What stopped jobs have on another machine is fetched before. A rented machine is given back also where its jobs
+    Results of stopped jobs are fetched from other machines before. A rented machine is given back also where its jobs
     cannot be reached, or the ledger cannot be written: they end with it. Jobs on further nodes that cannot be reached
     end by themselves.
 
@@ -97,20 +97,20 @@ def give_back(
 
 
 def describe_given_up(given_up: GivenUp) -> list[str]:
-    """What became of a run's jobs, a sentence each."""
+    """The fate of a run's jobs, a sentence each."""
     return [
         *(f"ended the job in {run_dir}{saved}" for run_dir, saved in given_up.ended.items()),
         *(f"the job in {run_dir} saves its last step and ends by itself" for run_dir in given_up.still_saving),
         *(f"left the job in {run_dir} to another run that wants it" for run_dir in given_up.left_to_runs),
         *(f"left the job in {run_dir}: a run of another store follows it" for run_dir in given_up.left_to_stores),
-        *(f"left the job in {run_dir}, which ends when nobody needs it" for run_dir in given_up.left_to_those),
+        *(f"left the job in {run_dir}, which ends when no run needs it" for run_dir in given_up.left_to_those),
     ]
 
 
 def give_back_further(node: Node, leases: Sequence[Lease], scope: RunScope, *, is_left: bool = False) -> list[str]:
     """End the jobs on a further node, and give it back unless it is rented: its unit is given back as one, or kept.
 
-    Where it does not answer its jobs end by themselves: nobody renews their leases.
+    If the node does not answer, its jobs end by themselves: their leases lapse.
 
     Args:
         is_left: what they are for goes on for a run of another store.
@@ -131,7 +131,7 @@ def give_back_further(node: Node, leases: Sequence[Lease], scope: RunScope, *, i
 
 
 def describe_release(node: Node) -> str:
-    """What became of a node; one that somebody rented goes on costing money."""
+    """The fate of a node; a machine that the user rented goes on costing money."""
     names = [node.name, *(each.name for each in node.further_nodes if each.is_rented)]
     nodes = "node" if len(names) == 1 else "nodes"
     return (

@@ -49,11 +49,11 @@ class FoundFolder:
     place: str
     """Below the store: stages/<stage>, runs/<run> or inputs/<digest>."""
     num_bytes: int
-    """What removing it makes free: a file that lies here and elsewhere counts where it stays longest."""
+    """Bytes that its removal makes free. A file with several links counts at its place that stays longest."""
     used_at: float
     """When a run used it last, seconds since 1970."""
     reason: str = ""
-    """Why it is kept; empty where nothing refers to it."""
+    """Why it is kept; empty if nothing refers to it."""
 
     @property
     def name(self) -> str:
@@ -63,7 +63,7 @@ class FoundFolder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrunePlan:
-    """What would be removed, and what not."""
+    """The folders to remove, and the others."""
 
     removed: tuple[FoundFolder, ...]
     kept: tuple[FoundFolder, ...]
@@ -72,7 +72,7 @@ class PrunePlan:
 def plan_prune(
     store: Path, ledger: Ledger, *, unused_days: float, max_bytes: int | None = None, now: float | None = None
 ) -> PrunePlan:
-    """What nothing refers to and was not used for so many days; and more of it, longest unused first, until all fits.
+    """Choose unreferenced folders that were unused for so many days, then more, longest unused first, until all fits.
 
     Args:
         max_bytes: what everything together may take; None does not ask.
@@ -148,7 +148,7 @@ def reasons_to_keep(store: Path, ledger: Ledger, places: Sequence[str], register
 
 
 def _work_under_way(path: Path) -> str:
-    """What is being done in a folder; empty where it is nothing."""
+    """The work under way in a folder, or nothing."""
     if is_supervised(str(path)):
         return "its job goes on"
     return "it is being fetched" if is_being_fetched(path) else ""
@@ -168,7 +168,7 @@ def _wanted_by_runs(ledger: Ledger, places: Sequence[str]) -> dict[str, str]:
 
 
 def _lineages(registered: Sequence[Model]) -> dict[str, str]:
-    """What registered models came from, each with the reason to keep it."""
+    """The folders from which registered models came, each with the reason to keep it."""
     reasons: dict[str, str] = {}
     for model in registered:
         places = {f"{STAGES}/{stage}" for stage in model.stages} | places_in(model.checkpoint)
@@ -177,7 +177,7 @@ def _lineages(registered: Sequence[Model]) -> dict[str, str]:
 
 
 def _named_by_deployments(store: Path) -> dict[str, str]:
-    """What configurations of deployments name, each with the reason to keep it."""
+    """The folders that configurations of deployments name, each with the reason to keep it."""
     reasons: dict[str, str] = {}
     for path in sorted((store / "prefect/deployments").glob("*.json")):
         deployment = _read_json(path)
@@ -192,7 +192,7 @@ def _scored_by(deployment: Any) -> set[str]:  # Any: JSON
         evaluate = deployment["parameters"]["evaluate"]
         firsts = {str(evaluate.get(key, "")).partition("/")[0] for key in ("model", "against")}
     except (AttributeError, KeyError, TypeError):
-        return set()  # it scores what somebody names who runs it
+        return set()  # it scores the models that its user names
     return {f"{kind}/{name}" for kind in (RUNS, STAGES) for name in firsts if is_place(kind, name)}
 
 
@@ -209,12 +209,12 @@ def _with_what_they_name(store: Path, reasons: Mapping[str, str]) -> dict[str, s
 
 
 def _places_in_file(path: Path) -> set[str]:
-    """What a JSON file names by path."""
+    """The folders that a JSON file names by path."""
     return places_in(_read_json(path))
 
 
 def _read_json(path: Path) -> Any:  # Any: JSON
-    """The content of a file; None where there is none, or it is not whole."""
+    """The content of a file; None if it is missing or not whole."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -247,12 +247,12 @@ def _removable(path: Path) -> list[Path]:
 
 
 def _is_own_folder(path: Path) -> bool:
-    """True for a folder of the store itself: one that somebody put elsewhere and linked takes no room here."""
+    """True for a folder of the store itself: a folder elsewhere, with a link here, takes no room here."""
     return path.is_dir() and not path.is_symlink()
 
 
 def _move_aside(path: Path) -> Path | None:
-    """Where the folder lies now, out of the way of everybody; None where another prune was faster."""
+    """Move a folder out of everybody's way and return its new path; None if another prune was faster."""
     doomed = path.with_name(f".{path.name.lstrip('.')}.partial-{secrets.token_hex(4)}")
     try:
         path.rename(doomed)
@@ -262,14 +262,14 @@ def _move_aside(path: Path) -> Path | None:
 
 
 def _measured(store: Path, found: Sequence[FoundFolder]) -> list[FoundFolder]:
-    """The folders with their sizes; a file with several names counts where it is removed last."""
+    """The folders with their sizes; a file with several names counts at its last place."""
     seen: set[tuple[int, int]] = set()
     longest_first = sorted(found, key=lambda folder: (not folder.reason, -folder.used_at))
     return [replace(folder, num_bytes=_num_bytes(store / folder.place, seen)) for folder in longest_first]
 
 
 def _num_bytes(place: Path, seen: set[tuple[int, int]]) -> int:
-    """What the files to be removed take, but those that were seen; somebody may be removing some of them meanwhile."""
+    """Bytes of the files to be removed, without those in `seen`; another prune may remove some meanwhile."""
     total = 0
     walked = (each for folder in _removable(place) for each in os.walk(folder))  # passes over folders that vanish
     for path in (Path(parent, name) for parent, _, names in walked for name in names):

@@ -15,18 +15,19 @@ from rollouts.infra.ledger import LEDGER_FILE
 from rollouts.infra.run_ids import short_id
 from rollouts.tasks.trackers import TrackerName
 from rollouts_core.config import EngineKind
+from rollouts_core.stages import TRAININGS
 
 How = Literal["ran", "attached", "reused"]
 
 
 class TaskRecord(BaseModel):
-    """What all records of this package share."""
+    """The base of all records of this package."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 class RunScope(TaskRecord):
-    """What every stage of one run needs to know about the run."""
+    """Facts about a run that each of its stages needs."""
 
     run_id: str
     """The flow run's id: leases are held under it."""
@@ -52,12 +53,12 @@ class RunScope(TaskRecord):
 
     @property
     def output_dir(self) -> Path:
-        """Where the run's report and checkpoint are published."""
+        """The folder of the run's report and checkpoint."""
         return Path(self.store) / "runs" / f"{self.run_name}-{short_id(self.run_id)}"
 
     @property
     def publication_url(self) -> str:
-        """Where the run's results are published in an object store."""
+        """The address of the run's results in an object store."""
         return f"{self.publish}/{self.run_name}"
 
 
@@ -90,9 +91,19 @@ class Stage(TaskRecord):
         """The command of `python -m rollouts_core` that does the job."""
         return str(self.job["kind"])
 
+    @property
+    def samples(self) -> bool:
+        """Whether the stage is a training that asks engines for completions."""
+        return self.trains and TRAININGS[self.kind].is_graded and not self.job["rollouts"]
+
+    @property
+    def trains(self) -> bool:
+        """Whether the stage trains the model."""
+        return self.kind in TRAININGS
+
 
 class StageRecord(TaskRecord):
-    """What a finished stage came to."""
+    """The outcome of a finished stage."""
 
     stage: str
     fingerprint: str
@@ -100,11 +111,11 @@ class StageRecord(TaskRecord):
     how: How
     """ran: started by this run. attached: already under way. reused: finished before."""
     why: str = ""
-    """The reason of that, in words; which other run it was, where one was."""
+    """The reason of that, in words; which other run it was, if any."""
     began_at: float = 0.0
-    """When this run came to it, seconds since 1970; 0 where it only took the record."""
+    """When this run came to it, seconds since 1970; 0 if it only took the record."""
     seconds: float
-    """What this run waited for it."""
+    """How long this run waited for it."""
     result: dict[str, Any]  # Any: JSON
     """The content of result.json."""
 
@@ -118,7 +129,7 @@ class EngineRecord(TaskRecord):
     node: str = ""
     """The name of the node that it runs on."""
     lease_url: str = ""
-    """Where a trainer on another node renews its lease."""
+    """The address at which a trainer on another node renews its lease."""
 
     @property
     def lease_file(self) -> str:

@@ -21,21 +21,23 @@ from rollouts.tasks.records import RunScope, StageRecord, artifact_key
 from rollouts.tasks.spending import RUN_FILE, Spending, spending_of_records, with_spending
 from rollouts_core.comparison import Verdict, judge_improvement
 from rollouts_core.config import Config
-from rollouts_core.report import ReportInput, StageSummary, render_report, render_summary_markdown
+from rollouts_core.report import ReportInput, StageSummary, TrainedStage, render_report, render_summary_markdown
 from rollouts_core.report.markdown import as_code
+from rollouts_core.stages import BASE, EVALUATE, is_training, label_of, selection_of, trainings_of
 from rollouts_core.system.files import write_atomically, write_json
-
-NAME_OF = {"base": "the start model", "sft": "the selected SFT checkpoint", "rl": "RL"}
-"""What the verdict calls the models of an evaluation."""
 
 
 @task(name="report", cache_policy=NO_CACHE)
 def write_report(
     records: Sequence[StageRecord], config: Config, node: NodeSettings, checkpoint_path: str, scope: RunScope
 ) -> tuple[str, Verdict | None]:
-    """Write report.html, run.json and config.toml; returns the report's path and the verdict on RL, None without RL."""
+    """Write report.html, run.json and config.toml; returns the report's path and the verdict.
+
+    The verdict is None if the last training is not judged.
+    """
     by_stage = {record.stage: record for record in records}
-    verdict = judge_rl(by_stage["evaluate"], by_stage["rl"], config) if "rl" in by_stage else None
+    last = trainings_of(config.mode)[-1]
+    verdict = judge_training(by_stage[EVALUATE.name], by_stage[last.name], config) if last.kind.is_judged else None
     settings_toml = render_settings(config, node, scope)
     spending = spending_of_records(records, scope)
     report = build_report_input(by_stage, config, settings_toml, checkpoint_path, scope, verdict, spending)
@@ -67,19 +69,24 @@ def write_report(
 
 
 def describe_how(record: StageRecord) -> str:
-    """How a stage came to its result, and whether somebody had it end early."""
+    """How a stage came to its result, and whether a user ended it early."""
     early = record.result.get("finished_early")
     return f"{record.how}, {EarlyEnd.model_validate(early).sentence}" if early else record.how
 
 
-def judge_rl(evaluation: StageRecord, rl: StageRecord, config: Config) -> Verdict:
-    """Whether RL beat the model that it started from, on the held-out prompts, and what its record warns of."""
+def judge_training(evaluation: StageRecord, training: StageRecord, config: Config) -> Verdict:
+    """Whether a training beat the model that it started from on the held-out rows, and what its record warns of."""
     scores = {entry["name"]: entry["scores"] for entry in evaluation.result["checkpoints"]}
-    start = "sft" if "sft" in scores else "base"
+    models = [BASE, *(place.name for place in trainings_of(config.mode))]
+    start = models[models.index(training.stage) - 1]
+    before = "the start model" if start == BASE else f"the selected {label_of(start)} checkpoint"
     verdict = judge_improvement(
-        scores[start], scores["rl"], names=(NAME_OF[start], NAME_OF["rl"]), max_p_value=config.evaluation.max_p_value
+        scores[start],
+        scores[training.stage],
+        names=(before, label_of(training.stage)),
+        max_p_value=config.evaluation.max_p_value,
     )
-    warning = shown_line(str(rl.result.get("warning") or ""))
+    warning = shown_line(str(training.result.get("warning") or ""))
     return replace(verdict, sentence=f"{verdict.sentence}; {warning}") if warning else verdict
 
 
@@ -102,13 +109,7 @@ def build_report_input(
     verdict: Verdict | None,
     spending: Spending | None,
 ) -> ReportInput:
-    """What the report's renderer needs, from the records of the stages."""
-
-    def run_dir(stage: str) -> Path | None:
-        return Path(by_stage[stage].run_dir) if stage in by_stage else None
-
-    evaluation_dir = run_dir("evaluate")
-    assert evaluation_dir is not None, "every run evaluates"
+    """The input of the report's renderer, from the records of the stages."""
     return ReportInput(
         run_name=scope.run_name,
         mode=config.mode,
@@ -124,14 +125,17 @@ def build_report_input(
             for record in by_stage.values()
         ),
         usd_outside_stages=spending.outside_stages_usd if spending else None,
-        evaluation_dir=evaluation_dir,
-        sft_dir=run_dir("sft"),
-        sft_selection_dir=run_dir("select-sft"),
-        rl_dir=run_dir("rl"),
-        rl_selection_dir=run_dir("select-rl"),
-        selected={
-            kind: by_stage[f"select-{kind}"].result["best"] for kind in ("sft", "rl") if f"select-{kind}" in by_stage
-        },
+        evaluation_dir=Path(by_stage[EVALUATE.name].run_dir),
+        trainings=tuple(
+            TrainedStage(
+                name=name,
+                run_dir=Path(by_stage[name].run_dir),
+                selection_dir=Path(by_stage[selection_of(name)].run_dir),
+                selected=by_stage[selection_of(name)].result["best"],
+            )
+            for name in by_stage
+            if is_training(name)
+        ),
         checkpoint_path=checkpoint_path,
         settings_toml=settings_toml,
         reproduce_command=shlex.join(

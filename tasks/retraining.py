@@ -1,4 +1,4 @@
-"""What a retraining does next: skip, train and compare, ask a person, promote or reject; and doing it step by step.
+"""Decide the next step of a retraining, and take it: skip, train and compare, ask, promote or reject.
 
 Not here: Prefect (flows/retrain.py), the rows that are written down (infra/retrainings.py, infra/registry.py). After
 every step the ledger has what the next one needs, so that a run which was killed or suspended anywhere goes on there.
@@ -69,7 +69,7 @@ class Step(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rules:
-    """What a person decided about retraining beforehand."""
+    """The user's settings of a retraining."""
 
     needs_approval: bool = False
     force: bool = False
@@ -99,7 +99,7 @@ class Compared:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What a person said about a candidate."""
+    """The user's answer about a candidate."""
 
     approved: bool
     by: str
@@ -121,14 +121,14 @@ class Outcome:
 
 
 class Work(Protocol):
-    """What is done outside of the ledger; each may be called again after a crash, and does only what is missing."""
+    """The work outside of the ledger. Each method may be called again after a crash, and does only the missing part."""
 
     def watch(self) -> dict[str, str]:
         """Digests of the data, by path."""
         ...
 
     def train(self, data: Mapping[str, str], production: Model | None) -> Compared:
-        """Train, register the candidate, and compare it with production, or with the start model where none is."""
+        """Train, register the candidate, and compare it with production, else with the start model."""
         ...
 
     def compare(self, candidate: Model, production: Model | None) -> Compared:
@@ -168,7 +168,7 @@ def decide_start(data: Mapping[str, str], earlier: Sequence[Retraining], rules: 
 
 
 def decide_end(row: Retraining, production_id: int, rules: Rules) -> Decision:
-    """What follows for a retraining that has begun.
+    """The next step of a retraining that has begun.
 
     Args:
         production_id: the model that is in production now, or NOTHING.
@@ -276,7 +276,7 @@ def _promote(ledger: Ledger, row: Retraining, reason: str, clock: Callable[[], f
     try:
         promote(ledger, model, by=by, reason=reason, instead_of=row.baseline_id, now=clock())
     except ProductionChangedError:
-        return row  # somebody was faster: the next step compares with what is in production now
+        return row  # another retraining was faster: the next step compares with what is in production now
     return end_retraining(ledger, row, RetrainingState.PROMOTED, f"promoted {model.name}: {reason}", now=clock())
 
 

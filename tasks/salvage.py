@@ -40,7 +40,7 @@ def salvage(scope: RunScope, node: Node, *, timeout_s: float = SALVAGE_S) -> lis
 
 
 def _is_unfinished(directory: RunDirectory) -> bool:
-    """Whether a stage has no record; one that cannot be read is none."""
+    """Whether a stage has no record; an unreadable one does not count."""
     try:
         return directory.read_result() is None
     except (ValueError, RecursionError):
@@ -48,7 +48,7 @@ def _is_unfinished(directory: RunDirectory) -> bool:
 
 
 def _fetch(session: Session, source: str, here: RunDirectory, timeout_s: float) -> str:
-    """Fetch a run directory; returns what is worth saying, empty where nothing is."""
+    """Fetch a run directory; returns what is worth saying, or nothing."""
     failures: list[str] = []
 
     def pull() -> None:

@@ -1,4 +1,4 @@
-"""What the machines of a run cost: per stage, outside of stages, and together; from the ledger, by times.
+"""The cost of a run's machines per stage, outside of stages, and in all, by the times in the ledger.
 
 Not here: prices and times of machines (infra/renting/rentals.py), the run's limit (budget.py).
 
@@ -25,7 +25,7 @@ RUN_FILE = "run.json"
 
 
 class Spending(TaskRecord):
-    """What a run has spent on machines, in US dollars."""
+    """Money that a run has spent on machines, in US dollars."""
 
     total_usd: float
     outside_stages_usd: float
@@ -38,7 +38,7 @@ class Spending(TaskRecord):
 
 
 def spending_of(stages: Mapping[str, tuple[float, float]], scope: RunScope) -> Spending | None:
-    """What the run has spent until now; None where it rented nothing.
+    """Money that the run has spent until now; None if it rented nothing.
 
     Args:
         stages: when each began, in seconds since 1970, and how long it took. No two go on at once.
@@ -68,7 +68,7 @@ def spending_of_records(records: Sequence[StageRecord], scope: RunScope) -> Spen
 
 
 def with_spending(run: Mapping[str, Any], spending: Spending | None) -> dict[str, Any]:  # Any: JSON
-    """The content of run.json with what was spent: `spent`, and `usd` of each stage; null where nothing was rented."""
+    """The content of run.json with what was spent: `spent`, and `usd` of each stage; null if nothing was rented."""
     usd_by_stage = spending.usd_by_stage if spending else {}
     stages = [{**stage, "usd": _rounded(usd_by_stage.get(stage["stage"]))} for stage in run["stages"]]
     spent = spending and {

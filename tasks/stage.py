@@ -169,7 +169,7 @@ def claim_stage(stage: Stage, scope: RunScope, node: Node, ledger: Ledger) -> No
 
 
 def describe_left_job(nodes: Collection[str]) -> str:
-    """What somebody should know about the stage's jobs that killed runs left on other nodes."""
+    """A warning of the stage's jobs that killed runs left on other nodes."""
     return (
         f"may be under way on {' and '.join(sorted(nodes))}, too, begun there by a run that was killed: what comes "
         "of that is not used here; to go on with it, or end it, interrupt this run and start it with that node"
@@ -188,7 +188,7 @@ def claimed(stage: Stage, scope: RunScope, node: Node, ledger: Ledger) -> Iterat
 
 def checkpoints_published_of(stage: Stage, scope: RunScope) -> AbstractContextManager[None]:
     """Publish the checkpoints of a training while it goes on, where the run asks for that."""
-    if not scope.publish_checkpoints or stage.kind not in ("sft", "rl"):
+    if not scope.publish_checkpoints or not stage.trains:
         return nullcontext()
     url = f"{scope.publication_url}/stages/{Path(stage.run_dir).name}"
     return checkpoints_published(RunDirectory(Path(stage.run_dir)).checkpoints, url)
@@ -250,7 +250,7 @@ def follow_until_finished(session: Session, status: JobStatus, progress: StagePr
 
 @dataclass(frozen=True, slots=True)
 class GivenUp:
-    """What became of the jobs that a run wanted, by their directories; one that had ended by itself is in none."""
+    """The fate of a run's jobs, by their directories; jobs that had ended by themselves are left out."""
 
     ended: dict[str, str] = field(default_factory=dict)
     """With which step they have saved, as the rest of a sentence."""
@@ -261,7 +261,7 @@ class GivenUp:
     left_to_stores: list[str] = field(default_factory=list)
     """Runs of other stores follow them."""
     left_to_those: list[str] = field(default_factory=list)
-    """Those of other stores may need them; they end by themselves when nobody does."""
+    """Jobs that runs of other stores may need; they end by themselves when their leases lapse."""
 
 
 def stop_leased_jobs(
@@ -272,7 +272,7 @@ def stop_leased_jobs(
     say: Callable[[str], None] = lambda sentence: None,
     is_impatient: Callable[[], bool] = lambda: False,
 ) -> GivenUp:
-    """Give up the run's claims on jobs of a node, and end those that nobody else wants.
+    """Give up the run's claims on jobs of a node, and end those that no other run wants.
 
     Args:
         say: told once that a job is waited for that saves what it has.
@@ -322,9 +322,9 @@ def leases_on(scope: RunScope, node: Node) -> dict[str, list[Lease]]:
 
 
 def drop_leases(scope: RunScope, leases: Sequence[Lease] | None = None) -> None:
-    """Give up this run's claims on jobs that are no more: all, or some.
+    """Give up this run's claims on ended jobs: all, or some.
 
-    Where the ledger cannot be written they stay: those of a run that is over do not count.
+    If the ledger cannot be written they stay: claims of a run that is over do not count.
     """
     try:
         with Ledger(scope.ledger_path) as ledger:

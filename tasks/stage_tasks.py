@@ -1,4 +1,4 @@
-"""The stages that are jobs, one Prefect task each: their names are what Prefect's pages and its cache know them by.
+"""The stages of a run as Prefect tasks. Prefect's pages know them by the names of their kinds.
 
 Not here: what a stage does (plan.py), how its job is run (stage.py).
 """
@@ -8,30 +8,22 @@ from __future__ import annotations
 from prefect import task
 
 from rollouts.infra.node import Node
-from rollouts.tasks.caching import STAGE_OPTIONS
+from rollouts.tasks.caching import STAGE_OPTIONS, run_cached
 from rollouts.tasks.records import RunScope, Stage, StageRecord
 from rollouts.tasks.stage import run_stage
+from rollouts_core.stages import STAGES, kind_of
 
 
-@task(name="sft", **STAGE_OPTIONS)
-def train_sft(stage: Stage, scope: RunScope, node: Node) -> StageRecord:
-    """Fine-tune the base model on demonstrations."""
+def do_stage(stage: Stage, scope: RunScope, node: Node) -> StageRecord:
+    """Do a stage, or take what it left."""
     return run_stage(stage, scope, node)
 
 
-@task(name="rl", **STAGE_OPTIONS)
-def train_rl(stage: Stage, scope: RunScope, node: Node) -> StageRecord:
-    """Improve the selected checkpoint by reinforcement learning."""
-    return run_stage(stage, scope, node)
+STAGE_TASKS = {
+    name: task(name=name, description=kind.purpose, **STAGE_OPTIONS)(do_stage) for name, kind in STAGES.items()
+}
 
 
-@task(name="select", **STAGE_OPTIONS)
-def select_checkpoint(stage: Stage, scope: RunScope, node: Node) -> StageRecord:
-    """Score the checkpoints of a training stage and name the best."""
-    return run_stage(stage, scope, node)
-
-
-@task(name="evaluate", **STAGE_OPTIONS)
-def evaluate_models(stage: Stage, scope: RunScope, node: Node) -> StageRecord:
-    """Score base, SFT and RL on the held-out rows."""
-    return run_stage(stage, scope, node)
+def run_task(stage: Stage, scope: RunScope, node: Node) -> StageRecord:
+    """The record of a stage, by the task of its kind."""
+    return run_cached(STAGE_TASKS[kind_of(stage.name).name], stage, scope, node)

@@ -44,7 +44,7 @@ def reach_stores(config: Config, scope: RunScope) -> Config:
 def send_from_machine(final: InputModel, checkpoint_path: str, machine: Node, scope: RunScope) -> None:
     """Let the machine that has the final checkpoint send its files, so that publishing finds them there.
 
-    What it cannot send, publishing does: nothing here fails the run.
+    Publishing sends the files that the machine cannot send: nothing here fails the run.
 
     Args:
         checkpoint_path: a copy of it here.

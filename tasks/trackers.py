@@ -55,7 +55,7 @@ class TrackedStage(BaseModel):
 
     @property
     def state(self) -> Path:
-        """What has been sent of it."""
+        """The file that says how far it was sent."""
         return self.store / "tracked" / f"{self.name}-{self.tracker}.json"
 
 
@@ -80,7 +80,7 @@ class Tracker(Protocol):
         ...
 
     def close(self) -> None:
-        """Return when all of it is where it belongs."""
+        """Return when all of it has arrived."""
         ...
 
 
@@ -159,7 +159,7 @@ class WandbTracker:
         """Nothing: its own process keeps them."""
 
     def close(self) -> None:
-        """Return when the server has them, or the file where there is none."""
+        """Return when the server has them, or the file without a server."""
         self._run.finish()
 
 

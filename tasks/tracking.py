@@ -1,6 +1,6 @@
 """Send the metrics of a training to trackers while it writes them, each from a process of its own.
 
-What goes wrong with a tracker, or how long it takes, is said and changes nothing of the training.
+Faults of a tracker, and long waits for it, are told and do not change the training.
 
     metrics.jsonl ──this process, line by line──> tracker      <store>/tracked/<run>-<stage>-<tracker>.json: how far
          ^                                                     so a run that goes on sends nothing twice
@@ -37,7 +37,7 @@ FINISH_TIMEOUT_S = 90.0
 """How long a tracker may go on after the training has ended."""
 GRACE_S = 5.0
 WHERE = "the metrics are in"
-"""Where they are all the same, in a sentence about what is wrong with a tracker."""
+"""The place where metrics are kept anyway, in sentences about a faulty tracker."""
 NOT_METRICS = ("step", "attempt", "time")
 
 
@@ -47,7 +47,7 @@ def tracked(stage: Stage, scope: RunScope, say: Callable[[str], None]) -> Iterat
 
     An exception, an interrupt above all, is not held up: the trackers' processes come to their end by themselves.
     """
-    names = scope.report_to if stage.kind in ("sft", "rl") else ()
+    names = scope.report_to if stage.trains else ()
     with ExitStack() as stack:
         for name in names:
             training = TrackedStage(
@@ -161,7 +161,7 @@ def main() -> None:
     is_over = threading.Event()
 
     def say(sentence: str) -> None:
-        with suppress(BrokenPipeError):  # nobody reads it any more
+        with suppress(BrokenPipeError):  # it has no reader any more
             sys.stdout.write(f"{training.tracker}: {sentence}\n")
             sys.stdout.flush()
 

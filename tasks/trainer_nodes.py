@@ -37,7 +37,7 @@ GPU_POLL_S = 2.0
 TURN_POLL_S = 0.5
 
 Trainers = Mapping[str, Any]  # Any: JSON
-"""What a job.json says of the machines that train together; nothing for one that trains alone."""
+"""The entry of a job.json for machines that train together; empty for one that trains alone."""
 ALONE: Trainers = MappingProxyType({})
 
 
@@ -61,7 +61,7 @@ def start_in_turn(stage: Stage, scope: RunScope, node: Node, say: Callable[[str]
 
 def trains_with_others(stage: Stage, node: Node) -> bool:
     """Whether further machines take part in a stage."""
-    return stage.kind in ("sft", "rl") and bool(node.trainer_nodes)
+    return stage.trains and bool(node.trainer_nodes)
 
 
 @contextmanager
@@ -124,7 +124,7 @@ def with_trainers(stage: Stage, trainers: Trainers) -> Stage:
 
 
 def choose_places(stage: Stage, sessions: Sequence[Session], node: Node) -> list[dict[str, Any]]:  # Any: JSON
-    """Where the further machines wait for the leader."""
+    """The addresses at which the further machines wait for the leader."""
     return [
         FurtherTrainer(
             name=own.name,
@@ -159,7 +159,7 @@ def start_follower(stage: Stage, session: Session, node: Node, scope: RunScope, 
 
 
 def end_followers(stage: Stage, sessions: Sequence[Session], node: Node) -> None:
-    """End jobs of further machines that wait for a leader which is no more."""
+    """End jobs of further machines whose leader is gone."""
     for rank, (own, session) in enumerate(zip(node.trainer_nodes, sessions, strict=True), start=1):
         cancel_job(session, own.path_on_node(plan_follower(stage, own, rank).run_dir), GRACE_S)
 

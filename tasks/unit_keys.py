@@ -1,6 +1,6 @@
 """The key that nodes of one unit ask each other for, where the settings name none: one per store.
 
-Not here: keys that the settings name, and who asks for any (rollouts_core/keys.py).
+Not here: keys that the settings name, and which settings ask for one (rollouts_core/keys.py).
 """
 
 from __future__ import annotations
@@ -23,6 +23,6 @@ def own_unit_key(store: Path) -> str:
 
 
 def own_keys(job: Mapping[str, Any], scope: RunScope) -> dict[str, str]:  # Any: JSON
-    """The variables of a job that nobody has to export, with their keys."""
+    """The variables of a job with their keys, which the user need not export."""
     is_own = engine_key_variable(job) == OWN_KEY_VARIABLE or job.get("further_trainers")
     return {OWN_KEY_VARIABLE: own_unit_key(Path(scope.store))} if is_own else {}

@@ -16,15 +16,15 @@ from rollouts_core.errors import DataError
 
 
 def watched_sources(config: Config, sources: Sequence[str]) -> dict[str, str]:
-    """What is watched: revisions by path, "" for files and folders.
+    """The sources to watch: revisions by path, "" for files and folders.
 
     Args:
         sources: files and folders; none of them stands for the demonstrations, prompts or rollouts that are trained on.
     """
     if sources:
         return dict.fromkeys(sources, "")
-    demonstrations = {} if config.mode == "rl" else {each.path: each.revision for each in config.demonstrations}
-    prompts = [] if config.mode == "sft" else [config.data.prompts or config.data.rollouts]
+    demonstrations = {each.path: each.revision for each in config.demonstrations} if config.reads("sft") else {}
+    prompts = [config.data.prompts or config.data.rollouts] if config.is_graded else []
     return demonstrations | dict.fromkeys(prompts, "")
 
 

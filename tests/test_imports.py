@@ -65,6 +65,7 @@ def test_heavy_libraries_stay_in_their_rooms() -> None:
         "rollouts_core.job",
         "rollouts_core.fingerprint",
         "rollouts_core.report",
+        "rollouts_core.stages.planning",
         "rollouts.tasks.plan",
         "rollouts.tasks.artifacts",
         "rollouts.infra.jobs",
@@ -112,6 +113,49 @@ def test_every_module_can_be_the_first_that_is_imported(package: str) -> None:
     command = [sys.executable, "-c", IMPORT_EACH_FIRST, f"rollouts.{package}", *modules]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout == "", "modules that import each other in a circle"
+
+
+PACKAGES_BESIDE_TORCH = (
+    "pydantic datasets orjson blake3 jsonschema tomli_w httpx_aiohttp starlette uvicorn httptools trl prefect"
+)
+"""What a machine with torch and transformers often lacks."""
+NEEDED = {
+    "": "types batch filters comparison metrics checkpoint seeds stopping update data.packing data.data_buffer "
+    "algorithms.mismatch model.attention model.logprobs model.model_shape model.rms_norm model.weight_sample "
+    "backends.optim backends.process_group backends.protocol backends.snapshot",
+    "pydantic": "config job fingerprint algorithms.advantages algorithms.loss data.dataset model.policy model.varlen "
+    "backends.pytorch backends.fsdp rl_batch sft checks.resource_needs",
+    "pydantic blake3": "embedded.decoder embedded.segments",
+    "pydantic jsonschema": "environments rewards",
+    "pydantic blake3 jsonschema orjson httpx_aiohttp": "engines rl rollout.manager",
+}
+"""The core's parts by those of the packages that they need to be imported."""
+IMPORT_WITHOUT = """
+import importlib, sys
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in sys.argv[1].split():
+            raise ModuleNotFoundError(f"no module {name}", name=name)
+sys.meta_path.insert(0, Missing())
+for part in sys.argv[2:]:
+    for name in [each for each in sys.modules if each.partition(".")[0] == "rollouts_core"]:
+        del sys.modules[name]
+    try:
+        importlib.import_module(f"rollouts_core.{part}")
+    except ModuleNotFoundError as error:
+        print(part)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("needed", NEEDED)
+def test_a_part_of_the_core_needs_no_more_packages_than_the_table_says(needed: str) -> None:
+    missing = set(PACKAGES_BESIDE_TORCH.split()) - set(needed.split())
+    able = {part for names, parts in NEEDED.items() if not missing & set(names.split()) for part in parts.split()}
+    every = " ".join(NEEDED.values()).split()
+    command = [sys.executable, "-c", IMPORT_WITHOUT, " ".join(missing), *every]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert set(done.stdout.split()) == set(every) - able
 
 
 @pytest.mark.slow

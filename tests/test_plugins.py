@@ -17,7 +17,6 @@ import pytest
 
 from rollouts.flows.form import RunOptions
 from rollouts.flows.trusted_code import find_marked, is_trusted
-from rollouts.tasks.plan import plugin_digest
 from rollouts_core import plugins
 from rollouts_core.algorithms.objectives import ALL_OBJECTIVES, OBJECTIVES
 from rollouts_core.checks.loss_checks import check_loss_fn
@@ -26,6 +25,7 @@ from rollouts_core.environments import ALL_ENVIRONMENTS
 from rollouts_core.errors import ConfigError
 from rollouts_core.rewards import ALL_REWARDS
 from rollouts_core.rollout.resolve import resolve_environment, resolve_reward_fn
+from rollouts_core.stages.planning import plugin_digest
 from rollouts_core.user_code.own_files import find_code, own_code
 from tests.example_plugin import MODULE, importable, install_example, write_package
 from tests.flows.conftest import clean_environment

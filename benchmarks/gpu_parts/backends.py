@@ -29,7 +29,11 @@ from rollouts_core.algorithms.loss import create_cross_entropy_loss
 from rollouts_core.backends.fsdp import create_fsdp_backend
 from rollouts_core.backends.ranks import join_ranks
 from rollouts_core.embedded.server import bind_port
+from rollouts_core.engines.group import WeightGroup
+from rollouts_core.engines.group_sender import broadcast_bucket
 from rollouts_core.engines.handles import render_handles, share
+from rollouts_core.engines.sending_to_vllm import describe_tensor
+from rollouts_core.engines.sent import BUCKET_BYTES, split_buckets
 
 
 def restore_backend(place: Place) -> Figures:
@@ -47,7 +51,7 @@ def restore_backend(place: Place) -> Figures:
 
 
 def compare_fsdp(place: Place) -> Figures:
-    """Steps of FSDP with one rank against steps of one process."""
+    """Compare the steps of FSDP with one rank and of one process."""
     model = write_small_model(place)
     expected = create_backend(model, place.device)
     with launched_alone(), join_ranks(device=place.choose("cuda:0", "cpu")) as ranks:
@@ -78,7 +82,7 @@ def launched_alone() -> Iterator[None]:
 
 
 class Receiver:
-    """A process that maps tensors by their handles; used with `with`."""
+    """A process that takes tensors as engines do; used with `with`."""
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
@@ -100,31 +104,56 @@ class Receiver:
 
     def take(self, tensors: Mapping[str, Tensor]) -> dict[str, str]:
         """Give it handles of shared tensors; returns the digests of what it sees there."""
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.write(base64.b64encode(render_handles(tensors)).decode() + "\n")
+        self._order(handles=base64.b64encode(render_handles(tensors)).decode())
+        return self._answer()
+
+    def take_broadcast(self, tensors: Mapping[str, Tensor]) -> dict[str, str]:
+        """Send it tensors through a group, as to a worker of vLLM; returns the digests of what came."""
+        group = WeightGroup("http://127.0.0.1:80", "gloo", num_ranks=1)
+        buckets = list(split_buckets(tensors, BUCKET_BYTES))
+        place = {"address": group.address, "port": group.port, "name": group.name, "backend": group.backend, "size": 2}
+        try:
+            described = [[describe_tensor(*named) for named in bucket.items()] for bucket in buckets]
+            self._order(group=place, buckets=described)
+            group.connect()
+            for bucket in buckets:
+                asyncio.run(broadcast_bucket(group, bucket))
+            return self._answer()
+        finally:
+            group.close()
+
+    def _order(self, **order: object) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(order) + "\n")
         self._process.stdin.flush()
+
+    def _answer(self) -> dict[str, str]:
+        assert self._process.stdout is not None
         answer: dict[str, str] = json.loads(self._process.stdout.readline() or "{}")
         return answer
 
 
-def publish_by_handles(place: Place) -> Figures:
-    """Another process maps the trainer's weights by their handles, and sees the same bytes, also after an update."""
+def publish_to_process(place: Place) -> Figures:
+    """Another process gets the trainer's weights, and sees the same bytes, also after an update.
+
+    It maps them by handles, and takes them by our part inside vLLM. That goes by gloo: NCCL needs a second GPU.
+    """
     backend = create_backend(write_small_model(place), place.device)
     with Receiver() as receiver:
         for seed in range(2):
             take_step(backend, sft_step(seed))
             weights = asyncio.run(backend.get_weights().result())
             shared = share(weights, place.device)
-            seen = receiver.take(shared)
             own = {name: digest(tensor) for name, tensor in weights.items()}
-            wrong = [name for name, expected in own.items() if seen.get(name) != expected]
-            hold(not wrong, f"{len(wrong)} of {len(own)} tensors arrived otherwise: {wrong[:3]}")
+            for way, seen in (("handles", receiver.take(shared)), ("gloo", receiver.take_broadcast(weights))):
+                wrong = [name for name, expected in own.items() if seen.get(name) != expected]
+                hold(not wrong, f"{len(wrong)} of {len(own)} tensors arrived otherwise by {way}: {wrong[:3]}")
     return {"tensors": float(len(own)), "memory": place.choose("CUDA IPC", "shared memory of the host")}
 
 
 CHECKS = [
     Check(name="PyTorchTrainingBackend resumes from its checkpoint", run=restore_backend),
     Check(name="FSDPTrainingBackend with one rank equals one process", run=compare_fsdp),
-    Check(name="another process maps published weights by handles", run=publish_by_handles),
+    Check(name="another process gets published weights as SGLang and vLLM do", run=publish_to_process),
     Check(name="the embedded engine beside the trainer", run=partial(publish_to_engine, "embedded")),
 ]

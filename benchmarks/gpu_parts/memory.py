@@ -163,7 +163,7 @@ def compare_estimate(place: Place) -> Figures:
 def estimate(model: ModelConfig, policy: PolicyConfig, *, num_rows: int, row_length: int) -> int:
     """Bytes that the preflight says for a step of packed rows by the kernel that `policy` names."""
     size = find_model_size(model)
-    rows = Rows(num_rows * row_length, row_length, policy.takes_masks, "the rows of this check")
+    rows = Rows(num_rows * row_length, row_length, policy.takes_dense_masks, "the rows of this check")
     return sum_bytes(training_parts(size, policy, rows))
 
 

@@ -1,7 +1,11 @@
-"""A process that maps tensors by their handles, as an engine does: python -m gpu_parts.receiver
+"""A process that takes tensors as engines do: python -m gpu_parts.receiver
 
-It reads lines of base64, each a pickle of [(name, tensor), ...], from standard input, and answers each with a line of
-JSON: the sha256 of every tensor's bytes. The sender must hold its tensors until the answer.
+It reads orders from standard input, each a line of JSON, and answers each with a line of JSON: the sha256 of every
+tensor's bytes.
+
+    {"handles": ...}                base64 of a pickle of [(name, tensor), ...], as SGLang gets it; the sender must hold
+                                    its tensors until the answer
+    {"group": ..., "buckets": ...}  what the trainer tells our part inside vLLM, which takes the tensors here, too
 """
 
 from __future__ import annotations
@@ -12,7 +16,8 @@ import io
 import json
 import pickle
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -20,6 +25,7 @@ from torch import Tensor
 from torch.multiprocessing import reductions
 
 from rollouts_core.engines.handles import DEVICE_INDEX
+from rollouts_core.engines.in_vllm.rollouts_receiver import WeightReceiver
 
 ALLOWED = ("torch", "collections")
 """First parts of the modules that rebuild tensors; a pickle of handles names no others."""
@@ -60,12 +66,38 @@ def digest(tensor: Tensor) -> str:
     return hashlib.sha256(flat.numpy().data).hexdigest()
 
 
+class Worker(WeightReceiver):
+    """What our part inside vLLM needs of a worker; it digests what it is given to load."""
+
+    rank = 0
+    parallel_config = SimpleNamespace(data_parallel_index=0, world_size=1)
+    digests: dict[str, str]
+    """Of the last weights."""
+
+    def reload_weights(self, weights_iterator: Iterator[tuple[str, Tensor]]) -> None:
+        """Take weights, one tensor at a time, as vLLM's own worker does."""
+        self.digests = {name: digest(tensor) for name, tensor in weights_iterator}
+
+
 def main() -> None:
     for line in sys.stdin:
-        tensors = HandleUnpickler(io.BytesIO(base64.b64decode(line))).load()
-        answer = {name: digest(tensor) for name, tensor in tensors}
-        del tensors
-        print(json.dumps(answer), flush=True)
+        order = json.loads(line)
+        print(json.dumps(map_handles(**order) if "handles" in order else take_broadcast(**order)), flush=True)
+
+
+def map_handles(handles: str) -> dict[str, str]:
+    """Digests of the tensors behind handles."""
+    tensors = HandleUnpickler(io.BytesIO(base64.b64decode(handles))).load()
+    return {name: digest(tensor) for name, tensor in tensors}
+
+
+def take_broadcast(group: dict[str, Any], buckets: list[list[tuple[str, str, list[int]]]]) -> dict[str, str]:
+    """Digests of the tensors that the other rank of a group sends."""
+    worker = Worker()
+    worker.join_weight_group(**group)
+    worker.reload_sent_weights(buckets)
+    worker.leave_weight_group()
+    return worker.digests
 
 
 if __name__ == "__main__":

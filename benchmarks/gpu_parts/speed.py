@@ -6,10 +6,11 @@ Not here: what is computed (correctness.py). Nothing here can fail by being slow
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import importlib
 import json
 import math
 import statistics
-import subprocess
 import sys
 import time
 import warnings
@@ -19,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from side_by_side import worker_environment
 from torch.profiler import ProfilerActivity, profile
 
 from gpu_parts.backends import Receiver
@@ -29,7 +29,6 @@ from gpu_parts.record import Figures
 from rollouts_core import PyTorchTrainingBackend, TrainBatch
 from rollouts_core.engines.handles import share
 
-BENCHMARKS = Path(__file__).parents[1]
 ROW_LENGTH, NUM_ROWS = 2048, 4
 NUM_STEPS = 3
 PUBLISHED_BYTES = 10**9
@@ -151,7 +150,7 @@ def compare_sft(size: str, place: Place) -> Figures:
         ["--size", "0.16M", "--rows", "2"],
     )
     contenders = ["ours", "bare packed", *(["trl bfd"] if is_installed("trl") else [])]
-    told = run_benchmark("sft_speed.py", [*words, "--contenders", ",".join(contenders)], place)
+    told = run_benchmark("sft_speed", [*words, "--contenders", ",".join(contenders)], place)
     figures: Figures = {}
     for name, speeds in told["tokens_per_s"].items():
         figures[f"{name}, tokens/s"] = statistics.median(speeds)
@@ -168,31 +167,19 @@ def compare_grpo(place: Place) -> Figures:
     """Seconds of a GRPO step's training part by grpo_speed.py, in turns with TRL's, with completions given."""
     contenders = ["ours", *(["trl"] if is_installed("trl") else [])]
     words = place.choose(["--size", "0.5B", "--dtype", "bf16", "--given", "512"], ["--size", "0.16M", "--given", "8"])
-    told = run_benchmark("grpo_speed.py", [*words, "--contenders", ",".join(contenders)], place)
+    told = run_benchmark("grpo_speed", [*words, "--contenders", ",".join(contenders)], place)
     figures: Figures = {f"{name}, s": parts["train_s"] for name, parts in told["parts_s"].items()}
     return figures | ({"TRL / ours": told["trl_train_s / ours"]} if told["trl_train_s / ours"] else {})
 
 
 def run_benchmark(script: str, words: Sequence[str], place: Place) -> dict[str, Any]:  # Any: JSON
-    """Run one of the benchmarks for a few rounds and return its figures.
-
-    Raises:
-        RuntimeError: it ended with another code than 0.
-    """
-    out = place.folder / "figures.json"
+    """Run one of the benchmarks for a few rounds; returns its figures. Its report goes to standard error."""
+    if place.device == "cuda":
+        torch.cuda.empty_cache()  # the contenders are other processes
     rounds = ["--rounds", place.choose("3", "1"), "--turn-s", place.choose("3", "0.1")]
-    threads = str(place.choose(THREADS, 1))
-    common = ["--threads", threads, "--out", str(out), "--device", place.device]
-    done = subprocess.run(
-        [sys.executable, str(BENCHMARKS / script), *words, *rounds, *common],
-        env=worker_environment(int(threads)),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if done.returncode != 0:
-        raise RuntimeError(f"{script} ended with code {done.returncode}: {done.stderr.strip()[-300:]}")
-    told: dict[str, Any] = json.loads(out.read_text())
+    common = ["--threads", str(place.choose(THREADS, 1)), "--device", place.device]
+    with contextlib.redirect_stdout(sys.stderr):
+        told: dict[str, Any] = importlib.import_module(script).main([*words, *rounds, *common])
     return told
 
 

@@ -24,6 +24,7 @@ from pathlib import Path
 from rollouts.infra.errors import HostKeyError, PermanentInfraError
 from rollouts.infra.node import SSH_PORT
 from rollouts.infra.offers import HostKeyPair
+from rollouts.infra.regular_file import read_text
 
 
 class HostKeyEvidence(StrEnum):
@@ -141,7 +142,7 @@ class HostKeyPolicy:
     def _entries(self) -> Iterator[tuple[str, HostKey]]:
         for path in self.known_hosts:
             try:
-                text = path.read_text(errors="replace")
+                text = read_text(path, errors="replace")
             except FileNotFoundError:
                 continue
             except OSError as error:

@@ -22,6 +22,7 @@ from cryptography.exceptions import UnsupportedAlgorithm
 
 from rollouts.infra.errors import LoginError, PermanentInfraError
 from rollouts.infra.node import SSHAccess
+from rollouts.infra.regular_file import read_bytes, read_text
 from rollouts.infra.ssh.key_agent import agent_keys, public_half
 
 _DEFAULT_KEY_FILES = ("id_ed25519", "id_ecdsa", "id_rsa")
@@ -141,7 +142,7 @@ def read_public_key(*, key_file: str, key_variable: str) -> str:
         return f"{key.get_name()} {key.get_base64()}"
     path = Path(f"{key_file}.pub").expanduser()
     try:
-        words = path.read_text(encoding="utf-8", errors="replace").split()  # the comment may have any encoding
+        words = read_text(path, errors="replace").split()  # the comment may have any encoding
     except OSError as error:
         raise PermanentInfraError(
             f"the public key {path} cannot be read ({error}): make a key by `ssh-keygen -t ed25519`, or name "
@@ -183,13 +184,12 @@ def _load_key(path: Path, address: str, of_agent: Sequence[Any]) -> list[LoginKe
 
 def _read_key(path: Path, address: str) -> Any:  # Any: paramiko has no types
     try:
-        with path.open("rb") as file:
-            if file.read(10).startswith(tuple(each.encode() for each in _PUBLIC)):
-                raise LoginError(
-                    address,
-                    f"{path} is a public key, and the SSH agent does not have the private one: give it to the agent by "
-                    "`ssh-add`, or name the private key",
-                )
+        if read_bytes(path).startswith(tuple(each.encode() for each in _PUBLIC)):
+            raise LoginError(
+                address,
+                f"{path} is a public key, and the SSH agent does not have the private one: give it to the agent by "
+                "`ssh-add`, or name the private key",
+            )
         mode = stat.S_IMODE(path.stat().st_mode)
         if mode & 0o077:
             raise LoginError(address, f"others may read the key {path} (mode {mode:04o}): chmod 600 it")
@@ -213,7 +213,7 @@ def _read_public_blob(path: Path) -> bytes | None:
     """The public half of a key, from its own file or the `.pub` beside it; None if neither has it."""
     for each in (path, Path(f"{path}.pub")):
         with contextlib.suppress(OSError, ValueError):  # ValueError: not base64
-            text = each.read_text(encoding="utf-8", errors="replace")
+            text = read_text(each, errors="replace")
             words = text.split()
             if len(words) > 1 and words[0].startswith(_PUBLIC):
                 return base64.b64decode(words[1])

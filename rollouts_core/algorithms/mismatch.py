@@ -11,12 +11,15 @@ B rows of a micro-batch, T token positions.
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from rollouts_core.batch import TrainBatch
-from rollouts_core.config import MismatchConfig
+
+if TYPE_CHECKING:
+    from rollouts_core.config import MismatchConfig
 
 MAX_LOG_WEIGHT = 20.0
 """|log w| is clamped to this before exp, so that a stray token gives a large number instead of infinity."""

@@ -27,7 +27,7 @@ from typing import NoReturn
 
 from rollouts_core.backends.store_tunnel import LOOPBACK
 from rollouts_core.backends.unit import Meeting, Unit, network_variables
-from rollouts_core.job import Job, RLJob, SFTJob
+from rollouts_core.job import Job, TrainingJob
 
 SHUTDOWN_S = 8
 """With several machines: between SIGTERM and SIGKILL, since a process may wait for one that is gone."""
@@ -37,12 +37,12 @@ LAUNCHER = -1
 
 def num_processes(job: Job) -> int:
     """How many processes of this machine do a job: several where it trains and its deployment says so."""
-    return job.deployment.num_trainer_processes if isinstance(job, SFTJob | RLJob) else 1
+    return job.deployment.num_trainer_processes if isinstance(job, TrainingJob) else 1
 
 
 def needs_launcher(job: Job) -> bool:
     """Whether several processes do a job, of this machine or of several."""
-    return num_processes(job) > 1 or (isinstance(job, SFTJob | RLJob) and bool(job.further_trainers))
+    return num_processes(job) > 1 or (isinstance(job, TrainingJob) and bool(job.further_trainers))
 
 
 def is_launched() -> bool:

@@ -8,13 +8,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from rollouts_core.config import OptimConfig
+if TYPE_CHECKING:
+    from rollouts_core.config import OptimConfig
 
 
 def create_adamw_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:

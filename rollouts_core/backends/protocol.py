@@ -9,12 +9,14 @@ import asyncio
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Generic, NoReturn, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, Protocol, TypeVar
 
 from torch import Tensor
 
-from rollouts_core.algorithms.loss import Metrics, TokenScores
 from rollouts_core.batch import TrainBatch
+
+if TYPE_CHECKING:
+    from rollouts_core.algorithms.loss import Metrics, TokenScores
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)

@@ -19,8 +19,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from rollouts_core.backends.ranks import Ranks
 from rollouts_core.config import ModelConfig, PolicyConfig
 from rollouts_core.errors import ConfigError
-from rollouts_core.model.policy import Policy, create_policy, find_kernel
-from rollouts_core.model.varlen import VARLEN, use_sdpa_by_rows, use_varlen_attention
+from rollouts_core.model.policy import Policy, create_policy, find_kernel, loaded_kernel, use_kernel
 
 
 def create_sharded_policy(
@@ -32,14 +31,11 @@ def create_sharded_policy(
     computed equals what one process computes under autocast, except that the weights of norms are rounded.
     """
     kernel = find_kernel(model, config, ranks.device.type)
-    plain = config.model_copy(update={"compile": False, "attention": "sdpa" if kernel == VARLEN else kernel})
+    plain = config.model_copy(update={"compile": False, "attention": loaded_kernel(kernel)})
     source = create_policy(model, plain, device="cpu", **options) if ranks.is_leader else None
     ranks.begin()  # it may have loaded for longer than anybody waits in what follows
     policy = create_policy(model, plain, device="meta", **options)
-    if kernel == VARLEN:
-        use_varlen_attention(policy.hf_model)
-    elif ranks.device.type == "cuda":
-        use_sdpa_by_rows(policy.hf_model)
+    use_kernel(policy.hf_model, kernel, ranks.device.type)
     mesh = init_device_mesh(ranks.device.type, (ranks.size,))
     in_layers = MixedPrecisionPolicy(
         param_dtype=policy.autocast_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False

@@ -14,11 +14,16 @@ sums are held against what torch allocates (tests/rollouts_core/checks/test_acti
 In float32 each takes 4 bytes. With bfloat16, x and normalised x stay float32, and each linear layer saves a copy of its
 input: 26 H bytes, 4 x 4 and 5 x 2. The rest is bfloat16, but for the first of q and k: 10 Q + 10 K + 8 I.
 
+Adapters lie beside frozen weights, which need no normalised x, q or k for their own gradients: 4 H + 3 Q + 3 K + 4 I
+elements in float32. In bfloat16 x is copied to float32 in each norm and back before each adapter: 18 H bytes, 2 x 4 and
+5 x 2, and 10 Q + 8 K + 8 I. Each adapter keeps its inner product, too.
+
 Where rows are packed, the kernel takes a mask of T x T. Keys and values are then repeated for the query heads that
 share them, and the repeated ones are kept in place of the others. `eager` keeps the T x T weights of each head.
 
 With activation checkpointing only the input of each layer is kept, and one layer's activations while it is computed
-again, with the gradients of gate and up. The memory of the head is free by then.
+again, with the gradients of gate and up. The memory of the head is free by then. Copies of the layers' matrices in
+bfloat16 last until the end of the forward pass, before the gradient of the head is made.
 
 Logits are computed in pieces (model/logprobs.py): the vocabulary costs three pieces, and the gradient of the head, once
 in float32 and once in the number format of the products. Under autocast that format costs a copy of trained matrices.
@@ -43,6 +48,10 @@ LOGITS_PIECE_BYTES = 256 << 20
 """Float32 logits that are held at a time (model/logprobs.py)."""
 NUM_PIECES = 3
 """Logits, their log-probs or gradient, and the gradient in the number format of the products."""
+FORWARD_PIECES = 2
+"""Logits and what their norm is computed of."""
+ADAPTERS_OF_LAYER = 7
+"""Linear layers in a layer: of q, k, v, the attention's output, gate, up and down."""
 
 
 class Rows(NamedTuple):
@@ -61,7 +70,7 @@ class Rows(NamedTuple):
 def sft_rows(sft: SFTTrainingConfig) -> Rows:
     """The micro-batch of SFT."""
     num_rows = min(sft.micro_batch_size, sft.batch_size)
-    has_mask = sft.packing and sft.policy.takes_masks
+    has_mask = sft.packing and sft.policy.takes_dense_masks
     return Rows(num_rows * sft.max_length, sft.max_length, has_mask, f"{num_rows} rows of {sft.max_length} tokens")
 
 
@@ -75,7 +84,8 @@ def rl_rows(rl: RLTrainingConfig, rollout: RolloutConfig) -> Rows:
     else:
         row_length = longest
     num_tokens = max(rl.max_micro_batch_tokens, row_length)
-    return Rows(num_tokens, row_length, rl.shares_prompts, f"{num_tokens} tokens in rows of up to {row_length}")
+    has_mask = rl.packing and rl.policy.takes_dense_masks
+    return Rows(num_tokens, row_length, has_mask, f"{num_tokens} tokens in rows of up to {row_length}")
 
 
 def activation_parts(size: ModelSize, policy: PolicyConfig, rows: Rows, *, num_processes: int) -> list[Part]:
@@ -93,7 +103,7 @@ def activation_parts(size: ModelSize, policy: PolicyConfig, rows: Rows, *, num_p
     if num_processes > 1:
         parts["gathered layers"] = gathered_bytes(size, shape, policy)
     elif has_mixed_formats:
-        parts["weights as bfloat16"] = 2 * _num_multiplied_weights(size, shape)
+        parts["weights as bfloat16"] = copied_weight_bytes(size, shape, policy, rows)
     return [Part(name, num_bytes, is_certain=False) for name, num_bytes in parts.items()]
 
 
@@ -101,14 +111,19 @@ def activation_bytes(shape: ModelShape, policy: PolicyConfig, rows: Rows) -> int
     """What is kept of the layers, and around them: of the embedding, the last norm and the scored positions."""
     has_bfloat16_residual = policy.precision == "bfloat16" and policy.lora.rank > 0
     residual = (2 if has_bfloat16_residual else 4) * shape.hidden_size
-    layer = layer_bytes_per_token(shape, policy, rows)
-    layers = shape.num_layers * (residual if policy.activation_checkpointing else layer)
-    gradients = 2 * (2 if policy.precision == "bfloat16" else 4) * shape.intermediate_size
-    again = layer + gradients if policy.activation_checkpointing else 0
+    is_again = policy.activation_checkpointing
+    layers = shape.num_layers * (residual if is_again else layer_bytes_per_token(shape, policy, rows))
     # What the head takes is freed before a layer is computed again.
-    beside_head = max(0, rows.num_tokens * again - head_bytes(shape, policy, rows.num_tokens))
+    again = recomputed_bytes(shape, policy, rows) if is_again else 0
+    beside_head = max(0, again - head_bytes(shape, policy, rows.num_tokens))
     around = 5 * 4 * shape.hidden_size + (4 * rows.row_length if rows.has_mask else 0)
     return rows.num_tokens * (layers + around) + beside_head
+
+
+def recomputed_bytes(shape: ModelShape, policy: PolicyConfig, rows: Rows) -> int:
+    """What one layer takes while its activations are computed again, with the gradients of gate and up."""
+    gradients = 2 * (2 if policy.precision == "bfloat16" else 4) * shape.intermediate_size
+    return rows.num_tokens * (layer_bytes_per_token(shape, policy, rows) + gradients)
 
 
 def layer_bytes_per_token(shape: ModelShape, policy: PolicyConfig, rows: Rows) -> int:
@@ -118,11 +133,17 @@ def layer_bytes_per_token(shape: ModelShape, policy: PolicyConfig, rows: Rows) -
     is_bfloat16 = policy.precision == "bfloat16"
     is_eager = policy.attention == "eager"
     width = 2 if is_bfloat16 else 4
-    kept = (
-        26 * hidden + 10 * (queries + keys) + 8 * inner
-        if is_bfloat16
-        else 4 * (6 * hidden + 4 * (queries + keys + inner))
-    )
+    if policy.lora.rank:
+        kept = (
+            18 * hidden + 10 * queries + 8 * keys + 8 * inner
+            if is_bfloat16
+            else 4 * (4 * hidden + 3 * (queries + keys) + 4 * inner)
+        )
+        kept += ADAPTERS_OF_LAYER * width * policy.lora.rank
+    elif is_bfloat16:
+        kept = 26 * hidden + 10 * (queries + keys) + 8 * inner
+    else:
+        kept = 4 * (6 * hidden + 4 * (queries + keys + inner))
     if (rows.has_mask or is_eager) and keys < queries:
         kept += 2 * width * (queries - keys)
     if is_eager:
@@ -132,11 +153,26 @@ def layer_bytes_per_token(shape: ModelShape, policy: PolicyConfig, rows: Rows) -
 
 def head_bytes(shape: ModelShape, policy: PolicyConfig, num_tokens: int) -> int:
     """What log-probs and the gradient of the head take at a time."""
-    pieces = NUM_PIECES * min(LOGITS_PIECE_BYTES, 4 * num_tokens * shape.vocab_size)
+    pieces = NUM_PIECES * _piece_bytes(shape, num_tokens)
     if policy.lora.rank:
         return pieces
     width = 2 if policy.precision == "bfloat16" else 4
     return pieces + (4 + width) * shape.vocab_size * shape.hidden_size
+
+
+def _piece_bytes(shape: ModelShape, num_tokens: int) -> int:
+    return min(LOGITS_PIECE_BYTES, 4 * num_tokens * shape.vocab_size)
+
+
+def copied_weight_bytes(size: ModelSize, shape: ModelShape, policy: PolicyConfig, rows: Rows) -> int:
+    """What copies of the matrices in bfloat16 add to the peak."""
+    copies = 2 * _num_multiplied_weights(size, shape)
+    if not policy.activation_checkpointing:
+        return copies
+    head = 2 * shape.vocab_size * shape.hidden_size
+    forward = copies + FORWARD_PIECES * _piece_bytes(shape, rows.num_tokens)
+    backward = max(head_bytes(shape, policy, rows.num_tokens), recomputed_bytes(shape, policy, rows))
+    return max(head, forward - backward)
 
 
 def adapter_bytes(size: ModelSize, policy: PolicyConfig) -> int:

@@ -75,7 +75,7 @@ def _check_answer(
     where = f"{source}, row {prompt.row}: prompt {prompt.id!r}"
     for name, grader in needed.items():
         if not (prompt.answer if name == "answer" else name in prompt.metadata):
-            remedy = f": give it one, or {COMPARE_BY_LOSS}" if config.mode == "sft" else ""
+            remedy = f": give it one, or {COMPARE_BY_LOSS}" if not config.is_graded else ""
             elsewhere = find_answer_elsewhere(prompt.metadata) if name == "answer" else ""
             remedy = elsewhere or remedy
             raise DataError(f"{where} has no `{name}`, which {grader} compares completions with{remedy}")

@@ -28,9 +28,9 @@ def warn_of_slow_bfloat16(config: Config, flags: Collection[str] | None = None) 
     Args:
         flags: of the CPU; None reads them.
     """
-    stages = {name: getattr(config.training, name) for name in ("sft", "rl") if name in config.mode}
     found = [
-        describe_slow_training(name, stage.policy, config.deployment, flags=flags) for name, stage in stages.items()
+        describe_slow_training(name, training.policy, config.deployment, flags=flags)
+        for name, training in config.trainings.items()
     ]
     return [Caution(warning) for warning in found if warning]
 
@@ -41,7 +41,7 @@ def describe_slow_training(
     """The warning of a training on this machine; empty if it uses a GPU or another number format, or bfloat16 is fast.
 
     Args:
-        kind: sft or rl.
+        kind: the name of the stage.
         flags: of the CPU; None reads them.
     """
     is_on_gpu = torch.cuda.is_available() and not deployment.shares_cpu

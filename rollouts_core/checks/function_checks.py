@@ -262,13 +262,13 @@ async def _grade(completion: Sample, reward_fn: RewardFn, config: Config) -> Sam
         raise ConfigError(f"{what} cannot be graded: {error}") from error
     except RewardError as error:
         raise RewardError(f"{error}; it was given {what}") from error
-    leaves_out = config.mode != "sft" and config.training.rl.advantage.unscored == "exclude"
+    leaves_out = config.is_graded and config.training.rl.advantage.unscored == "exclude"
     if sample.reward is None and not leaves_out:
         other = ', or training.rl.advantage.unscored = "exclude" where some completions cannot be scored'
         name = await _name_unscoring(completion, reward_fn, config)
         raise RewardError(
             f"reward function {name} on {what} returned None: expected a finite number"
-            f"{other if config.mode != 'sft' else ''}"
+            f"{other if config.is_graded else ''}"
         )
     return sample
 

@@ -15,6 +15,7 @@ import math
 from rollouts_core.config import Config, OptimConfig, PolicyConfig
 from rollouts_core.findings import Caution
 from rollouts_core.model.model_size import find_model_size
+from rollouts_core.stages import kind_of, label_of
 
 MAX_LR_OF_A_BILLION = 5e-4
 """Where SFT of all weights of a model of 1e9 weights is warned of; others by the root of their size."""
@@ -22,59 +23,46 @@ MAX_LR = 0.1
 """Where training of the smallest, or of a model of unknown size, is warned of."""
 MOST_WEIGHTS = 1e12
 """No model is larger: a learning rate that would not be warned of there needs no look at the model's size."""
-RL_SHARE = 0.1
-"""RL takes so much of what SFT takes: its gradients are of few bits, and its start is not to be lost."""
 LORA_FACTOR = 10.0
 """Adapters take so much more than all weights."""
-USUAL = {
-    ("sft", False): "5e-6 to 5e-5",
-    ("sft", True): "1e-4 to 5e-4",
-    ("rl", False): "5e-7 to 5e-6",
-    ("rl", True): "5e-6 to 1e-4",
-}
-"""What large language models are usually trained with: by stage, of all weights or of adapters."""
-LOW_FOR_LORA = {"sft": 2e-5, "rl": 2e-6}
-"""At most so much of adapters is remarked on: it is usual for all weights."""
 
 
 def check_learning_rates(config: Config) -> list[str]:
     """A warning for each stage whose learning rate is far too large, a remark where it is small for adapters."""
-    sft, rl = config.training.sft, config.training.rl
-    stages = [("sft", sft.optim, sft.policy), ("rl", rl.optim, rl.policy)]
     found: list[str] = []
-    for kind, optim, policy in stages:
-        if kind in config.mode:
-            found += _of_stage(kind, optim, policy, config)
+    for name, training in config.trainings.items():
+        found += _of_stage(name, training.optim, training.policy, config)
     return found
 
 
-def largest_usual_lr(num_weights: float, kind: str, *, has_adapters: bool) -> float:
-    """Above which learning rate a stage of a model of this size most probably diverges; 0 weights are unknown ones."""
+def largest_usual_lr(num_weights: float, stage: str, *, has_adapters: bool) -> float:
+    """The learning rate above which a stage of a model of this size probably diverges; 0 weights are unknown ones."""
     of_all = MAX_LR_OF_A_BILLION * math.sqrt(1e9 / num_weights) if num_weights else MAX_LR
-    of_stage = of_all * (RL_SHARE if kind == "rl" else 1.0) * (LORA_FACTOR if has_adapters else 1.0)
+    of_stage = of_all * kind_of(stage).learning_rates.share * (LORA_FACTOR if has_adapters else 1.0)
     return min(of_stage, MAX_LR)
 
 
-def _of_stage(kind: str, optim: OptimConfig, policy: PolicyConfig, config: Config) -> list[str]:
+def _of_stage(stage: str, optim: OptimConfig, policy: PolicyConfig, config: Config) -> list[str]:
     has_adapters = policy.lora.rank > 0
-    usual = USUAL[kind, has_adapters]
-    if has_adapters and 0 < optim.lr <= LOW_FOR_LORA[kind]:
+    rates = kind_of(stage).learning_rates
+    usual = rates.of_adapters if has_adapters else rates.of_all
+    if has_adapters and 0 < optim.lr <= rates.low_for_adapters:
         return [
-            f"training.{kind}.optim.lr {optim.lr:g} is what training of all weights takes; adapters usually take more, "
-            f"{usual}"
+            f"training.{stage}.optim.lr {optim.lr:g} is what training of all weights takes; adapters usually take "
+            f"more, {usual}"
         ]
-    if optim.lr <= largest_usual_lr(MOST_WEIGHTS, kind, has_adapters=has_adapters):
+    if optim.lr <= largest_usual_lr(MOST_WEIGHTS, stage, has_adapters=has_adapters):
         return []
     num_weights = find_model_size(config.model).num_parameters
-    largest = largest_usual_lr(num_weights, kind, has_adapters=has_adapters)
+    largest = largest_usual_lr(num_weights, stage, has_adapters=has_adapters)
     if optim.lr <= largest:
         return []
     size = f"of {num_weights:,} weights " if num_weights else ""
     trained = "adapters" if has_adapters else "all weights"
     return [
         Caution(
-            f"training.{kind}.optim.lr {optim.lr:g} is so large that training most probably ruins the model: above "
-            f"{largest:.1g} a model {size}rarely learns, and {kind.upper()} of {trained} of large language models "
+            f"training.{stage}.optim.lr {optim.lr:g} is so large that training most probably ruins the model: above "
+            f"{largest:.1g} a model {size}rarely learns, and {label_of(stage)} of {trained} of large language models "
             f"usually takes {usual}"
         )
     ]

@@ -92,7 +92,7 @@ def check_generable(config: Config) -> None:
     if config.evaluation.metric != "accuracy":
         return
     num_positions = count_positions(config)
-    if config.mode != "sft":
+    if config.is_graded:
         longest, engine = config.rollout.max_prompt_tokens, config.rollout.engine
         prompts = f"prompts of {longest} tokens (rollout.max_prompt_tokens)"
         check_positions(prompts, longest, num_positions, config, engine=engine)
@@ -104,7 +104,7 @@ def check_updatable(config: Config) -> None:
     The model's folder is whole (`check_model_files`).
     """
     folder = Path(config.model.path)
-    is_updated = config.mode != "sft" and not config.data.rollouts
+    is_updated = config.samples_for_training
     if is_updated and config.rollout.engine.spec.needs_own_head and folder.is_dir() and is_tied(folder):
         check_can_be_untied(folder)
 
@@ -112,7 +112,7 @@ def check_updatable(config: Config) -> None:
 def check_shared_heads(config: Config) -> None:
     """Raise ConfigError where the GPUs of one engine cannot share the heads of the model's attention evenly."""
     placement, engine = config.deployment, config.rollout.engine
-    samples_for_rl = config.mode != "sft" and not config.data.rollouts
+    samples_for_rl = config.samples_for_training
     is_asked = not engine.spec.is_own and (samples_for_rl or not config.evaluation_engine.spec.is_own)
     is_divided_otherwise = any(sign in argument for argument in engine.extra_args for sign in PARALLEL_ARGUMENTS)
     num_gpus = len(placement.engine_gpu_ranks) // placement.num_engines
@@ -191,8 +191,7 @@ def _check_tied_head(folder: Path, holders: Mapping[str, Path], settings: PreTra
 
 def _stages_of_jax(config: Config) -> list[str]:
     """The stages of the run that train with JAX."""
-    policies = {"sft": config.training.sft.policy, "rl": config.training.rl.policy}
-    return [f"training.{kind}" for kind, each in policies.items() if kind in config.mode and each.backend == "jax"]
+    return [f"training.{name}" for name, each in config.trainings.items() if each.policy.backend == "jax"]
 
 
 def _check_shards(folder: Path) -> None:
@@ -279,14 +278,13 @@ def _find_text_settings(settings: PreTrainedConfig) -> PreTrainedConfig | None:
 
 def check_packing(config: Config) -> None:
     """Raise ConfigError when a stage is to pack rows that the model would not compute, or not as samples alone."""
-    stages = {"sft": config.training.sft.packing, "rl": config.training.rl.packing}
-    given = [f"training.{kind}.packing" for kind, packs in stages.items() if kind in config.mode and packs]
+    given = [f"training.{name}.packing" for name, each in config.trainings.items() if each.packing]
     if given and (settings := find_settings(config.model)) is not None:
         check_packable(settings, setting=" and ".join(given))
-        if config.mode != "sft":
+        if config.is_graded:
             shares_prompts = config.training.rl.shares_prompts
             check_packable(settings, setting="training.rl.packing", shares_prompts=shares_prompts)
-        if "sft" in config.mode and stages["sft"] and settings.model_type in MODELS_OF_SHORT_ROWS:
+        if config.reads("sft") and config.training.sft.packing and settings.model_type in MODELS_OF_SHORT_ROWS:
             _check_row_length(config)
 
 
@@ -313,7 +311,7 @@ def count_positions(config: Config) -> int | None:
     if config.evaluation_engine.spec.is_own:
         installed = " and ".join(f'"{name}"' for name, each in ENGINES.items() if not each.is_own)
         others = f"rollout.engine.kind {installed} complete prompts with other models"
-        loss = ', and evaluation.metric = "loss" compares any' if config.mode == "sft" else ""
+        loss = ', and evaluation.metric = "loss" compares any' if not config.is_graded else ""
         is_chosen = not config.rollout.engine.spec.is_own
         return load_architecture(
             folder,
@@ -344,7 +342,7 @@ def check_positions(
 
 def warn_of_dropout(config: Config) -> list[Caution]:
     """A warning where RL would take what a model or its adapters drop while trained for a change of the weights."""
-    if config.mode == "sft":
+    if not config.is_graded:
         return []
     consequence = (
         "and engines do not: the ratios of the loss take the difference for a change of the weights, and clip it"
@@ -388,7 +386,7 @@ def check_longest(source: str, num_tokens: int, model: ModelConfig) -> list[Caut
 
 def warn_of_long_completions(config: Config) -> list[Caution]:
     """A warning where completions may be so long that they change how shorter ones are scored."""
-    if config.mode == "sft":
+    if not config.is_graded:
         return []
     num_tokens = config.rollout.max_prompt_tokens + config.rollout.sampling.max_new_tokens
     what = f"training.rl: prompts and completions of {num_tokens} tokens"

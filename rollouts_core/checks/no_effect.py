@@ -21,24 +21,34 @@ from rollouts_core.config import (
 from rollouts_core.environments.protocol import describe_tools, is_multi_turn
 from rollouts_core.findings import Caution
 from rollouts_core.rollout.resolve import resolve_environment
+from rollouts_core.stages import TRAININGS, kind_of
+from rollouts_core.stages.kind import load
 
 
 def find_settings_without_effect(config: Config) -> list[Caution]:
     """A warning for each setting that somebody gave and that changes nothing in the stages of this run."""
-    sft, rl = config.training.sft, config.training.rl
     found = _of_other_modes(config)
-    if config.mode != "rl":
-        found += _of_stage("training.sft", sft.optim, sft.policy, num_updates=sft.num_steps)
-        found += [*_of_intervals("training.sft", sft), *_of_resuming("training.sft", sft)]
-        if sft.eval_every != SFTTrainingConfig().eval_every and not config.data.sft_eval:
-            found.append(f"training.sft.eval_every {sft.eval_every} does nothing without data.sft_eval")
-    if config.mode != "sft":
-        found += _of_stage("training.rl", rl.optim, rl.policy, num_updates=rl.num_optim_steps)
-        found += [*_of_intervals("training.rl", rl), *_of_resuming("training.rl", rl)]
-        found += [*_of_loss(rl), *_of_absent_parts(rl)]
+    for name, training in config.trainings.items():
+        section = f"training.{name}"
+        found += _of_stage(section, training.optim, training.policy, num_updates=training.num_optim_steps)
+        found += [*_of_intervals(section, training), *_of_resuming(section, training)]
+        found += load(kind_of(name).find_unused)(config)
     if config.evaluation.metric == "accuracy":
         found += _of_rollout(config.rollout)
     return [*map(Caution, found), *warn_of_equal_completions(config)]
+
+
+def sft_without_effect(config: Config) -> list[str]:
+    """Settings of SFT alone that do nothing."""
+    given = config.training.sft.eval_every
+    if given == SFTTrainingConfig().eval_every or config.data.sft_eval:
+        return []
+    return [f"training.sft.eval_every {given} does nothing without data.sft_eval"]
+
+
+def rl_without_effect(config: Config) -> list[str]:
+    """Settings of RL alone that do nothing."""
+    return [*_of_loss(config.training.rl), *_of_absent_parts(config.training.rl)]
 
 
 def warn_of_equal_completions(config: Config) -> list[Caution]:
@@ -58,23 +68,17 @@ def warn_of_equal_completions(config: Config) -> list[Caution]:
 def _of_other_modes(config: Config) -> list[str]:
     """The tables and data of stages that the mode leaves out."""
     data, training, usual = config.data, config.training, TrainingConfig()
-    given: dict[str, bool] = {}
-    if config.mode == "rl":
-        given = {
-            "training.sft": training.sft != usual.sft,
-            "data.sft": bool(data.sft),
-            "data.sft_eval": bool(data.sft_eval),
-        }
-    if config.mode == "sft":
-        given = {
-            "training.rl": training.rl != usual.rl,
-            "data.prompts": bool(data.prompts),
-            "data.rollouts": bool(data.rollouts),
-        }
-    stage = {"rl": "SFT", "sft": "RL"}.get(config.mode, "")
-    found = [
-        f'{name} does nothing: mode "{config.mode}" has no {stage}' for name, is_given in given.items() if is_given
-    ]
+    found: list[str] = []
+    for name, kind in TRAININGS.items():
+        if name in config.trainings:
+            continue
+        given = {kind.setting: getattr(training, name) != getattr(usual, name)}
+        given |= {f"data.{each}": bool(getattr(data, each)) for each in kind.reads if not config.reads(each)}
+        found += [
+            f'{setting} does nothing: mode "{config.mode}" has no {kind.label}'
+            for setting, is_given in given.items()
+            if is_given
+        ]
     if config.evaluation.metric == "loss" and config.rollout != RolloutConfig():
         found.append('rollout does nothing: without RL, and with evaluation.metric "loss", nothing is sampled')
     return found

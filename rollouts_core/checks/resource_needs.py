@@ -22,6 +22,8 @@ from rollouts_core.config import Config, PolicyConfig, RLTrainingConfig, SFTTrai
 from rollouts_core.model.attention_choice import expected_kernel, shared_prompts, with_kernel
 from rollouts_core.model.model_shape import read_shape
 from rollouts_core.model.model_size import ModelSize, read_folder
+from rollouts_core.stages import kind_of
+from rollouts_core.stages.kind import load
 
 FLOAT32_BYTES = 4
 BFLOAT16_BYTES = 2
@@ -76,7 +78,7 @@ class StageNeeds:
     """What a training stage takes on each of its devices."""
 
     kind: str
-    """sft or rl."""
+    """The name of the stage."""
     parts: Sequence[Part]
     remedies: Sequence[str]
     """What lowers it, as settings."""
@@ -123,36 +125,35 @@ def training_needs(config: Config, size: ModelSize, *, num_machines: int = 1) ->
     """
     if not size.tensors:
         return []
-    sft, rl = _with_kernels(config, size)
     num_processes = config.deployment.num_trainer_processes * num_machines
-    stages: dict[str, tuple[SFTTrainingConfig | RLTrainingConfig, Rows, bool]] = {
-        "sft": (sft, sft_rows(sft), False),
-        "rl": (rl, rl_rows(rl, config.rollout), rl.with_reference),
-    }
     return [
         StageNeeds(
-            kind=kind,
-            parts=training_parts(
-                size,
-                stage.policy,
-                rows,
-                with_reference=with_reference,
-                num_processes=num_processes,
-                beside=classifier_parts(config) if kind == "rl" else (),
-            ),
-            remedies=find_remedies(kind, stage),
+            kind=name,
+            parts=load(kind_of(name).memory)(training, config, size, num_processes),
+            remedies=find_remedies(name, training),
         )
-        for kind, (stage, rows, with_reference) in stages.items()
-        if kind in config.mode
+        for name, training in config.trainings.items()
     ]
 
 
-def _with_kernels(config: Config, size: ModelSize) -> tuple[SFTTrainingConfig, RLTrainingConfig]:
-    """The settings of both stages with the kernel that "auto" is expected to stand for."""
-    sft, rl = config.training.sft, config.training.rl
-    of_sft = expected_kernel(sft.policy, size.settings, None)
-    of_rl = expected_kernel(rl.policy, size.settings, shared_prompts(rl, config.rollout))
-    return with_kernel(sft, of_sft), with_kernel(rl, of_rl)
+def sft_memory(training: SFTTrainingConfig, config: Config, size: ModelSize, num_processes: int) -> list[Part]:
+    """What SFT takes of the memory of each GPU."""
+    sft = with_kernel(training, expected_kernel(training.policy, size.settings, None))
+    return training_parts(size, sft.policy, sft_rows(sft), with_reference=False, num_processes=num_processes)
+
+
+def rl_memory(training: RLTrainingConfig, config: Config, size: ModelSize, num_processes: int) -> list[Part]:
+    """What RL takes of the memory of each GPU, with the classifiers that grade beside it."""
+    kernel = expected_kernel(training.policy, size.settings, shared_prompts(training, config.rollout))
+    rl = with_kernel(training, kernel)
+    return training_parts(
+        size,
+        rl.policy,
+        rl_rows(rl, config.rollout),
+        with_reference=rl.with_reference,
+        num_processes=num_processes,
+        beside=classifier_parts(config),
+    )
 
 
 def classifier_parts(config: Config) -> list[Part]:
@@ -165,20 +166,23 @@ def classifier_parts(config: Config) -> list[Part]:
 def find_remedies(kind: str, stage: SFTTrainingConfig | RLTrainingConfig) -> list[str]:
     """The settings by which a training takes less memory of a GPU."""
     section = f"training.{kind}"
-    if isinstance(stage, SFTTrainingConfig):
-        remedies = [f"lower {section}.max_length"]
-        if min(stage.micro_batch_size, stage.batch_size) > 1:
-            remedies.insert(0, f"lower {section}.micro_batch_size (the same step)")
-    else:
-        remedies = [
-            f"lower {section}.max_micro_batch_tokens (the same step)",
-            "lower rollout.sampling.max_new_tokens",
-        ]
+    remedies = list[str](load(kind_of(kind).remedies)(stage, section))
     if not stage.policy.activation_checkpointing:
         remedies.append(f"set {section}.policy.activation_checkpointing")
     if not stage.policy.lora.rank and stage.policy.backend == "pytorch":
         remedies.append(f"train adapters ({section}.policy.lora)")
     return remedies
+
+
+def sft_remedies(training: SFTTrainingConfig, section: str) -> list[str]:
+    """The settings of SFT alone by which it takes less memory of a GPU."""
+    smaller = [f"lower {section}.micro_batch_size (the same step)"]
+    return smaller * (min(training.micro_batch_size, training.batch_size) > 1) + [f"lower {section}.max_length"]
+
+
+def rl_remedies(training: RLTrainingConfig, section: str) -> list[str]:
+    """The settings of RL alone by which it takes less memory of a GPU."""
+    return [f"lower {section}.max_micro_batch_tokens (the same step)", "lower rollout.sampling.max_new_tokens"]
 
 
 def least_memory_bytes(config: Config, size: ModelSize, *, num_machines: int = 1) -> int:
@@ -194,7 +198,7 @@ def engine_weight_bytes(config: Config, size: ModelSize) -> int:
     """What the weights of an engine take on each of its GPUs; 0 for one that has none, or may hold fewer bytes."""
     engine, placement = config.rollout.engine, config.deployment
     num_gpus = len(placement.engine_gpu_ranks) // placement.num_engines
-    if config.mode == "sft" or config.data.rollouts or engine.spec.is_own or not num_gpus:
+    if not config.samples_for_training or engine.spec.is_own or not num_gpus:
         return 0
     if "quantization_config" in size.settings or any(
         name in argument for argument in engine.extra_args for name in SMALLER_ENGINE_ARGUMENTS
@@ -251,7 +255,7 @@ def engine_warning(config: Config, size: ModelSize, gpu_bytes: float, *, num_mac
 def shared_gpu_warning(config: Config) -> str:
     """A sentence where an engine beside the trainer keeps most of a GPU on which that trains; else empty."""
     placement, engine = config.deployment, config.rollout.engine
-    has_engines = config.mode != "sft" and not config.data.rollouts and not engine.spec.is_own
+    has_engines = config.samples_for_training and not engine.spec.is_own
     if not has_engines or placement.colocated or placement.shares_cpu or engine_share(config) < ENGINE_SHARE:
         return ""
     shared = {*(placement.trainer_gpu_ranks or (0,))} & {*(placement.engine_gpu_ranks or (0,))}
@@ -267,7 +271,7 @@ def shared_gpu_warning(config: Config) -> str:
 def _resident_bytes(config: Config, size: ModelSize, *, num_machines: int) -> int:
     """What of the trainer of RL stays on its GPU while engines sample."""
     stages = training_needs(config, size, num_machines=num_machines)
-    parts = [part for stage in stages if stage.kind == "rl" for part in stage.parts if part.is_certain]
+    parts = [part for stage in stages if kind_of(stage.kind).is_graded for part in stage.parts if part.is_certain]
     return sum_bytes(part for part in parts if part.name != "gradients")
 
 
@@ -277,12 +281,11 @@ def _resident_bytes(config: Config, size: ModelSize, *, num_machines: int) -> in
 def checkpoint_disk_bytes(config: Config, size: ModelSize) -> int:
     """What the checkpoints that a run keeps come to."""
     total = 0
-    for kind, stage in (("sft", config.training.sft), ("rl", config.training.rl)):
-        if kind in config.mode:
-            num_saved = -(-stage.num_steps // stage.checkpoint_every)
-            num_kept = min(stage.keep_checkpoints + stage.keep_best, num_saved)
-            moments = 0 if stage.policy.lora.rank else MOMENTS * FLOAT32_BYTES
-            total += num_kept * size.num_parameters * (FLOAT32_BYTES + moments)
+    for training in config.trainings.values():
+        num_saved = -(-training.num_steps // training.checkpoint_every)
+        num_kept = min(training.keep_checkpoints + training.keep_best, num_saved)
+        moments = 0 if training.policy.lora.rank else MOMENTS * FLOAT32_BYTES
+        total += num_kept * size.num_parameters * (FLOAT32_BYTES + moments)
     return total
 
 
@@ -290,7 +293,7 @@ def publication_disk_bytes(config: Config, size: ModelSize) -> int:
     """What weights come to that are published as files: the embedded engine reads memory, others may be sent them."""
     engine, rl = config.rollout.engine, config.training.rl
     has_files = not engine.spec.is_own and engine.weight_transfer == "auto" and not config.data.rollouts
-    if config.mode == "sft" or not has_files:
+    if not config.is_graded or not has_files:
         return 0
     num_versions = min(KEPT_PUBLICATIONS, rl.num_steps // rl.sync_every)
     # Merged adapters are rounded to the frozen weights' number format only for engines that have it, too.
@@ -308,7 +311,7 @@ def needed_disk(config: Config, size: ModelSize, *, sends_weights: bool = False)
     parts = [
         Part("checkpoints", checkpoint_disk_bytes(config, size)),
         Part("the model's files", size.num_file_bytes),
-        *([] if config.mode == "sft" else dict.fromkeys(classifier_parts(config))),
+        *([] if not config.is_graded else dict.fromkeys(classifier_parts(config))),
         Part("weights for engines", published),
     ]
     return [part for part in parts if part.num_bytes]

@@ -15,9 +15,10 @@ from rollouts_core.checkpoint import find_checkpoint, load_manifest
 from rollouts_core.config import Config, RLTrainingConfig, RolloutConfig, SFTTrainingConfig
 from rollouts_core.config.messages import closest_name, settings_of
 from rollouts_core.errors import ConfigError
-from rollouts_core.job import RLJob, SFTJob
+from rollouts_core.job import TrainingJob
 from rollouts_core.saving import check_same_settings, check_step, describe_settings
 from rollouts_core.seeds import replicate_seed
+from rollouts_core.stages import kind_of
 
 INPUTS = ("model", "data", "samples", "plugins", "semantics")
 """What a checkpoint is described by besides settings: digests of what the training reads, and a version."""
@@ -31,10 +32,9 @@ def check_resumed(config: Config) -> None:
     Raises:
         ConfigError: `training.*.allow_changed` has a name that nothing has.
     """
-    trainings: list[tuple[str, SFTTrainingConfig | RLTrainingConfig, dict[str, BaseModel]]] = []
-    trainings += [("training.sft", config.training.sft, {})] if config.mode != "rl" else []
-    trainings += [("training.rl", config.training.rl, {"rollout": _rollout_of_job(config)})] * (config.mode != "sft")
-    for section, training, further in trainings:
+    for name, training in config.trainings.items():
+        section = f"training.{name}"
+        further: dict[str, BaseModel] = {"rollout": _rollout_of_job(config)} if kind_of(name).is_graded else {}
         if not training.resume_from or "://" in training.resume_from:
             _check_names(training, {}, section=section)
             continue
@@ -50,7 +50,7 @@ def check_resumed(config: Config) -> None:
         check_step(manifest.step, training.num_steps, checkpoint=checkpoint)
 
 
-def check_resumed_inputs(job: SFTJob | RLJob, *, knows_model: bool = True) -> None:
+def check_resumed_inputs(job: TrainingJob, *, knows_model: bool = True) -> None:
     """Raise CheckpointError where `resume_from` read other data, another model or other code of rewards than the job.
 
     Its job says so too, for which a machine may have been rented.

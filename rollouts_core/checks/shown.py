@@ -36,15 +36,14 @@ def show_rows(config: Config, num_rows: int) -> Iterator[ShownRow]:
     tokenizer = load_tokenizer(config.model)
     rules = sample_rules(config.training.sft)
     by_loss = config.evaluation.metric == "loss"
-    for dataset in config.demonstrations if config.mode != "rl" else ():
+    for dataset in config.demonstrations if config.reads("sft") else ():
         commit = resolve_revision(dataset.path, dataset.revision)
         [table] = open_datasets([dataset.model_copy(update={"revision": commit})])
         rows = table.read(range(min(num_rows, len(table))))
         yield from _show_demonstrations(rows, dataset.path, tokenizer, rules)
     for name in get_args(RowFile):
         path = getattr(config.data, name)
-        is_used = config.mode != "rl" if name == "sft_eval" else config.mode != "sft" if name == "prompts" else True
-        if not path or not is_used:
+        if not path or not (config.reads(name) or name in ("selection", "heldout")):
             continue
         rows = list(itertools.islice(load_rows(path, columns=config.data.columns_of(name)), num_rows))
         if name == "sft_eval" or (by_loss and name != "prompts"):

@@ -66,6 +66,8 @@ from rollouts_core.model.loading import check_not_quantized, find_positions, loa
 from rollouts_core.rollout.generate import check_prompt_lengths
 from rollouts_core.rollout.offline_rollouts import OfflineRollouts, check_rollouts
 from rollouts_core.rollout.resolve import check_graded, resolve_environment
+from rollouts_core.stages import TRAININGS, kind_of
+from rollouts_core.stages.kind import load
 from rollouts_core.types import Prompt
 
 if TYPE_CHECKING:
@@ -91,13 +93,13 @@ def validate_config(config: Config, mistakes: Mistakes | None = None, *, trains_
     """
     noted = Mistakes() if mistakes is None else mistakes
     findings = _check_settings(config, noted, trains_here=trains_here)
-    own_loss = config.training.rl.functions_named if config.mode != "sft" else {}
+    own_loss = config.training.rl.functions_named if config.is_graded else {}
     for setting in [*own_loss][:1]:
         with noted.at(setting):
             findings += check_loss_fn(config.training.rl)
     tokenizer = _load_tokenizer(config, noted, findings)
     by_loss = config.evaluation.metric == "loss"
-    is_graded = not by_loss or config.mode != "sft"
+    is_graded = not by_loss or config.is_graded
     if is_graded:
         find_functions(config.rollout, noted)
     if tokenizer is None:
@@ -106,8 +108,8 @@ def validate_config(config: Config, mistakes: Mistakes | None = None, *, trains_
         findings += _check_data(config, tokenizer, noted, is_graded=is_graded)
     if mistakes is None:
         noted.check()
-    if not noted and config.mode != "sft":
-        findings += [*warn_of_own_generation(config), *warn_of_uncorrected_age(config)]
+    for name in config.trainings if not noted else ():
+        findings += load(kind_of(name).warn)(config)
     return findings
 
 
@@ -133,7 +135,7 @@ def _check_data(
     findings: list[str] = []
     tried = _try_functions(config, tokenizer, mistakes, findings) if is_graded else set()
     held_out = _read_held_out(config, mistakes)
-    if config.mode != "rl":
+    if config.reads("sft"):
         findings += check_demonstrations(config, tokenizer, held_out, mistakes)
         if config.data.sft_eval and not mistakes.has("data.sft_eval"):
             with mistakes.at("data.sft_eval"):
@@ -145,8 +147,8 @@ def _check_data(
 
 def _check_rows_alone(config: Config, mistakes: Mistakes) -> None:
     """Look at what can be seen of rows without the tokenizer of a model."""
-    demonstrations = dict(place_datasets(config, mistakes)) if config.mode != "rl" else {}
-    names: list[RowFile] = ["sft_eval"] if config.mode != "rl" and config.data.sft_eval else []
+    demonstrations = dict(place_datasets(config, mistakes)) if config.reads("sft") else {}
+    names: list[RowFile] = ["sft_eval"] if config.reads("sft_eval") and config.data.sft_eval else []
     names += ["selection", "heldout"] if config.evaluation.metric == "loss" else []
     readable = [name for name in names if getattr(config.data, name) and not mistakes.has(f"data.{name}")]
     demonstrations |= {f"data.{name}": dataset_of(name, config) for name in readable}
@@ -164,7 +166,7 @@ def _check_settings(config: Config, mistakes: Mistakes, *, trains_here: bool) ->
     if config.evaluation.metric == "accuracy":
         with mistakes.at("rollout"):
             check_graded(config.rollout)
-    if not mistakes.has("training.sft.resume_from") and not mistakes.has("training.rl.resume_from"):
+    if not any(mistakes.has(f"{kind.setting}.resume_from") for kind in TRAININGS.values()):
         with mistakes.at("training"):
             check_resumed(config)
     if not mistakes.has("model"):
@@ -211,7 +213,7 @@ def _prompt_files(config: Config, mistakes: Mistakes) -> dict[RowFile, str]:
     if config.evaluation.metric == "loss":
         return {}
     files: dict[RowFile, str] = {"selection": config.data.selection, "heldout": config.data.heldout}
-    if config.mode != "sft":
+    if config.reads("prompts"):
         files["prompts"] = config.data.prompts
     return {name: path for name, path in files.items() if path and not mistakes.has(f"data.{name}")}
 
@@ -270,7 +272,7 @@ def _check_prompts(
         tried: shapes of rows that functions were tried on already; None if they failed.
     """
     findings: list[str] = []
-    if config.mode != "sft" and config.data.rollouts and not mistakes.has("data.rollouts"):
+    if config.reads("rollouts") and config.data.rollouts and not mistakes.has("data.rollouts"):
         with mistakes.at("data.rollouts"):
             findings += _check_recorded_rollouts(config, tokenizer)
     files, loaded = _prompt_files(config, mistakes), dict[RowFile, list[Prompt]]()
@@ -291,7 +293,7 @@ def _check_prompts(
     if mistakes:
         return findings
     findings += warn_of_repeated_rows(config)
-    if config.mode != "sft":
+    if config.is_graded:
         num_rows = min(len(loaded["heldout"]), config.evaluation.max_prompts)
         limit = config.evaluation.max_p_value
         with mistakes.at("evaluation.max_p_value"):
@@ -332,7 +334,7 @@ def validate_evaluation(config: Config, models: Sequence[ModelConfig], mistakes:
         find_functions(config.rollout, noted)
     findings: list[str] = [*warn_of_equal_completions(config)]
     for model in models:
-        scored = config.model_copy(update={"model": model, "mode": "sft"})
+        scored = config.model_copy(update={"model": model, "mode": ""})
         with noted.at("model"):
             check_model_files(scored)
             check_generable(scored)
@@ -341,7 +343,7 @@ def validate_evaluation(config: Config, models: Sequence[ModelConfig], mistakes:
             findings.append(f"model {model.path}: tokenizer with {len(tokenizer)} tokens")
             findings += _check_scored(scored, tokenizer, noted)
     if not models or noted.has("model"):
-        _check_rows_alone(config.model_copy(update={"mode": "rl"}), noted)
+        _check_rows_alone(config.model_copy(update={"mode": ""}), noted)
     if not noted.has("data.heldout"):
         with noted.at("data.heldout"):
             findings += warn_of_repeated_rows(config)
@@ -371,6 +373,11 @@ def _check_scored(config: Config, tokenizer: PreTrainedTokenizerBase, mistakes: 
     findings += [_count_prompts(prompts, heldout), *_warn_of_untold_tools(prompts, heldout)]
     findings += _warn_of_unwritten(prompts, heldout, config.model, tokenizer)
     return findings + warn_of_endless_turns(tokenizer)
+
+
+def warn_of_rl(config: Config) -> list[Caution]:
+    """The warnings of RL that need neither model nor data."""
+    return [*warn_of_own_generation(config), *warn_of_uncorrected_age(config)]
 
 
 def warn_of_own_generation(config: Config) -> list[Caution]:
@@ -431,7 +438,7 @@ def _read_held_out(config: Config, mistakes: Mistakes) -> list[HeldOutRows]:
     """
     held_out: list[HeldOutRows] = []
     metrics: dict[RowFile, Metric] = {"selection": config.evaluation.metric, "heldout": config.evaluation.metric}
-    if config.mode != "rl" and config.data.sft_eval:  # keep_best goes by it
+    if config.reads("sft_eval") and config.data.sft_eval:  # keep_best goes by it
         metrics["sft_eval"] = "loss"
     for name, metric in metrics.items():
         max_rows = None if name == "sft_eval" else config.evaluation.max_prompts
@@ -448,7 +455,7 @@ def _with_remedy(config: Config) -> Iterator[None]:
     try:
         yield
     except DemonstrationError as error:
-        if config.mode != "sft":
+        if config.is_graded:
             raise
         raise DemonstrationError(f"{error}; or, to compare by the loss on such rows, {COMPARE_BY_LOSS}") from error
 

@@ -7,9 +7,10 @@ Not here: the formulas (algorithms/advantages.py, algorithms/loss.py), which obj
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from collections.abc import Iterator
+from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from rollouts_core.algorithms.objectives import ALL_OBJECTIVES, describe_objectives
 from rollouts_core.config.record import Finite, Record
@@ -76,15 +77,13 @@ class RewardShapingConfig(Record):
     """Subtract the sum from the completion's reward, before its baseline; or from each token's advantage what comes
     from this token on, after the baseline. The estimator `gae` credits tokens by itself."""
 
-    @model_validator(mode="after")
-    def _check_limit(self) -> Self:
+    def _broken_rules(self) -> Iterator[str]:
         if self.overlong_buffer_tokens > self.max_response_tokens:
-            raise ValueError(
+            yield (
                 f"overlong_buffer_tokens {self.overlong_buffer_tokens} needs max_response_tokens of at least as much, "
                 f"found {self.max_response_tokens}: set it to rollout.sampling.max_new_tokens, and the buffer to a "
                 "part of it"
             )
-        return self
 
 
 class MismatchConfig(Record):
@@ -109,17 +108,15 @@ class MismatchConfig(Record):
     mask_high: Annotated[Finite, Field(ge=0)] = 0.0
     """Largest value that stays; 0 sets no limit."""
 
-    @model_validator(mode="after")
-    def _check_limits(self) -> Self:
+    def _broken_rules(self) -> Iterator[str]:
         for name, low, high in (
             ("weight", self.weight_low, self.weight_high),
             ("mask", self.mask_low, self.mask_high),
         ):
             if 0 < high <= low:
-                raise ValueError(f"{name}_low {low:g} must be below {name}_high {high:g}")
+                yield f"{name}_low {low:g} must be below {name}_high {high:g}"
         if self.mask != "none" and not (self.mask_low or self.mask_high):
-            raise ValueError(f'mask "{self.mask}" leaves nothing out without limits: set mask_low, mask_high or both')
-        return self
+            yield f'mask "{self.mask}" leaves nothing out without limits: set mask_low, mask_high or both'
 
 
 class LossConfig(Record):
@@ -167,16 +164,14 @@ class LossConfig(Record):
     mismatch: MismatchConfig = MismatchConfig()
     """Correction for the difference between engine and trainer; with `ratio_base` = "old"."""
 
-    @model_validator(mode="after")
-    def _check_pieces(self) -> Self:
+    def _broken_rules(self) -> Iterator[str]:
         if 0 < self.dual_clip <= 1:
-            raise ValueError(f"dual_clip must be above 1, or 0 for none, found {self.dual_clip:g}")
+            yield f"dual_clip must be above 1, or 0 for none, found {self.dual_clip:g}"
         if self.aggregation == "constant_length" and not self.constant_length:
-            raise ValueError('aggregation "constant_length" needs constant_length')
+            yield 'aggregation "constant_length" needs constant_length'
         corrects = self.mismatch.weight != "none"
         if corrects and self.ratio_base == "rollout" and ALL_OBJECTIVES[self.objective].has_ratio:
-            raise ValueError(
+            yield (
                 'mismatch.weight corrects twice with ratio_base "rollout", whose ratio holds it already: '
                 'set ratio_base = "old"'
             )
-        return self

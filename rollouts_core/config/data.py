@@ -76,10 +76,16 @@ class DataConfig(Record):
         if isinstance(given := flat.get("sft"), dict):
             flat["sft"] = (given,)
         tables = {name: flat[name] for name in get_args(RowFile) if isinstance(flat.get(name), dict)}
+        misfits = [name for name, table in tables.items() if table.keys() - {"path", "columns"} or "path" not in table]
+        if misfits:
+            raise ValueError(
+                "\n".join(
+                    f"{name}: expected a path, or a table with path and columns; "
+                    f"found {', '.join(map(str, tables[name])) or 'nothing'}"
+                    for name in misfits
+                )
+            )
         for name, table in tables.items():
-            if unknown := sorted(table.keys() - {"path", "columns"}) or "path" not in table:
-                found = f"found {', '.join(map(str, table)) or 'nothing'}" if unknown else ""
-                raise ValueError(f"{name}: expected a path, or a table with path and columns; {found}")
             flat[name] = table["path"]
             if "columns" in table:
                 flat["columns"] = {**flat.get("columns", {}), name: table["columns"]}

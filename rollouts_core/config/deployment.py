@@ -5,9 +5,10 @@ Not here: the node itself (infra/node.py), what the engines are (engine.py).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Self
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from rollouts_core.config.record import PLACEMENT, GpuRank, Record
 
@@ -75,35 +76,25 @@ class DeploymentConfig(Record):
             update={"engine_gpu_ranks": trainer[: num_engines * num_ranks], "num_engines": num_engines}
         )
 
-    @model_validator(mode="after")
-    def _check_engines(self) -> Self:
+    def _broken_rules(self) -> Iterator[str]:
         if len(self.engine_gpu_ranks) % self.num_engines:
-            raise ValueError(
+            yield (
                 f"engine_gpu_ranks names {len(self.engine_gpu_ranks)} GPUs for num_engines {self.num_engines}: give "
                 "each engine as many, or none"
             )
         if (last := self.engine_ports[-1]) > MAX_PORT:
-            raise ValueError(
+            yield (
                 f"engine_port {self.engine_port} with num_engines {self.num_engines} would give the last engine port "
                 f"{last}, which does not exist: give {MAX_PORT + 1 - self.num_engines} or less, or 0 for free ports"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _check_colocated(self) -> Self:
         trainer, engines = set(self.trainer_gpu_ranks), set(self.engine_gpu_ranks)
         if self.colocated and trainer and engines and not trainer & engines:
-            raise ValueError(
+            yield (
                 f"colocated means GPUs in common, trainer_gpu_ranks {sorted(trainer)} and engine_gpu_ranks "
                 f"{sorted(engines)} have none: leave colocated out, or name the same GPUs"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _check_processes(self) -> Self:
         if 0 < len(self.trainer_gpu_ranks) < self.trainer_processes:
-            raise ValueError(
+            yield (
                 f"trainer_processes {self.trainer_processes} needs as many trainer_gpu_ranks, found "
                 f"{len(self.trainer_gpu_ranks)}: each process has a GPU of its own"
             )
-        return self

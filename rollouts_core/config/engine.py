@@ -6,9 +6,10 @@ Not here: its GPUs, ports and number (deployment.py), how it is started (engines
 from __future__ import annotations
 
 import re
-from typing import Annotated, Literal, Self
+from collections.abc import Iterator
+from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from rollouts_core.config.record import PLACEMENT, RUNS_PROGRAM, SENDS_SECRET, Finite, Record
 from rollouts_core.engine_kinds import ENGINES, EngineSpec
@@ -61,32 +62,30 @@ class EngineConfig(Record):
         """What is known of the kind."""
         return ENGINES[self.kind]
 
-    @model_validator(mode="after")
-    def _check_kind(self) -> Self:
+    def _broken_rules(self) -> Iterator[str]:
         spec = self.spec
         given = {"python": self.python, "extra_args": self.extra_args, "dtype": self.dtype.removeprefix("auto")}
-        if spec.is_own and (named := [name for name, value in given.items() if value]):
-            installed = " and ".join(f'"{name}"' for name, each in ENGINES.items() if not each.is_own)
-            raise ValueError(f"engine.{named[0]} is a setting of the kinds {installed}: leave it out")
+        installed = " and ".join(f'"{name}"' for name, each in ENGINES.items() if not each.is_own)
+        for name in [name for name, value in given.items() if value and spec.is_own]:
+            yield f"engine.{name} is a setting of the kinds {installed}: leave it out"
         if self.weight_transfer not in spec.transfers:
             others = [name for name, each in ENGINES.items() if self.weight_transfer in each.transfers]
-            raise ValueError(
+            yield (
                 f'engine.weight_transfer "{self.weight_transfer}" does not reach engines of the kind {self.kind}: '
                 f"choose {' or '.join(spec.transfers)}, or the kind {' or '.join(others)}"
             )
         routers = {"router_url": self.router_url, "router_python": self.router_python}
-        if not spec.has_router and (named := [name for name, value in routers.items() if value]):
-            raise ValueError(f"engine.{named[0]} is a router of SGLang, the engine is {self.kind}: leave it out")
+        for name in [name for name, value in routers.items() if value and not spec.has_router]:
+            yield f"engine.{name} is a router of SGLang, the engine is {self.kind}: leave it out"
         if all(routers.values()):
-            raise ValueError("engine.router_url names a router that runs, router_python one to start: leave one out")
+            yield "engine.router_url names a router that runs, router_python one to start: leave one out"
         if any(KEY_ARGUMENT.match(argument) for argument in self.extra_args):
-            raise ValueError(
+            yield (
                 "engine.extra_args has a key, which every user of the machine could read in the list of processes: "
                 "name the variable that holds it as engine.api_key_variable"
             )
         if not spec.is_own and 0 < self.context_length < MIN_ENGINE_CONTEXT:
-            raise ValueError(
+            yield (
                 f"engine.context_length {self.context_length} is too short for the completions by which {self.kind} "
                 f"proves its weights: give {MIN_ENGINE_CONTEXT} or more, or 0"
             )
-        return self

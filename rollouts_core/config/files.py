@@ -19,6 +19,7 @@ from rollouts_core.config.record import PARTS_ALONE
 from rollouts_core.config.reward import has_model_folder
 from rollouts_core.errors import ConfigError
 from rollouts_core.mistakes import Mistakes
+from rollouts_core.system.regular_files import describe_missing, open_file
 
 RecordT = TypeVar("RecordT", bound=BaseModel)
 MEANT = re.compile(r"did you mean ([\w.]+)")
@@ -34,10 +35,11 @@ DATA_FILE_SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet", ".csv", ".tsv", 
 def read_settings(path: Path) -> dict[str, Any]:  # Any: unchecked file content
     """The content of a TOML or JSON settings file, unchecked."""
     if not path.is_file():
-        problem = "is a folder" if path.is_dir() else "does not exist"
+        problem = "is a folder" if path.is_dir() else describe_missing(path)
         raise ConfigError(f"{path} {problem}: give the path of a TOML or JSON configuration")
     try:
-        text = path.read_text(encoding="utf-8-sig")  # editors of Windows mark UTF-8
+        with open_file(path) as file:
+            text = file.read().decode("utf-8-sig")  # editors of Windows mark UTF-8
         is_json = path.suffix == ".json"
         settings = json.loads(text, object_pairs_hook=_table) if is_json else tomllib.loads(text)
     except OSError as error:

@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from rollouts_core.engine_kinds import ENGINES
+from rollouts_core.stages import TRAININGS
 
 STAGE = "training.STAGE"
 """In a hint, the stage in whose table the key stands."""
-STAGES = ("sft", "rl")
 
 EPOCHS = (
     f"{STAGE}.num_steps, since training counts optimizer steps: an epoch is rows / training.sft.batch_size of them, or "
@@ -184,7 +184,7 @@ def find_foreign_name(path: Sequence[str]) -> str | None:
     *around, name = path
     sections = [each for each in around if not each.isdecimal()]
     hint = FOREIGN_NAMES.get(".".join([*sections[-1:], name])) or FOREIGN_NAMES.get(name)
-    return hint and _for_stages(hint, [stage for stage in STAGES if stage in sections] or STAGES)
+    return hint and _for_stages(hint, [stage for stage in TRAININGS if stage in sections] or TRAININGS)
 
 
 def _for_stages(hint: str, stages: Iterable[str]) -> str:

@@ -99,14 +99,14 @@ def first_line(error: BaseException) -> str:
 
 
 def _sentence(problem: ErrorDetails, path: list[str], model: type[BaseModel]) -> str:
-    """What is wrong with one key, and what to do."""
+    """What is wrong with one key, and what to do; a line for each rule that a record breaks."""
     key = ".".join(path)
     if problem["type"] == "extra_forbidden":
         return f"unknown key {key}{_suggestion(path, model)}"
     if problem["type"] == "missing":
         return f"{key} is missing"
     if problem["type"] == "value_error":
-        return f"{key}: {reason_of(problem)}" if key else reason_of(problem)
+        return "\n".join(f"{key}: {line}" if key else line for line in reason_of(problem).splitlines())
     if problem["type"] in ("model_type", "dict_type"):
         return f"{key}: expected a table of settings, found {_show(problem['input'])}"
     if problem["type"] in ("tuple_type", "list_type"):

@@ -8,10 +8,9 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
-import tomli_w
-from pydantic import ValidationInfo, model_validator
+from pydantic import Field, create_model
 
 from rollouts_core.config.data import DataConfig, DatasetConfig
 from rollouts_core.config.deployment import DeploymentConfig
@@ -19,15 +18,17 @@ from rollouts_core.config.engine import EngineConfig
 from rollouts_core.config.evaluation import EvaluationConfig
 from rollouts_core.config.files import parse_config, read_settings, resolve_paths
 from rollouts_core.config.model import ModelConfig
-from rollouts_core.config.record import PARTS_ALONE, Record
+from rollouts_core.config.record import Record
 from rollouts_core.config.rl import RLTrainingConfig
 from rollouts_core.config.rollout import RolloutConfig
 from rollouts_core.config.sft import SFTTrainingConfig
 from rollouts_core.engine_kinds import EngineSpec
+from rollouts_core.stages import PIPELINES, TRAININGS, capitalized, kind_of, trainings_of
+from rollouts_core.stages.kind import load
 
 
 class TrainingConfig(Record):
-    """The two training stages."""
+    """The settings of each training."""
 
     sft: SFTTrainingConfig = SFTTrainingConfig()
     """Supervised fine-tuning."""
@@ -35,10 +36,29 @@ class TrainingConfig(Record):
     """Reinforcement learning."""
 
 
+def _with_stages(record: type[Record]) -> type[Record]:
+    """The record with a section for each training of STAGES that has none yet."""
+    sections: dict[str, Any] = {}  # Any: pydantic's pairs of type and default
+    for name, kind in TRAININGS.items():
+        if name not in record.model_fields:
+            settings = load(kind.settings)
+            sections[name] = (settings, Field(settings(), description=f"{capitalized(kind.title)}."))
+    if not sections:
+        return record
+    return create_model(record.__name__, __base__=record, __module__=__name__, __doc__=record.__doc__, **sections)
+
+
+if TYPE_CHECKING:
+    Mode = str
+else:
+    Mode = Literal[tuple(PIPELINES)]
+    TrainingConfig = _with_stages(TrainingConfig)
+
+
 class Config(Record):
     """Everything the training core needs to know for one pipeline."""
 
-    mode: Literal["sft", "rl", "sft+rl"] = "sft+rl"
+    mode: Mode = "sft+rl"
     """Which stages run: only SFT, only RL from `model.path`, or RL on the selected SFT checkpoint."""
     model: ModelConfig
     """The model that training starts from."""
@@ -54,6 +74,25 @@ class Config(Record):
     """Placement on the node."""
 
     @property
+    def trainings(self) -> dict[str, SFTTrainingConfig | RLTrainingConfig]:
+        """The settings of each training of the mode, by the name of the stage, in order."""
+        return {name: getattr(self.training, name) for name, _ in trainings_of(self.mode)}
+
+    def reads(self, name: str) -> bool:
+        """Whether a training of the mode reads `data.NAME`, if it is given."""
+        return any(name in kind.reads for _, kind in trainings_of(self.mode))
+
+    @property
+    def is_graded(self) -> bool:
+        """Whether a training of the mode learns from completions and their rewards."""
+        return any(kind.is_graded for _, kind in trainings_of(self.mode))
+
+    @property
+    def samples_for_training(self) -> bool:
+        """Whether a training asks engines for completions."""
+        return self.is_graded and not self.data.rollouts
+
+    @property
     def demonstrations(self) -> tuple[DatasetConfig, ...]:
         """The datasets of `data.sft`, also where it is written as one path."""
         sft = self.data.sft
@@ -66,57 +105,26 @@ class Config(Record):
         is_server = self.evaluation.engine == "rollout" and not engine.spec.is_own
         return engine if is_server else EngineConfig()
 
-    @model_validator(mode="after")
-    def _check_rules(self, info: ValidationInfo) -> Self:
-        """Refuse settings of several sections that do not go together, each rule in a line."""
-        rules = (self._check_mode, self._check_scores, self._check_temperatures, self._check_batch)
-        broken = [sentence for rule in (*rules, self._check_colocated) for sentence in rule()]
-        if broken and info.context != PARTS_ALONE:
-            raise ValueError("\n".join(broken))
-        return self
+    def _broken_rules(self) -> Iterator[str]:
+        """A sentence for each rule between settings of several sections that these break."""
+        yield from self._check_data()
+        for name in self.trainings:
+            yield from load(kind_of(name).rules)(self)
+        yield from self._check_temperatures()
 
-    def _check_mode(self) -> Iterator[str]:
+    def _check_data(self) -> Iterator[str]:
         if self.data.prompts and self.data.rollouts:
             yield "give data.prompts, to sample completions, or data.rollouts, to train on recorded ones"
-        source = "rollouts" if self.data.rollouts else "prompts"
-        needed = {"sft": ["sft"], "rl": [source], "sft+rl": ["sft", source]}[self.mode]
-        for name in [*needed, "selection", "heldout"]:
-            if not getattr(self.data, name):
-                yield f'mode "{self.mode}" needs data.{name}: {_what_belongs_in(name)}'
-        if self.mode != "sft" and self.evaluation.metric == "loss":
-            yield f'mode "{self.mode}" compares checkpoints by accuracy: evaluation.metric cannot be "loss"'
-        if self.mode != "sft" and self.rollout.sampling.temperature == 0:
-            yield "RL needs rollout.sampling.temperature above 0: greedy samples of a group are all equal"
-        advantage = self.training.rl.advantage
-        is_alone = self.rollout.n_samples_per_prompt == 1 and advantage.singleton == "zero"
-        if self.mode != "sft" and is_alone and advantage.estimator not in ("constant", "batch_mean_std", "gae"):
-            yield (
-                f'training.rl.advantage.estimator "{advantage.estimator}" compares the completions of a prompt: it '
-                "needs rollout.n_samples_per_prompt of 2 or more, found 1"
-            )
-
-    def _check_scores(self) -> Iterator[str]:
-        """Each checkpoint that `keep_best` compares has an evaluation loss of its own."""
-        sft = self.training.sft
-        is_compared = self.mode != "rl" and self.data.sft_eval and sft.keep_best
-        if not is_compared or sft.checkpoint_every % sft.eval_every == 0:
-            return
-        below = sft.checkpoint_every // sft.eval_every * sft.eval_every
-        multiples = [below or sft.eval_every, (below or sft.eval_every) + sft.eval_every]
-        divisors = [each for each in range(1, sft.checkpoint_every + 1) if sft.checkpoint_every % each == 0]
-        nearest = sorted(divisors, key=lambda each: abs(each - sft.eval_every))[:2]
-        yield (
-            f"training.sft.keep_best {sft.keep_best} compares checkpoints by their own loss on data.sft_eval, and "
-            f"eval_every {sft.eval_every} does not divide checkpoint_every {sft.checkpoint_every}, so some are saved "
-            f"without one: set training.sft.checkpoint_every to {multiples[0]} or {multiples[1]}, or "
-            f"training.sft.eval_every to {' or '.join(map(str, sorted(nearest)))}"
-        )
+        needed = [names for _, kind in trainings_of(self.mode) for names in kind.needs]
+        for names in dict.fromkeys([*needed, ("selection",), ("heldout",)]):
+            if not any(getattr(self.data, name) for name in names):
+                yield f'mode "{self.mode}" needs data.{names[0]}: {_what_belongs_in(names[0])}'
 
     def _check_temperatures(self) -> Iterator[str]:
         """Those of completions that engines are asked for."""
         rollout, evaluation = self.rollout, self.evaluation
         asked: list[tuple[str, float, EngineSpec]] = []
-        if self.mode != "sft" and not self.data.rollouts:
+        if self.samples_for_training:
             asked.append(("rollout.sampling.temperature", rollout.sampling.temperature, rollout.engine.spec))
         if evaluation.metric == "accuracy":
             asked.append(("evaluation.temperature", evaluation.temperature, self.evaluation_engine.spec))
@@ -126,54 +134,6 @@ class Config(Record):
                     f"{name} {temperature:g} is above {engine.max_temperature:g}, and {engine.title} refuses such "
                     "requests: lower it, or choose another rollout.engine.kind"
                 )
-
-    def _check_batch(self) -> Iterator[str]:
-        rl, rollout = self.training.rl, self.rollout
-        if self.mode == "sft" or self.data.rollouts:  # recorded batches are what they are
-            return
-        if rl.num_minibatches > rollout.batch_size:
-            yield (
-                f"training.rl.num_minibatches {rl.num_minibatches} are more than the {rollout.batch_size} groups of a "
-                "step (rollout.batch_size), and an update needs a whole one: lower the one or raise the other"
-            )
-        for name in (rollout.filter_fn, *(each.name for each in rollout.filters)):
-            if rollout.n_samples_per_prompt == 1 and name in ("reward_nonzero_std", "quality_and_diversity"):
-                yield (
-                    f'the filter "{name}" keeps prompts whose completions have different rewards, and '
-                    "rollout.n_samples_per_prompt 1 gives one of each: leave it out, or sample 2 or more"
-                )
-        shaping, max_new_tokens = rl.reward_shaping, rollout.sampling.max_new_tokens
-        penalty_start = shaping.max_response_tokens - shaping.overlong_buffer_tokens
-        if shaping.overlong_buffer_tokens and penalty_start >= max_new_tokens:
-            # A system's own buffer may be longer than all completions here.
-            smaller = f" and overlong_buffer_tokens to a part of it, like {max(1, max_new_tokens // 4)}"
-            yield (
-                f"training.rl.reward_shaping subtracts for more than {penalty_start} tokens (max_response_tokens - "
-                f"overlong_buffer_tokens), and rollout.sampling.max_new_tokens {max_new_tokens} lets no completion be "
-                f"so long: set max_response_tokens to {max_new_tokens}"
-                + smaller
-                * (shaping.overlong_buffer_tokens > max_new_tokens)
-            )
-
-    def _check_colocated(self) -> Iterator[str]:
-        if not self.deployment.colocated or self.mode == "sft":
-            return
-        if self.rollout.max_staleness:
-            yield (
-                "with deployment.colocated the engines rest while the trainer trains, with rollout.max_staleness "
-                f"{self.rollout.max_staleness} they sample meanwhile: set one of them to its default"
-            )
-        if self.training.rl.sync_every > 1:
-            yield (
-                "with deployment.colocated the engines lose their weights in each step: training.rl.sync_every must "
-                f"be 1, found {self.training.rl.sync_every}"
-            )
-        if self.rollout.engine.weight_transfer == "nccl":
-            other = "tensors" if "tensors" in self.rollout.engine.spec.transfers else "auto"
-            yield (
-                "with deployment.colocated engine and trainer share GPUs, and NCCL connects processes of different "
-                f'GPUs: set rollout.engine.weight_transfer = "{other}"'
-            )
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
@@ -187,8 +147,13 @@ class Config(Record):
     def save(self, path: str | Path) -> None:
         """Write the settings that differ from their defaults as TOML or JSON, by the name's ending."""
         settings = self.model_dump(mode="json", exclude_defaults=True)
-        is_json = Path(path).suffix == ".json"
-        Path(path).write_text(json.dumps(settings, indent=2) if is_json else tomli_w.dumps(settings), encoding="utf-8")
+        if Path(path).suffix == ".json":
+            text = json.dumps(settings, indent=2)
+        else:
+            import tomli_w  # a node that only reads settings may lack it
+
+            text = tomli_w.dumps(settings)
+        Path(path).write_text(text, encoding="utf-8")
 
 
 def _what_belongs_in(name: str) -> str:
@@ -196,3 +161,88 @@ def _what_belongs_in(name: str) -> str:
     about = " ".join((DataConfig.model_fields[name].description or "").split())
     sentence = about.partition(". ")[0].removesuffix(".")
     return sentence[:1].lower() + sentence[1:]
+
+
+def sft_rules(config: Config) -> Iterator[str]:
+    """A sentence if checkpoints that `keep_best` compares have no evaluation loss of their own."""
+    sft = config.training.sft
+    is_compared = config.data.sft_eval and sft.keep_best
+    if not is_compared or sft.checkpoint_every % sft.eval_every == 0:
+        return
+    below = sft.checkpoint_every // sft.eval_every * sft.eval_every
+    multiples = [below or sft.eval_every, (below or sft.eval_every) + sft.eval_every]
+    divisors = [each for each in range(1, sft.checkpoint_every + 1) if sft.checkpoint_every % each == 0]
+    nearest = sorted(divisors, key=lambda each: abs(each - sft.eval_every))[:2]
+    yield (
+        f"training.sft.keep_best {sft.keep_best} compares checkpoints by their own loss on data.sft_eval, and "
+        f"eval_every {sft.eval_every} does not divide checkpoint_every {sft.checkpoint_every}, so some are saved "
+        f"without one: set training.sft.checkpoint_every to {multiples[0]} or {multiples[1]}, or "
+        f"training.sft.eval_every to {' or '.join(map(str, sorted(nearest)))}"
+    )
+
+
+def rl_rules(config: Config) -> Iterator[str]:
+    """A sentence for each broken rule of RL."""
+    if config.evaluation.metric == "loss":
+        yield f'mode "{config.mode}" compares checkpoints by accuracy: evaluation.metric cannot be "loss"'
+    if config.rollout.sampling.temperature == 0:
+        yield "RL needs rollout.sampling.temperature above 0: greedy samples of a group are all equal"
+    advantage = config.training.rl.advantage
+    is_alone = config.rollout.n_samples_per_prompt == 1 and advantage.singleton == "zero"
+    if is_alone and advantage.estimator not in ("constant", "batch_mean_std", "gae"):
+        yield (
+            f'training.rl.advantage.estimator "{advantage.estimator}" compares the completions of a prompt: it '
+            "needs rollout.n_samples_per_prompt of 2 or more, found 1"
+        )
+    yield from _batch_rules(config)
+    yield from _colocated_rules(config)
+
+
+def _batch_rules(config: Config) -> Iterator[str]:
+    rl, rollout = config.training.rl, config.rollout
+    if not config.samples_for_training:  # recorded batches are what they are
+        return
+    if rl.num_minibatches > rollout.batch_size:
+        yield (
+            f"training.rl.num_minibatches {rl.num_minibatches} are more than the {rollout.batch_size} groups of a "
+            "step (rollout.batch_size), and an update needs a whole one: lower the one or raise the other"
+        )
+    for name in (rollout.filter_fn, *(each.name for each in rollout.filters)):
+        if rollout.n_samples_per_prompt == 1 and name in ("reward_nonzero_std", "quality_and_diversity"):
+            yield (
+                f'the filter "{name}" keeps prompts whose completions have different rewards, and '
+                "rollout.n_samples_per_prompt 1 gives one of each: leave it out, or sample 2 or more"
+            )
+    shaping, max_new_tokens = rl.reward_shaping, rollout.sampling.max_new_tokens
+    penalty_start = shaping.max_response_tokens - shaping.overlong_buffer_tokens
+    if shaping.overlong_buffer_tokens and penalty_start >= max_new_tokens:
+        # A system's own buffer may be longer than all completions here.
+        smaller = f" and overlong_buffer_tokens to a part of it, like {max(1, max_new_tokens // 4)}"
+        yield (
+            f"training.rl.reward_shaping subtracts for more than {penalty_start} tokens (max_response_tokens - "
+            f"overlong_buffer_tokens), and rollout.sampling.max_new_tokens {max_new_tokens} lets no completion be "
+            f"so long: set max_response_tokens to {max_new_tokens}"
+            + smaller
+            * (shaping.overlong_buffer_tokens > max_new_tokens)
+        )
+
+
+def _colocated_rules(config: Config) -> Iterator[str]:
+    if not config.deployment.colocated:
+        return
+    if config.rollout.max_staleness:
+        yield (
+            "with deployment.colocated the engines rest while the trainer trains, with rollout.max_staleness "
+            f"{config.rollout.max_staleness} they sample meanwhile: set one of them to its default"
+        )
+    if config.training.rl.sync_every > 1:
+        yield (
+            "with deployment.colocated the engines lose their weights in each step: training.rl.sync_every must "
+            f"be 1, found {config.training.rl.sync_every}"
+        )
+    if config.rollout.engine.weight_transfer == "nccl":
+        other = "tensors" if "tensors" in config.rollout.engine.spec.transfers else "auto"
+        yield (
+            "with deployment.colocated engine and trainer share GPUs, and NCCL connects processes of different "
+            f'GPUs: set rollout.engine.weight_transfer = "{other}"'
+        )

@@ -5,9 +5,10 @@ Not here: which model it is (model.py), the policy itself (rollouts_core/model).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from rollouts_core.config.record import PLACEMENT, Finite, Record
 
@@ -36,10 +37,11 @@ class PolicyConfig(Record):
     precision: Literal["float32", "bfloat16"] = "float32"
     """Number format of the matrix products. Trained weights and optimizer state stay float32; with LoRA the frozen
     weights take this format too."""
-    attention: Literal["auto", "sdpa", "eager", "varlen", "flash_attention_2", "flash_attention_3"] = "auto"
+    attention: Literal["auto", "sdpa", "eager", "varlen", "flex", "flash_attention_2", "flash_attention_3"] = "auto"
     """Attention kernel. auto takes a kernel without a mask on a GPU in bfloat16: varlen, which is torch's own, else an
     installed flash-attn; everywhere else it is sdpa. sdpa and eager hide the other samples of a packed row by a mask of
-    its length squared; models that cap attention scores (Gemma 2) compute with eager instead of sdpa."""
+    its length squared; models that cap attention scores (Gemma 2) compute with eager instead of sdpa. flex hides them
+    by a mask of blocks; it needs a GPU, bfloat16 and some minutes to compile, and no GPU has tried it yet."""
     activation_checkpointing: bool = Field(default=False, json_schema_extra=PLACEMENT)
     """Compute the layers' activations again in the backward pass: less memory, about a third more time."""
     compile: bool = False
@@ -50,28 +52,27 @@ class PolicyConfig(Record):
     @property
     def takes_masks(self) -> bool:
         """Whether the attention kernel hides samples from each other by a mask; what "auto" stands for is not known."""
+        return self.takes_dense_masks or self.attention == "flex"
+
+    @property
+    def takes_dense_masks(self) -> bool:
+        """Whether that mask has a number for each pair of a row's positions."""
         return self.attention in ("auto", "sdpa", "eager")
 
     def without_places(self) -> Self:
         """Itself with "auto" instead of sdpa and varlen: it may stand for either, and they differ by rounding alone."""
         return self.model_copy(update={"attention": "auto"}) if self.attention in ("sdpa", "varlen") else self
 
-    @model_validator(mode="after")
-    def _check_attention(self) -> Self:
-        if not self.takes_masks and self.precision != "bfloat16":
-            raise ValueError(f'attention "{self.attention}" needs precision = "bfloat16"')
-        return self
-
-    @model_validator(mode="after")
-    def _check_backend(self) -> Self:
+    def _broken_rules(self) -> Iterator[str]:
+        if not self.takes_dense_masks and self.precision != "bfloat16":
+            yield f'attention "{self.attention}" needs precision = "bfloat16"'
         wanted = {
             "lora": self.lora.rank > 0,
             "compile": self.compile,
             "attention": self.attention not in ("auto", "sdpa"),
         }
-        if self.backend == "jax" and (without := [name for name, is_set in wanted.items() if is_set]):
-            raise ValueError(f'backend "jax" has no {without[0]} setting: leave it out, or set backend = "pytorch"')
-        return self
+        for name in [name for name, is_set in wanted.items() if is_set and self.backend == "jax"]:
+            yield f'backend "jax" has no {name} setting: leave it out, or set backend = "pytorch"'
 
 
 PLAIN_POLICY = PolicyConfig()

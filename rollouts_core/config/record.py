@@ -6,7 +6,7 @@ Not here: a single setting (the modules beside this one), how a misfit is worded
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Annotated, Any, Literal, Self, get_args, get_origin
 
 from pydantic import (
@@ -18,6 +18,7 @@ from pydantic import (
     ValidationInfo,
     WithJsonSchema,
     field_validator,
+    model_validator,
 )
 from pydantic.config import JsonDict
 from pydantic_core import PydanticKnownError
@@ -59,7 +60,7 @@ def _write_function(function: str | Callable[..., Any]) -> str:  # Any: user fun
 
 
 PARTS_ALONE = "parts alone"
-"""As the context of a validation: read the sections of a pipeline without the rules between them."""
+"""As the context of a validation: read records without the rules between their settings."""
 MAX_INTEGER = 2**63 - 1
 Finite = Annotated[float, Field(strict=True), AfterValidator(_finite)]
 GpuRank = Annotated[int, Field(ge=0, strict=True)]
@@ -128,6 +129,17 @@ class Record(BaseModel):
 
         Identities are taken of this.
         """
+        return self
+
+    def _broken_rules(self) -> Iterator[str]:
+        """A sentence for each rule between settings that these break. Records with such rules override it."""
+        yield from ()
+
+    @model_validator(mode="after")
+    def _check_rules(self, info: ValidationInfo) -> Self:
+        broken = [] if info.context == PARTS_ALONE else list(self._broken_rules())
+        if broken:
+            raise ValueError("\n".join(broken))
         return self
 
     @field_validator("*", mode="before")

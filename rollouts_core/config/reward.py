@@ -5,11 +5,12 @@ Not here: the grading (rewards.py, reward_services.py).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Literal, Self
 from urllib.parse import urlsplit
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from rollouts_core.config.record import PLACEMENT, SENDS_SECRET, Finite, FunctionName, Record
 
@@ -93,16 +94,14 @@ class RewardConfig(Record):
         """With the name alone of a folder, which is elsewhere on another machine; what it holds has a digest."""
         return self.model_copy(update={"model": Path(self.model).name}) if self.model_folder else self
 
-    @model_validator(mode="after")
-    def _check_kind(self) -> Self:
+    def _broken_rules(self) -> Iterator[str]:
         for field in NEEDED.get(self.kind, ()):
             if not getattr(self, field):
-                raise ValueError(f'a reward of the kind "{self.kind}" needs {field}')
+                yield f'a reward of the kind "{self.kind}" needs {field}'
         if self.label and self.kind != "reward_model":
-            raise ValueError(f'label is for a reward of the kind "reward_model", this one is a "{self.kind}"')
+            yield f'label is for a reward of the kind "reward_model", this one is a "{self.kind}"'
         if self.url and not _is_address(self.url):
-            raise ValueError(f'url {self.url!r} is no address of a service: write it as "http://host:port"')
-        return self
+            yield f'url {self.url!r} is no address of a service: write it as "http://host:port"'
 
 
 def _is_address(url: str) -> bool:

@@ -5,8 +5,8 @@ Not here: how completions are sampled and graded (rollout.py), what those names 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Literal, Self
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
 
 from pydantic import BaseModel, Field, model_validator
 
@@ -166,11 +166,9 @@ class RLTrainingConfig(Record):
         compares = loss.ratio_base == "old" or loss.mismatch != MismatchConfig()
         return self.with_values or self.reward_shaping.kl_coef > 0 or (num_updates > 1 and compares)
 
-    @model_validator(mode="after")
-    def _check_values(self) -> Self:
+    def _broken_rules(self) -> Iterator[str]:
         if self.with_values and not self.loss.value_coef:
-            raise ValueError('advantage.estimator "gae" needs loss.value_coef above 0: its value head would not learn')
-        return self
+            yield 'advantage.estimator "gae" needs loss.value_coef above 0: its value head would not learn'
 
 
 def algorithm_preset(name: AlgorithmName, **overrides: Any) -> RLTrainingConfig:  # Any: settings of every type

@@ -5,13 +5,22 @@ Not here: what is learned from it (rl.py), the sampling itself (rollouts_core/ro
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
 from rollouts_core.config.engine import MIN_ENGINE_CONTEXT, EngineConfig
 from rollouts_core.config.filter import FilterConfig
-from rollouts_core.config.record import PLACEMENT, EnvironmentName, Finite, FunctionName, Record, name_of_function
+from rollouts_core.config.record import (
+    PLACEMENT,
+    RUNS_PROGRAM,
+    EnvironmentName,
+    Finite,
+    FunctionName,
+    Record,
+    name_of_function,
+)
 from rollouts_core.config.reward import RewardConfig
 
 
@@ -69,6 +78,8 @@ class RolloutConfig(Record):
     environment: EnvironmentName = ""
     """The environment that answers the policy and grades it: a name of `rollouts_core.environments.ENVIRONMENTS` or
     `package.module:Class`. May be empty if `reward_fn` or `rewards` grade."""
+    tasksets: tuple[str, ...] = Field(default=(), json_schema_extra=RUNS_PROGRAM)
+    """With the environment `verifiers`: the tasksets that rows may name. A taskset is code, which is imported."""
     multi_turn: MultiTurnConfig = MultiTurnConfig()
     """Limits of conversations, for environments that answer the policy."""
     max_environment_retries: int = Field(default=3, ge=0)
@@ -128,37 +139,33 @@ class RolloutConfig(Record):
             raise ValueError('expected one name, "package.module:function"; several, with weights, stand in rewards')
         return given
 
-    @model_validator(mode="after")
-    def _check_functions(self) -> Self:
+    def _broken_rules(self) -> Iterator[str]:
         if self.rewards and self.reward_fn != "":
-            raise ValueError("give reward_fn or rewards, not both: reward_fn may be one of the rewards")
+            yield "give reward_fn or rewards, not both: reward_fn may be one of the rewards"
         if self.filters and self.filter_fn != "":
-            raise ValueError("give filter_fn or filters, not both: filter_fn may be one of the filters")
-        return self
-
-    @model_validator(mode="after")
-    def _check_ahead(self) -> Self:
+            yield "give filter_fn or filters, not both: filter_fn may be one of the filters"
+        if self.tasksets and self.environment != "verifiers":
+            yield 'tasksets are for environment = "verifiers": set that, or leave tasksets out'
         if self.max_staleness and self.over_sampling_factor > 1:
-            raise ValueError(
+            yield (
                 f"over_sampling_factor {self.over_sampling_factor:g} is for max_staleness 0: with max_staleness "
                 f"{self.max_staleness} other groups are under way anyway, leave it out"
             )
         if self.max_partial_staleness and self.max_staleness:
-            raise ValueError(
+            yield (
                 f"max_partial_staleness {self.max_partial_staleness} is for max_staleness 0: with max_staleness "
                 f"{self.max_staleness} what is under way is kept anyway, leave it out"
             )
         if self.max_partial_staleness and self.over_sampling_factor == 1 and not self.is_filtered:
-            raise ValueError(
+            yield (
                 f"max_partial_staleness {self.max_partial_staleness} keeps what is under way when a batch is full: set "
                 "over_sampling_factor above 1 or a filter, else nothing is"
             )
         if self.in_flight == "continue" and not self.engine.spec.can_continue:
-            raise ValueError(
+            yield (
                 'in_flight "continue" needs an engine that says of each token which weights sampled it, and '
                 f'{self.engine.spec.title} does not: set in_flight = "finish" or "abort"'
             )
-        return self
 
     @property
     def is_filtered(self) -> bool:

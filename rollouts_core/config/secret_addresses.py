@@ -1,8 +1,13 @@
 """Refuse settings with addresses that carry secrets: settings are kept with runs, shown in reports, sent to trackers.
 
     https://user:PASSWORD@host    https://host/v1?api_key=SECRET    https://host/x?X-Amz-Signature=SECRET
+    https://hooks.slack.com/services/T0/B0/SECRET    https://dl.host/SECRET/python/simple/
 
-Other queries are kept: services want `?api-version=2024-06-01`. Not here: keys by variables (rollouts_core/keys.py).
+A part of a path counts as a secret if it mixes small letters, capitals and digits as keys do. Ids in hex look like
+account numbers and commits, so they are kept, unless the address is of a kind that is a secret as a whole. Paths of
+buckets and folders are kept, too. Other queries are kept: services want `?api-version=2024-06-01`.
+
+Not here: keys by variables (rollouts_core/keys.py).
 """
 
 from __future__ import annotations
@@ -10,7 +15,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from typing import Any
-from urllib.parse import parse_qsl
+from urllib.parse import parse_qsl, unquote
 
 SECRET_NAME = re.compile(
     r"(?<!max)token(?!s$|iz)|secret|passw|passphrase|pwd|signature|credential|apikey|accesskey|auth(?!or(?!i[sz]))"
@@ -28,8 +33,19 @@ COMMIT_NAME = re.compile(r"revision|rev|commit|sha|ref")
 COMMIT = re.compile(r"[0-9a-f]{40}")
 USER_SCHEMES = ("ssh", "sftp")
 """Ends of schemes whose addresses have the name of a login, as git+ssh://git@host, and need no password."""
+WEB_SCHEMES = ("http", "https")
+"""Ends of schemes of services. In a bucket or a folder, a path is a name that its owner gave."""
 LOGIN = re.compile(r"[^\s/@:]+:[^\s/@]+@[\w.-]+(:\d+)?(/\S*)?")
 """An address without its scheme, with user and password."""
+WEBHOOK = re.compile(
+    r"https?://(hooks\.slack(-gov)?\.com/(services|workflows|triggers)/\S|(\w+\.)?discord(app)?\.com/api/(v\d+/)?webhooks/\S"
+    r"|api\.telegram\.org/(file/)?bot\d|[\w.-]+\.webhook\.office\.com/\S|chat\.googleapis\.com/v1/spaces/\S"
+    r"|hooks\.zapier\.com/\S|maker\.ifttt\.com/\S+/key/\S|events\.pagerduty\.com/integration/\S)",
+    re.IGNORECASE,
+)
+"""Addresses of which each is a secret: who knows them may send."""
+TOKEN_PREFIX = re.compile(r"(hf_|sk-|gh[pousr]_|github_pat_|glpat-|xox[a-z]-|pypi-|AKIA|ASIA|AIza|eyJ)[\w.~+=-]{12,}")
+"""Beginnings of keys of well-known services."""
 QUERY = re.compile(r"[^?\s]*\?\S+=\S*")
 """A word with a query, with or without a scheme before it."""
 _ADVICE = (
@@ -50,6 +66,8 @@ def refuse_secrets(value: Any) -> None:  # Any: unchecked input
                 raise ValueError(f"the address holds a user or password, {_ADVICE}")
             if scheme_end or QUERY.fullmatch(word):
                 _check_query(address or word)
+            if scheme.endswith(WEB_SCHEMES):
+                _check_path(word, address)
 
 
 def _texts_in(value: Any) -> Iterator[str]:  # Any: unchecked input
@@ -70,11 +88,21 @@ def _check_query(address: str) -> None:
             raise ValueError(f"the query of the address holds a key or password, {_ADVICE}")
 
 
+def _check_path(word: str, address: str) -> None:
+    parts = [unquote(part) for part in re.split(r"[?#]", address, maxsplit=1)[0].split("/")[1:]]
+    if WEBHOOK.match(word) or any(TOKEN_PREFIX.search(part) or _is_dense(part) for part in parts):
+        raise ValueError(f"the path of the address holds a key or password, {_ADVICE}")
+
+
 def _is_like_a_key(text: str) -> bool:
     """Whether a text may be a key: long, of letters and digits, and not made of short words."""
     if not RANDOM.fullmatch(text):
         return False
+    return _is_dense(text) or any(KEY_PIECE.fullmatch(piece) for piece in SEPARATORS.split(text))
+
+
+def _is_dense(text: str) -> bool:
+    """Whether a text mixes small letters, capitals and digits as keys do, with few separators."""
     pieces = [piece for piece in SEPARATORS.split(text) if piece]
-    is_mixed = all(re.search(kind, text) for kind in ("[a-z]", "[A-Z]"))
-    is_dense = is_mixed and sum(map(len, pieces)) >= MIN_MEAN_PIECE * len(pieces)
-    return is_dense or any(KEY_PIECE.fullmatch(piece) for piece in pieces)
+    is_mixed = RANDOM.fullmatch(text) and all(re.search(kind, text) for kind in ("[a-z]", "[A-Z]"))
+    return bool(is_mixed) and sum(map(len, pieces)) >= MIN_MEAN_PIECE * len(pieces)

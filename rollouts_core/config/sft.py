@@ -5,9 +5,10 @@ Not here: its demonstrations (data.py), optimizer (optim.py) and precision (poli
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from collections.abc import Iterator
+from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from rollouts_core.config.optim import OptimConfig
 from rollouts_core.config.policy import PLAIN_POLICY, PolicyConfig
@@ -60,13 +61,16 @@ class SFTTrainingConfig(Record):
     optim: OptimConfig = OptimConfig()
     """Optimizer of this stage."""
 
-    @model_validator(mode="after")
-    def _check_micro_batch(self) -> Self:
+    @property
+    def num_optim_steps(self) -> int:
+        """Optimizer updates of the whole stage."""
+        return self.num_steps
+
+    def _broken_rules(self) -> Iterator[str]:
         most = min(self.micro_batch_size, self.batch_size)
         if self.batch_size % most:
             fitting = max(size for size in range(1, most) if self.batch_size % size == 0)
-            raise ValueError(
+            yield (
                 f"batch_size {self.batch_size} is not a multiple of micro_batch_size {self.micro_batch_size}: take "
                 f"micro_batch_size {fitting}, which gives the same step, or another batch_size"
             )
-        return self

@@ -34,11 +34,22 @@ INVISIBLE = "\u200b"
 
 
 def split_special(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> list[Message]:
-    """The messages with SPLIT within every special token that their texts hold, and nowhere else."""
+    """The messages with SPLIT within every special token that their texts hold, and nowhere else.
+
+    A tokenizer that normalizes texts may read `<|END|>` or `<| end |>` as `<|end|>`. A text that becomes a special
+    token in this way is split after each character.
+    """
     is_special = _special_tokens(tokenizer, len(tokenizer))
+    normalizer = getattr(getattr(tokenizer, "backend_tokenizer", None), "normalizer", None)
 
     def split(text: str) -> str:
-        return is_special.sub(rf"\1{SPLIT}", text.replace(SPLIT, ""))
+        parts = is_special.sub(rf"\1{SPLIT}", text.replace(SPLIT, "")).split(SPLIT)
+        if normalizer is not None:
+            becomes_special = _special_tokens(tokenizer, len(tokenizer), is_normalized=True)
+            parts = [
+                SPLIT.join(each) if becomes_special.search(normalizer.normalize_str(each)) else each for each in parts
+            ]
+        return SPLIT.join(parts)
 
     return [cast("Message", {k: split(v) if isinstance(v, str) else v for k, v in each.items()}) for each in messages]
 
@@ -66,11 +77,23 @@ def hide_known_marks(text: str) -> str:
 
 
 @lru_cache(maxsize=16)
-def _special_tokens(tokenizer: PreTrainedTokenizerBase, num_tokens: int) -> re.Pattern[str]:
+def _special_tokens(
+    tokenizer: PreTrainedTokenizerBase, num_tokens: int, is_normalized: bool = False
+) -> re.Pattern[str]:
     """What finds the first character of its special tokens, of which one that is added later makes another number.
 
     Listing them takes twice as long as tokenizing a reply: some tokenizers reserve hundreds.
+
+    Args:
+        is_normalized: find in normalized texts the tokens that the tokenizer looks for there.
     """
-    special = sorted((each.content for each in tokenizer.added_tokens_decoder.values() if each.special), key=len)
+    added = [each for each in tokenizer.added_tokens_decoder.values() if each.special]
+    normalizer = tokenizer.backend_tokenizer.normalizer if is_normalized else None
+    contents = (
+        {each.content for each in added}
+        if normalizer is None
+        else {normalizer.normalize_str(each.content) for each in added if each.normalized}
+    )
+    special = sorted(contents, key=len)
     listed = "|".join(re.escape(each) for each in reversed(special) if len(each) > 1) or r"(?!)"
     return re.compile(rf"(?=(?:{listed}))(.)", re.DOTALL)

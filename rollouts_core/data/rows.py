@@ -49,6 +49,7 @@ from rollouts_core.data.text_files import (
 from rollouts_core.errors import DataError
 from rollouts_core.system.concurrency import read_each
 from rollouts_core.system.private_files import keep_private
+from rollouts_core.system.regular_files import describe_missing, open_file
 
 TABLE_READ_ROWS = 1024
 PARQUET_MAGIC = b"PAR1"
@@ -144,7 +145,7 @@ class JsonlRows:
         """The rows at these places, each with its line number."""
         rows: list[tuple[int, Row]] = []
         try:
-            with self._file.open("rb") as file:
+            with open_file(self._file) as file:
                 for i in indices:
                     file.seek(self._offsets[i])
                     line = file.readline()
@@ -411,8 +412,10 @@ def _open_source(source: _Source) -> Any:  # Any: a path, or a table of datasets
             f"{', '.join(OPENERS)} behind that) or .parquet, or lie alone in a folder, which is read as "
             "`datasets.load_dataset` reads it"
         )
-    elif path.is_absolute() and not path.exists():
-        raise DataError(f"{path} does not exist: give a data file, or a folder of data files or of `save_to_disk`")
+    elif path.is_absolute() and not path.is_dir():
+        raise DataError(
+            f"{path} {describe_missing(path)}: give a data file, or a folder of data files or of `save_to_disk`"
+        )
     is_saved = _is_saved(path)
     if path.is_dir() and not is_saved and glob.has_magic(str(path)):
         raise DataError(
@@ -548,7 +551,7 @@ def _check_commit(table: Any, path: Path, revision: str) -> Any:  # Any: dataset
 
 def _check_exists(path: Path) -> None:
     if not path.is_file():
-        raise DataError(f"{path} does not exist" if not path.exists() else f"{path} is no file")
+        raise DataError(f"{path} {describe_missing(path)}")
 
 
 def _is_empty(path: str | Path) -> DataError:
@@ -572,7 +575,7 @@ def _opened(path: Path) -> BufferedReader:
         DataError: it may not be.
     """
     try:
-        return path.open("rb")
+        return open_file(path)
     except OSError as error:
         raise DataError(f"{path} cannot be read ({error.strerror})") from error
 

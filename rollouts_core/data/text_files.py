@@ -28,6 +28,7 @@ from rollouts_core.data.source_text import TEXT_FIELDS, as_text
 from rollouts_core.data.strict_json import read_strict_json
 from rollouts_core.errors import DataError
 from rollouts_core.system.files import appearing_whole
+from rollouts_core.system.regular_files import open_file
 
 FileKind = Literal["json", "csv"]
 SUFFIXES: dict[str, FileKind] = {".jsonl": "json", ".ndjson": "json", ".json": "json", ".csv": "csv", ".tsv": "csv"}
@@ -75,7 +76,7 @@ def find_separator(path: str | Path) -> str:
 
 def is_array(path: Path) -> bool:
     """Whether a JSON file is one array instead of a row per line."""
-    with path.open("rb") as file:
+    with open_file(path) as file:
         return file.read(1 << 16).removeprefix(BYTE_ORDER_MARK).lstrip().startswith(b"[")
 
 
@@ -102,7 +103,8 @@ def write_lines(files: Iterable[TextFile], target: Path, columns: Mapping[str, C
 
 def _unpacked(file: TextFile) -> IO[bytes]:
     _, packing = find_kind(file.name)
-    return OPENERS[packing](file.path) if packing else file.path.open("rb")
+    with open_file(file.path) as opened:
+        return OPENERS[packing](Path(f"/dev/fd/{opened.fileno()}")) if packing else open_file(file.path)
 
 
 def _open_zstd(path: Path) -> IO[bytes]:

@@ -35,6 +35,8 @@ MAX_CHARS_PER_TOKEN = 32
 take minutes and gigabytes."""
 MAX_NAMED_TOKENS = 2**18
 """In `stop_token_ids` and `logit_bias`, which are looked through at every token; no vocabulary is larger."""
+MAX_GROUP_SIZE = 4096
+"""Ranks in a group with a trainer; each takes memory before any of them has come."""
 MAX_ID_CHARS = 1024
 """Of a request's id, which each of its completions has a copy of."""
 MAX_SHOWN_VALUES, MAX_SHOWN_CHARS, MAX_SHOWN_DEPTH = 20, 40, 3
@@ -278,9 +280,10 @@ def group_from_json(body: Mapping[str, Json]) -> GroupCall:
         raise ContractError(f"invalid value: {_show(address)} for `master_address`, expected an address")
     if not _is_integer(port) or not 0 < port < 2**16:
         raise ContractError(f"invalid value: {_show(port)} for `master_port`, expected a number from 1 to 65535")
-    if not (_is_integer(rank) and _is_integer(size) and 0 < rank < size < 2**31):
+    if not (_is_integer(rank) and _is_integer(size) and 0 < rank < size <= MAX_GROUP_SIZE):
         raise ContractError(
-            f"invalid value: {_show(rank)} of {_show(size)}, expected a `rank_offset` from 1 to below the `world_size`"
+            f"invalid value: {_show(rank)} of {_show(size)}, expected a `rank_offset` from 1 to below the "
+            f"`world_size`, which is {MAX_GROUP_SIZE} at most"
         )
     return GroupCall(
         name=group_name_from_json(body),

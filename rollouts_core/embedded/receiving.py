@@ -11,17 +11,19 @@ weights as they were.
 
 from __future__ import annotations
 
+import asyncio
 import math
 import sys
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from rollouts_core.backends import process_group
 from rollouts_core.backends.process_group import (
     begin_broadcast,
     connect_gloo,
@@ -33,10 +35,17 @@ from rollouts_core.backends.process_group import (
 )
 from rollouts_core.embedded.scheduler import RequestError
 from rollouts_core.errors import EngineUnavailableError
-from rollouts_core.system.concurrency import in_short_thread
+from rollouts_core.system.concurrency import in_daemon_thread
 
+ResultT = TypeVar("ResultT")
 NO_SESSION = "no weight-update session is open; call begin_weight_update() first"
 OPEN_SESSION = "a weight-update session is already open; call end_weight_update() first"
+MAX_WAITING_CALLS = 8
+"""Groups and buckets that are waited for at a time, each in a thread and with a connection of its own."""
+ANSWER_GRACE_S = 5.0
+"""How much longer than its own limit a thread may take."""
+MAX_GROUPS = 64
+"""Groups that are kept. A trainer that was killed leaves its groups here, so the oldest one makes room."""
 
 
 class OrderError(RequestError):
@@ -84,6 +93,9 @@ class WeightReceiver:
         self._arrived: dict[str, Tensor] | None = None
         """None while no update is open."""
         self._kept: frozenset[str] = frozenset()
+        self._num_waiting = 0
+        self._num_expected_bytes = 0
+        """Of buckets that are waited for."""
 
     def begin(self, kept: Collection[str] = ()) -> None:
         """Open an update.
@@ -110,13 +122,18 @@ class WeightReceiver:
         return arrived, self._kept
 
     async def join(self, call: GroupCall) -> None:
-        """Become part of a group.
+        """Become part of a group, in place of an earlier one of the same name.
 
         Raises:
-            EngineUnavailableError: the trainer is not there.
+            EngineUnavailableError: the trainer is not there, or too many calls are waiting.
         """
         with _failures_named(f"{call.address}:{call.port} is not there as a trainer"):
-            self._groups[call.name] = await in_short_thread(partial(_connect, call))
+            joined = [await self._beside(partial(_connect, call))]
+        if call.name in self._groups:
+            self.leave(call.name)
+        while len(self._groups) >= MAX_GROUPS:
+            self.leave(next(iter(self._groups)))
+        self._groups[call.name] = joined.pop()
 
     async def receive(self, call: BucketCall) -> None:
         """Keep a bucket for the end of the update.
@@ -124,19 +141,19 @@ class WeightReceiver:
         Raises:
             OrderError: no update is open.
             RequestError: there is no such group.
-            EngineUnavailableError: the bucket did not arrive.
+            EngineUnavailableError: the bucket did not arrive, or too many calls are waiting.
         """
         if (arrived := self._arrived) is None:
             raise OrderError(NO_SESSION)
         if call.group not in self._groups:
             raise RequestError(f"There is no group {call.group}: initialize it.")
         sizes = [math.prod(shape) * call.dtypes[name].itemsize for name, shape in call.shapes.items()]
-        held = sum(tensor.nbytes for tensor in arrived.values())
+        held = sum(tensor.nbytes for tensor in arrived.values()) + self._num_expected_bytes
         if held + sum(sizes) > self._max_bytes:
             raise RequestError(f"{held + sum(sizes)} bytes are more than the weights of the model, {self._max_bytes}.")
         flat = torch.empty(sum(sizes), dtype=torch.uint8)
         with _failures_named("the weights did not arrive"):
-            await in_short_thread(partial(self._receive_bytes, call.group, flat))
+            await self._beside(partial(self._receive_bytes, call.group, flat), num_bytes=sum(sizes))
         for (name, shape), piece in zip(call.shapes.items(), torch.split(flat, sizes), strict=True):
             arrived[name] = piece.view(call.dtypes[name]).view(shape)
 
@@ -154,6 +171,34 @@ class WeightReceiver:
         """Leave all groups."""
         for name in list(self._groups):
             self.leave(name)
+
+    async def _beside(self, work: Callable[[], ResultT], *, num_bytes: int = 0) -> ResultT:
+        """What `work` returns in a thread, which counts as a call that waits until it ends.
+
+        torch waits without limit for a store that accepts a connection and is silent, and nothing can break that off.
+
+        Raises:
+            EngineUnavailableError: too many calls are waiting.
+            RuntimeError: it took too long.
+        """
+        if self._num_waiting >= MAX_WAITING_CALLS:
+            raise EngineUnavailableError(f"{MAX_WAITING_CALLS} groups and buckets are waited for: ask again later")
+        results: list[ResultT] = []  # a group must have no other reference, see `let_go`
+        thread = asyncio.ensure_future(in_daemon_thread(lambda: results.append(work())))
+        self._num_waiting += 1
+        self._num_expected_bytes += num_bytes
+
+        def note_end(_: object) -> None:
+            self._num_waiting -= 1
+            self._num_expected_bytes -= num_bytes
+
+        thread.add_done_callback(note_end)
+        await asyncio.wait([thread], timeout=process_group.TIMEOUT_S + ANSWER_GRACE_S)
+        if not thread.done():
+            thread.add_done_callback(lambda ended: let_go(results) if ended.exception() is None else None)
+            raise RuntimeError(f"not within {process_group.TIMEOUT_S:g} s")
+        thread.result()  # raises what it ended with
+        return results.pop()
 
     def _receive_bytes(self, name: str, flat: Tensor) -> None:
         work = begin_broadcast(self._groups[name], flat)

@@ -46,6 +46,8 @@ from rollouts_core.errors import CheckpointError, EngineError, EngineUnavailable
 logger = logging.getLogger(__name__)
 
 MAX_WAITING_REQUESTS = 65536
+MAX_WAITING_UPDATES = 8
+"""Updates of weights that wait for running requests to end; sent weights are kept in memory meanwhile."""
 CLOSE_TIMEOUT_S = 10.0
 ABORTED = FinishReason("abort", message="Aborted")
 SHUT_DOWN = FinishReason("abort", message="The engine is shutting down")
@@ -243,7 +245,7 @@ class Scheduler:
             kept: those that stay as they are beside `tensors`.
 
         The future resolves to the number of paused requests, or fails with `CheckpointError`: then all old weights
-        are still in place.
+        are still in place. It fails with `EngineUnavailableError` if too many updates are waiting.
         """
         update = WeightUpdate(
             model_dir=model_dir,
@@ -254,7 +256,7 @@ class Scheduler:
             done=Future(),
         )
         update.done.set_running_or_notify_cancel()
-        queued = self._between_steps(lambda: self._updates.append(update))
+        queued = self._between_steps(lambda: self._queue_update(update))
         queued.add_done_callback(lambda done: _pass_on_error(done, update.done))
         return update.done
 
@@ -371,6 +373,11 @@ class Scheduler:
             self._end(lambda _: True, ABORTED)
         elif mode == "retract":
             self._waiting.extendleft(reversed(self._batch.remove(lambda _: True)))
+
+    def _queue_update(self, update: WeightUpdate) -> None:
+        if len(self._updates) >= MAX_WAITING_UPDATES:
+            raise EngineUnavailableError(f"{MAX_WAITING_UPDATES} updates of the weights are waiting: ask again later")
+        self._updates.append(update)
 
     def _resume(self) -> None:
         self.is_paused = False

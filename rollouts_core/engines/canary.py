@@ -138,6 +138,8 @@ async def prove(name: str, complete: CompleteFn, canary: Canary) -> float:
         raise EngineUnavailableError(
             f"{name} broke {num_aborted} of {len(completions)} completions off by which it was to prove its weights"
         )
+    limit = canary.num_tokens
+    samples_foreign = limit is not None and any(token >= limit for each in completions for token in each.tokens)
     completions = _cut_before_foreign(completions, canary.num_tokens)
     if not completions:
         raise WeightSyncError(
@@ -150,9 +152,15 @@ async def prove(name: str, complete: CompleteFn, canary: Canary) -> float:
         for engine, trainer in zip(completion.logprobs, right[-len(completion.tokens) :], strict=True)
     )
     if not gap <= MAX_GAP_NATS:
+        reason = "it serves other weights, or samples from another distribution"
+        if samples_foreign:
+            reason = (
+                f"it samples token ids from {canary.num_tokens} on, which the tokenizer does not have: use an engine "
+                "that can leave them out"
+            )
         raise WeightSyncError(
             f"{name}: its log-probs are {gap:.3g} nats per token away from those of the published weights, at most "
-            f"{MAX_GAP_NATS} are number formats: it serves other weights, or samples from another distribution"
+            f"{MAX_GAP_NATS} are number formats: {reason}"
         )
     return gap
 

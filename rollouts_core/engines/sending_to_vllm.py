@@ -39,7 +39,7 @@ class VLLMWeightSender(GroupSender):
                 'has none: set rollout.engine.weight_transfer = "gloo"'
             )
         buckets = list(split_buckets(tensors, BUCKET_BYTES))
-        described = [[_describe(name, tensor) for name, tensor in bucket.items()] for bucket in buckets]
+        described = [[describe_tensor(name, tensor) for name, tensor in bucket.items()] for bucket in buckets]
         async with self._joined(backend, num_ranks) as group:
 
             async def broadcast() -> None:
@@ -67,5 +67,6 @@ def count_ranks(parallel: Mapping[str, Any]) -> int:  # Any: JSON
     return int(parallel.get("world_size") or 1) * int(parallel.get("data_parallel_size") or 1)
 
 
-def _describe(name: str, tensor: Tensor) -> tuple[str, str, list[int]]:
+def describe_tensor(name: str, tensor: Tensor) -> tuple[str, str, list[int]]:
+    """What vLLM's end must know of a tensor: its name, number format and shape."""
     return name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)

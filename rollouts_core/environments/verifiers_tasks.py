@@ -4,7 +4,9 @@ Not here: running an agent in a container, with the task's tool servers or a sim
 of `verifiers` do; `samples_of_trace` makes samples of what they recorded.
 
     python -m rollouts_core.environments.verifiers_tasks my-taskset prompts.jsonl      once, with the taskset installed
-    rollout.environment = "verifiers"
+    rollout.environment = "verifiers"        rollout.tasksets = ["my-taskset"]
+
+A taskset is code. Rows name theirs, and only those of the settings are imported.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import inspect
 import json
 import signal
 import sys
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,21 +29,36 @@ from rollouts_core.user_code.failures import describe_raised
 class VerifiersEnvironment:
     """Rewards a completion with the weighted sum of the task's rewards.
 
+    Args:
+        tasksets: that rows may name.
+
     Raises:
-        ConfigError: `verifiers` is not installed.
+        ConfigError: `verifiers` is not installed, or no taskset is given.
     """
 
     row_fields = ("taskset", "task")
 
-    def __init__(self) -> None:
+    def __init__(self, *, tasksets: Collection[str] = ()) -> None:
         _check_installed()
+        if not tasksets:
+            raise ConfigError(
+                'the environment "verifiers" imports the tasksets of its rows: list them as rollout.tasksets'
+            )
+        self._tasksets = tasksets
+
+    def check_row(self, row: Mapping[str, Any]) -> None:  # Any: JSON
+        """Raise ValueError for a row of another taskset: its name would be imported."""
+        if row["taskset"] not in self._tasksets:
+            raise ValueError(f"`taskset` is {row['taskset']!r}, which rollout.tasksets does not list")
 
     async def grade(self, sample: Sample) -> float:
         """The task's reward for the policy's answer.
 
         Raises:
             EnvironmentUnavailableError: a judge or another service of the task did not answer.
+            ValueError: the row names a taskset that the settings do not list.
         """
+        self.check_row(sample.metadata)
         from verifiers.v1.errors import ProviderError
 
         task = _load_task(sample.metadata["taskset"], sample.metadata["task"])

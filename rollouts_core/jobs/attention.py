@@ -15,7 +15,7 @@ import logging
 from typing import Any, TypeVar
 
 from rollouts_core.backends.launch import is_follower
-from rollouts_core.job import RLJob, SFTJob
+from rollouts_core.job import RLJob, TrainingJob
 from rollouts_core.metrics import EventLog, read_json_lines
 from rollouts_core.model.attention_choice import Choice, choose_kernel, shared_prompts, with_kernel
 from rollouts_core.model.loading import default_device
@@ -24,10 +24,10 @@ from rollouts_core.system.files import write_json
 
 logger = logging.getLogger(__name__)
 
-TrainingJob = TypeVar("TrainingJob", SFTJob, RLJob)
+JobT = TypeVar("JobT", bound=TrainingJob)
 
 
-def settle_attention(job: TrainingJob, directory: RunDirectory) -> TrainingJob:
+def settle_attention(job: JobT, directory: RunDirectory) -> JobT:
     """The job with the kernel that "auto" stands for, which job.json names from now on, too."""
     policy = job.training.policy
     if policy.attention != "auto" or policy.backend == "jax":
@@ -44,7 +44,7 @@ def settle_attention(job: TrainingJob, directory: RunDirectory) -> TrainingJob:
     return job.model_copy(update={"training": with_kernel(job.training, choice.kernel)})
 
 
-def _choose(job: SFTJob | RLJob) -> Choice:
+def _choose(job: TrainingJob) -> Choice:
     device_type = "cpu" if job.deployment.shares_cpu else default_device().partition(":")[0]
     shared = shared_prompts(job.training, job.rollout) if isinstance(job, RLJob) else None
     return choose_kernel(job.model.model, job.training.policy, device_type=device_type, shared=shared)

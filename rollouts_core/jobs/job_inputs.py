@@ -16,7 +16,7 @@ from rollouts_core.data.dataset import open_datasets
 from rollouts_core.data.rows import RowTable, digest_path
 from rollouts_core.errors import CheckpointError, DataError
 from rollouts_core.fingerprint import digest_checkpoint, digest_model
-from rollouts_core.job import InputDataset, InputFile, InputModel, RLJob, SFTJob
+from rollouts_core.job import InputDataset, InputFile, InputModel, TrainingJob
 from rollouts_core.run_directory import RunDirectory
 
 
@@ -45,7 +45,7 @@ def check_model(model: InputModel) -> None:
         raise CheckpointError(f"the model at {path} {happened} since the stage was planned: start the run again")
 
 
-def check_resume(job: SFTJob | RLJob, directory: RunDirectory) -> None:
+def check_resume(job: TrainingJob, directory: RunDirectory) -> None:
     """Raise CheckpointError when the run is to begin with another run's checkpoint, and that one is another now."""
     source = job.training.resume_from
     if source and not list_checkpoints(directory.checkpoints) and digest_checkpoint(source) != job.resume_digest:

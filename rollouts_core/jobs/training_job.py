@@ -22,7 +22,7 @@ from rollouts_core.backends.protocol import TrainingBackend
 from rollouts_core.backends.ranks import Ranks, join_ranks
 from rollouts_core.checkpoint import list_checkpoints, load_manifest, newest_step
 from rollouts_core.checks.cpu_formats import describe_slow_training
-from rollouts_core.job import RLJob, SFTJob
+from rollouts_core.job import TrainingJob
 from rollouts_core.metrics import EventLog
 from rollouts_core.model.loading import silence_progress_bars
 from rollouts_core.run_directory import RunDirectory, attempt_number
@@ -35,7 +35,7 @@ JAX_THREADS = "PJRT_NPROC"
 
 
 def run_training_job(
-    job: SFTJob | RLJob,
+    job: TrainingJob,
     directory: RunDirectory,
     *,
     create: Callable[[Ranks | None], TrainingBackend],
@@ -80,14 +80,14 @@ def _follow(backend: TrainingBackend) -> None:
     backend.follow()
 
 
-def _set_num_threads(job: SFTJob | RLJob) -> None:
+def _set_num_threads(job: TrainingJob) -> None:
     """Have torch, and JAX where that trains, compute with so many threads; before JAX has begun to."""
     torch.set_num_threads(_num_threads(job))
     if job.deployment.trainer_threads and job.training.policy.backend == "jax":  # it takes all cores otherwise
         os.environ[JAX_THREADS] = str(job.deployment.trainer_threads)
 
 
-def _num_threads(job: SFTJob | RLJob) -> int:
+def _num_threads(job: TrainingJob) -> int:
     """Threads that one process of the job computes with."""
     num_processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # torchrun's word for those of this machine
     return job.deployment.trainer_threads or max(1, count_processors() // num_processes)
@@ -128,7 +128,7 @@ def write_stop(events: EventLog, step: int, problem: str = "") -> None:
         events.write("stopped", step=step, **({"problem": problem} if problem else {}))
 
 
-def describe_training(job: SFTJob | RLJob, directory: RunDirectory) -> dict[str, Any]:  # Any: JSON
+def describe_training(job: TrainingJob, directory: RunDirectory) -> dict[str, Any]:  # Any: JSON
     """The checkpoints of a training, and where and for which run it ended early, if it did."""
     checkpoints = describe_checkpoints(directory)
     step, num_steps = checkpoints[-1]["step"], job.training.num_steps

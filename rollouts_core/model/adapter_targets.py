@@ -88,11 +88,11 @@ def check_adapters(config: Config) -> list[str]:
     Raises:
         ConfigError: the model has no such layer.
     """
-    policies = {"sft": config.training.sft.policy, "rl": config.training.rl.policy}
+    adapters = {name: training.policy.lora for name, training in config.trainings.items()}
     named = {
-        f"training.{kind}.policy.lora.target_modules": policy.lora.target_modules
-        for kind, policy in policies.items()
-        if kind in config.mode and policy.lora.rank and policy.lora.target_modules
+        f"training.{name}.policy.lora.target_modules": lora.target_modules
+        for name, lora in adapters.items()
+        if lora.rank and lora.target_modules
     }
     if not named or config.model.trust_remote_code:
         return []

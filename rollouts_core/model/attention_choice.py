@@ -13,7 +13,7 @@ this needs no torch.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 from rollouts_core.config import ModelConfig, PolicyConfig, RLTrainingConfig, RolloutConfig, SFTTrainingConfig
 from rollouts_core.model.model_shape import ModelShape, read_shape
@@ -34,7 +34,7 @@ class Choice(NamedTuple):
     """For people, a clause."""
 
 
-Training = TypeVar("Training", SFTTrainingConfig, RLTrainingConfig)
+Training = TypeVar("Training", bound=SFTTrainingConfig | RLTrainingConfig)
 
 
 class SharedPrompts(NamedTuple):
@@ -87,7 +87,8 @@ def expected_kernel(policy: PolicyConfig, settings: Mapping[str, Any], shared: S
 
 def with_kernel(training: Training, kernel: str) -> Training:
     """The settings of a stage with another attention kernel."""
-    return training.model_copy(update={"policy": training.policy.model_copy(update={"attention": kernel})})
+    policy = training.policy.model_copy(update={"attention": kernel})
+    return cast("Training", training.model_copy(update={"policy": policy}))
 
 
 def choose_kernel(

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,6 +24,7 @@ from rollouts_core.config import ModelConfig, PolicyConfig
 from rollouts_core.errors import ConfigError, DataError
 from rollouts_core.model.attention import use_written_out_attention
 from rollouts_core.model.attention_choice import choose_kernel
+from rollouts_core.model.flex import FLEX, block_mask, use_flex_attention, why_not_flex
 from rollouts_core.model.loading import (
     KERNELS_OF_FLOAT32,
     MODELS_OF_ROW_DISTANCES,
@@ -47,7 +49,11 @@ from rollouts_core.model.weight_sample import sample_weights
 from rollouts_core.types import Sample
 
 if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
     from transformers import PreTrainedConfig, PreTrainedModel
+
+    Mask = Tensor | BlockMask
+    """What says which position may read which."""
 
 KERNELS_WITHOUT_MASK = {VARLEN, "flash_attention_2", "flash_attention_3"}
 """Attention kernels that take the bounds of the samples in a row instead of a mask."""
@@ -141,17 +147,13 @@ def create_policy(
     has_adapters = config.lora.rank > 0
     stored_dtype = torch.bfloat16 if autocast_dtype and has_adapters else torch.float32
     kernel = find_kernel(model, config, device)
-    loaded_as = "sdpa" if kernel == VARLEN else kernel  # loading tries the model, on a CPU too
-    hf_model = load_hf_model(model, device=device, dtype=stored_dtype, attention=loaded_as)
+    hf_model = load_hf_model(model, device=device, dtype=stored_dtype, attention=loaded_kernel(kernel))
     check_attention(hf_model)
     has_own_code = not type(hf_model).__module__.startswith("transformers.")
     mixes_samples = has_own_code and device != "meta" and find_mixed_samples(hf_model)
     if autocast_dtype and hf_model.config._attn_implementation == "sdpa" and hf_model.device.type == "cpu":
         use_written_out_attention(hf_model)
-    if kernel == VARLEN:
-        use_varlen_attention(hf_model)
-    elif hf_model.device.type == "cuda":
-        use_sdpa_by_rows(hf_model)
+    use_kernel(hf_model, kernel, hf_model.device.type)
     if hf_model.device.type == "cpu" and not config.compile:
         use_fast_rms_norms(hf_model)
     if has_adapters:
@@ -179,15 +181,35 @@ def find_kernel(model: ModelConfig, config: PolicyConfig, device: str) -> str:
     mask, and flash-attn takes none. A job settles "auto" before both, so it can take flash-attn.
 
     Raises:
-        ConfigError: they name `varlen`, which cannot train the model there.
+        ConfigError: they name `varlen` or `flex`, which cannot train the model there.
     """
     device_type = torch.device(device).type
     if config.attention == "auto":
         kernel = choose_kernel(model, config, device_type=device_type).kernel
         return kernel if kernel == VARLEN else "sdpa"
-    if config.attention == VARLEN and (reason := why_not_varlen(model, device_type=device_type)):
-        raise ConfigError(f'policy.attention "{VARLEN}" cannot be used here: {reason}. Set it to "auto"')
+    reason = ""
+    if config.attention == VARLEN:
+        reason = why_not_varlen(model, device_type=device_type)
+    if config.attention == FLEX:
+        reason = why_not_flex(model, device_type=device_type)
+    if reason:
+        raise ConfigError(f'policy.attention "{config.attention}" cannot be used here: {reason}. Set it to "auto"')
     return config.attention
+
+
+def loaded_kernel(kernel: str) -> str:
+    """The kernel that a model is loaded with before `use_kernel`: loading tries the model, on a CPU too."""
+    return "sdpa" if kernel in (VARLEN, FLEX) else kernel
+
+
+def use_kernel(hf_model: PreTrainedModel, kernel: str, device_type: str) -> None:
+    """Let a model that `loaded_kernel` was used for compute its attention by a kernel."""
+    if kernel == VARLEN:
+        use_varlen_attention(hf_model)
+    elif kernel == FLEX:
+        use_flex_attention(hf_model)
+    elif device_type == "cuda":
+        use_sdpa_by_rows(hf_model)
 
 
 @torch.no_grad()
@@ -300,7 +322,8 @@ def compute_hidden_states(hf_model: PreTrainedModel, batch: TrainBatch) -> Tenso
     # Right-padded rows of one sample need no mask: causal attention never reaches the padding.
     window = find_window(hf_model.config.get_text_config()) or math.inf
     is_windowed = kernel == SDPA_BY_ROWS and batch.inputs_BT.shape[1] > window
-    attention_mask = build_attention_mask(hf_model, batch) if batch.is_packed or is_windowed else None
+    needs_mask = batch.is_packed or is_windowed or kernel == FLEX
+    attention_mask = build_attention_mask(hf_model, batch) if needs_mask else None
     hidden_BTH: Tensor = hf_model.base_model(
         input_ids=batch.inputs_BT,
         position_ids=batch.position_ids_BT,
@@ -310,7 +333,7 @@ def compute_hidden_states(hf_model: PreTrainedModel, batch: TrainBatch) -> Tenso
     return hidden_BTH
 
 
-def build_attention_mask(hf_model: PreTrainedModel, batch: TrainBatch) -> Tensor | dict[str, Tensor]:
+def build_attention_mask(hf_model: PreTrainedModel, batch: TrainBatch) -> Mask | dict[str, Mask]:
     """The mask of packed rows; one per kind of layer where some layers see only a window.
 
     Raises:
@@ -323,14 +346,13 @@ def build_attention_mask(hf_model: PreTrainedModel, batch: TrainBatch) -> Tensor
     config = hf_model.config.get_text_config()
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     window = find_window(config)
-    dtype = _mask_dtype(hf_model, batch.inputs_BT.device.type)
+    build: Callable[..., Mask] = partial(block_causal_mask, dtype=_mask_dtype(hf_model, batch.inputs_BT.device.type))
+    if hf_model.config._attn_implementation == FLEX:
+        build = block_mask
     if "sliding_attention" in kinds:
-        return {
-            kind: block_causal_mask(batch, dtype, window=window if kind == "sliding_attention" else None)
-            for kind in kinds
-        }
+        return {kind: build(batch, window=window if kind == "sliding_attention" else None) for kind in kinds}
     sees_window = window and not getattr(config, "layer_types", None)
-    return block_causal_mask(batch, dtype, window=window if sees_window else None)
+    return build(batch, window=window if sees_window else None)
 
 
 def find_window(config: PreTrainedConfig) -> int | None:

@@ -86,7 +86,7 @@ def attend_varlen(
     assert max_length_q is not None, "bounds come with the length of the longest sample"
     width, value_width = query_BHTD.shape[-1], value_BKTD.shape[-1]
     filled_width = -(-max(width, value_width) // HEAD_DIM_STEP) * HEAD_DIM_STEP
-    dtype = _half_precision(value_BKTD)
+    dtype = half_precision(value_BKTD)
     query_MHD, key_MKD, value_MKD = (
         _fill_up(tensor[0].transpose(0, 1).to(dtype), filled_width) for tensor in (query_BHTD, key_BKTD, value_BKTD)
     )
@@ -118,7 +118,7 @@ def _refuse_unknown_terms(dropout: float, others: Mapping[str, Any]) -> None:
         raise ConfigError('policy.attention "varlen" does not know what this model adds to attention: set "auto"')
 
 
-def _half_precision(value: Tensor) -> torch.dtype:
+def half_precision(value: Tensor) -> torch.dtype:
     """The format of the products: norms and rotations may have made float32 of what goes into them."""
     device_type = value.device.type
     return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else value.dtype

@@ -1,6 +1,6 @@
 """The report of a pipeline run, as one HTML page and as Markdown."""
 
-from rollouts_core.report.inputs import ReportInput, StageSummary
+from rollouts_core.report.inputs import ReportInput, StageSummary, TrainedStage
 from rollouts_core.report.page import (
     render_report,
     render_results_markdown,
@@ -13,6 +13,7 @@ __all__ = [
     "ReportInput",
     "Results",
     "StageSummary",
+    "TrainedStage",
     "describe_results",
     "render_report",
     "render_results_markdown",

@@ -23,11 +23,13 @@ from rollouts_core.report.charts import (
     padded_axis,
     step_axis,
 )
-from rollouts_core.report.inputs import LABELS, ReportInput
+from rollouts_core.report.inputs import ReportInput
 from rollouts_core.report.results import (
     selected_step,
 )
 from rollouts_core.run_directory import RunDirectory
+from rollouts_core.stages import kind_of, label_of
+from rollouts_core.stages.kind import Curve
 
 MAX_CURVE_POINTS = 80
 NUM_COLORS = 4
@@ -43,18 +45,9 @@ class CurveSection:
     """The curves of one training stage."""
 
     title: str
+    css: str
+    """The name of the stage's kind, for colors."""
     charts: tuple[Chart, ...]
-
-
-class Curve(NamedTuple):
-    """Which metric is drawn, and how."""
-
-    metric: str
-    title: str
-    note: str
-    is_from_zero: bool = True
-    min_high: float = 0.0
-    """The axis reaches at least this far, so that rounding noise looks as small as it is."""
 
 
 class Bucket(NamedTuple):
@@ -66,59 +59,17 @@ class Bucket(NamedTuple):
     high: float
 
 
-SFT_CURVES = (
-    Curve("loss", "Loss", "Mean negative log-likelihood of the trained tokens, in nats."),
-    Curve("eval_loss", "Evaluation loss", "The same mean over data.sft_eval, which is not trained on."),
-    Curve("lr", "Learning rate", "As the optimizer used it."),
-    Curve("tokens_per_s", "Throughput", "Tokens of the rows per second, also those that are not trained on."),
-)
-RL_CURVES = (
-    Curve("reward", "Reward", "Mean over the step's rollouts, on training prompts.", is_from_zero=False),
-    Curve(
-        "reward_unfiltered",
-        "Reward before the filter",
-        "With the groups that it dropped: where it leaves out what is solved, that is how the policy gets better.",
-        is_from_zero=False,
-    ),
-    Curve("response_tokens", "Completion length", "Mean number of sampled tokens."),
-    Curve(
-        "kl_rollout_policy",
-        "KL(rollout ‖ policy)",
-        "Between the engine and the policy before each update; with one per step 0 when they agree.",
-        min_high=0.001,
-    ),
-    Curve("entropy", "Entropy", "Mean over the trained tokens, in nats."),
-    Curve("staleness_mean", "Staleness", "Mean age of the sampled tokens, in publications of weights.", min_high=1.0),
-    Curve("clip_share", "Clip share", "Share of tokens whose gradient the objective limited.", min_high=0.01),
-    Curve("num_turns", "Turns", "Mean number of the policy's turns per conversation."),
-    Curve("tool_error_share", "Tool errors", "Share of turns that asked a tool for what it cannot do.", min_high=0.1),
-    Curve("parse_failure_share", "Parse failures", "Share of turns that the environment cannot read.", min_high=0.1),
-    Curve("reward_error_share", "Ungraded", "Share of samples that could not be graded.", min_high=0.1),
-    Curve(
-        "update_arrived_share",
-        "Update in engines",
-        "Share of what training changed in the weights that the engines' number format does not round away.",
-        min_high=1.0,
-    ),
-    Curve("signal_share", "Signal share", "Share of groups whose rewards differ; others teach nothing.", min_high=1.0),
-)
-CURVES = {"sft": SFT_CURVES, "rl": RL_CURVES}
-"""By the stage that they are of."""
-
-
 def load_curves(report: ReportInput) -> list[CurveSection]:
     """The curves of the stages that trained."""
     sections = []
-    for stage, directory in (("sft", report.sft_dir), ("rl", report.rl_dir)):
-        if directory is None:
-            continue
-        metrics = read_metrics(RunDirectory(directory).metrics)
-        selection = {"sft": report.sft_selection_dir, "rl": report.rl_selection_dir}[stage]
-        mark_step = selected_step(selection, report.selected.get(stage, ""))
-        charts = [draw_curve(metrics, curve, mark_step=mark_step) for curve in CURVES[stage]]
+    for training in report.trainings:
+        metrics = read_metrics(RunDirectory(training.run_dir).metrics)
+        mark_step = selected_step(training.selection_dir, training.selected)
+        charts = [draw_curve(metrics, curve, mark_step=mark_step) for curve in kind_of(training.name).curves]
         charts.append(draw_seconds(metrics))
-        charts += draw_gpu_use(read_json_lines(RunDirectory(directory).gpu_use))
-        sections.append(CurveSection(title=LABELS[stage], charts=tuple(chart for chart in charts if chart is not None)))
+        charts += draw_gpu_use(read_json_lines(RunDirectory(training.run_dir).gpu_use))
+        drawn = tuple(chart for chart in charts if chart is not None)
+        sections.append(CurveSection(title=label_of(training.name), css=kind_of(training.name).name, charts=drawn))
     return sections
 
 

@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-LABELS = {"base": "Base", "sft": "SFT", "rl": "RL"}
+from rollouts_core.stages import BASE, TRAININGS, label_of
+
+LABELS = {name: label_of(name) for name in (BASE, *TRAININGS)}
 """What the checkpoints of the final evaluation are called on the page, in the order of training."""
 
 
@@ -29,29 +31,35 @@ class StageSummary:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TrainedStage:
+    """A training of the run, and what was chosen of it."""
+
+    name: str
+    """The stage: sft, rl, ..."""
+    run_dir: Path
+    """Its run directory."""
+    selection_dir: Path | None
+    """Run directory of the evaluation that chose among its checkpoints."""
+    selected: str
+    """The chosen checkpoint: step_000800."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ReportInput:
     """Everything that a report is made of."""
 
     run_name: str
     """The page's title."""
     mode: str
-    """The mode of the configuration: sft, rl or sft+rl."""
+    """The mode of the configuration: a name of PIPELINES."""
     stages: tuple[StageSummary, ...]
     """The stages in the order in which they ran."""
     usd_outside_stages: float | None = None
     """What rented machines cost besides, until the report; None where the run rented none."""
     evaluation_dir: Path
-    """Run directory of the final evaluation; its checkpoints are named base, sft and rl, as far as they exist."""
-    sft_dir: Path | None
-    """Run directory of SFT; None in mode rl."""
-    sft_selection_dir: Path | None
-    """Run directory of the evaluation that chose among the checkpoints of SFT."""
-    rl_dir: Path | None
-    """Run directory of RL; None in mode sft."""
-    rl_selection_dir: Path | None
-    """Run directory of the evaluation that chose among the checkpoints of RL."""
-    selected: Mapping[str, str]
-    """The chosen checkpoint of each training stage: `{"sft": "step_000800", "rl": "step_000030"}`."""
+    """Run directory of the final evaluation; its checkpoints are named base and as the trainings."""
+    trainings: tuple[TrainedStage, ...]
+    """The trainings of the run, in order."""
     checkpoint_path: str
     """Folder of the run's final checkpoint."""
     settings_toml: str
@@ -64,3 +72,13 @@ class ReportInput:
     """One sentence on whether RL improved the model; empty where nothing was judged."""
     is_improvement: bool | None
     """Whether the run counts as an improvement; None where nothing was judged."""
+
+    @property
+    def selected(self) -> Mapping[str, str]:
+        """The chosen checkpoint of each training: `{"sft": "step_000800", "rl": "step_000030"}`."""
+        return {training.name: training.selected for training in self.trainings}
+
+    @property
+    def labels(self) -> Mapping[str, str]:
+        """What the checkpoints of the final evaluation are called on the page, in the order of training."""
+        return {name: label_of(name) for name in (BASE, *self.selected)}

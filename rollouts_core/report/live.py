@@ -16,11 +16,12 @@ from rollouts_core.config.messages import first_line
 from rollouts_core.errors import RolloutsError
 from rollouts_core.metrics import metrics_by_step, read_last_lines, read_spread_lines
 from rollouts_core.report.charts import Chart, format_number, format_seconds
-from rollouts_core.report.curves import CURVES, draw_curve, draw_gpu_use, draw_seconds
+from rollouts_core.report.curves import draw_curve, draw_gpu_use, draw_seconds
 from rollouts_core.report.page import page_templates
 from rollouts_core.report.results import describe_found
 from rollouts_core.report.transcripts import ShownText, completion_text, read_without_tokens, shorten_text
 from rollouts_core.run_directory import RunDirectory
+from rollouts_core.stages import is_training, kind_of
 from rollouts_core.stopping import describe_stop
 from rollouts_core.types import Sample
 
@@ -89,7 +90,7 @@ class ShownStage:
 
     name: str
     css: str
-    """sft or rl, for colors; empty for stages that do not train."""
+    """The name of a training's kind, for colors; empty for stages that do not train."""
     state: str
     done: float
     """Share of the steps, in percent; 0 where there is nothing to say of it."""
@@ -143,18 +144,18 @@ def describe_stage(stage: LiveStage, *, now: float) -> ShownStage:
     events = read_last_lines(files.events)
     last = metrics[-1] if metrics else {}
     step = int(last.get("step", 0))
-    kind = stage.name if stage.name in CURVES else ""
+    kind = kind_of(stage.name) if is_training(stage.name) else None
     is_finished = files.result.is_file()
-    charts = [draw_curve(metrics, curve, mark_step=None) for curve in CURVES[kind]] if kind else []
+    charts = [draw_curve(metrics, curve, mark_step=None) for curve in kind.curves] if kind else []
     charts += [draw_seconds(metrics), *draw_gpu_use(read_spread_lines(files.gpu_use, MAX_LINES))] if kind else []
-    samples_of, samples = newest_samples(files.samples) if kind == "rl" else ("", ())
+    samples_of, samples = newest_samples(files.samples) if kind and kind.keeps_samples else ("", ())
     return ShownStage(
         name=stage.name,
-        css=kind,
+        css=kind.name if kind else "",
         state=describe_state(stage, metrics, events, is_finished=is_finished, now=now),
         done=100.0 * min(1.0, step / stage.num_steps) if stage.num_steps and not is_finished else 0.0,
         numbers=()
-        if kind == ""
+        if kind is None
         else tuple((name.replace("_", " "), format_number(last[name])) for name in NUMBERS if name in last),
         charts=tuple(chart for chart in charts if chart is not None),
         samples=samples,

@@ -5,9 +5,9 @@ one HTML file without scripts or external resources, the same bytes for the same
 registry is put in later. The other files of this package turn numbers into records with places and texts;
 page.html.jinja only lays them out.
 
-    evaluation_dir  result.json, samples/   -> results.py, transcripts.py
-    sft_dir, rl_dir job.json, metrics.jsonl -> trainings.py, curves.py
-    *_selection_dir result.json             -> results.py
+    evaluation_dir            result.json, samples/   -> results.py, transcripts.py
+    trainings: run_dir        job.json, metrics.jsonl -> trainings.py, curves.py
+    trainings: selection_dir  result.json             -> results.py
 """
 
 from __future__ import annotations
@@ -29,12 +29,8 @@ from rollouts_core.report.results import Results, load_results, load_selections
 from rollouts_core.report.trainings import describe_trainings, load_job_of
 from rollouts_core.report.transcripts import iterate_samples, load_transcripts
 from rollouts_core.run_directory import RunDirectory
+from rollouts_core.stages import TRAININGS, describe_mode, is_training, kind_of
 
-MODES = {
-    "sft": "supervised fine-tuning",
-    "rl": "reinforcement learning",
-    "sft+rl": "supervised fine-tuning, then reinforcement learning",
-}
 MAX_EXAMPLE_CHARS = 80
 REGISTERED_NAME = ("<!-- registered as -->", "<!-- that was it -->")
 """What the name in the registry stands between, which is not known yet when the page is made, and changes."""
@@ -52,7 +48,7 @@ def render_report(report: ReportInput) -> str:
         .get_template("page.html.jinja")
         .render(
             report=report,
-            mode=MODES.get(report.mode, report.mode),
+            mode=describe_mode(report.mode),
             results=results,
             trainings=describe_trainings(report),
             curve_sections=load_curves(report),
@@ -91,13 +87,16 @@ def with_registered_name(page: str, name: str) -> str:
 
 def page_templates() -> Environment:
     """The templates of this folder; whatever they show is escaped."""
-    return Environment(
+    environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    environment.globals["kinds"] = list(TRAININGS.values())
+    environment.filters["css"] = lambda model: kind_of(model).name if is_training(model) else model
+    return environment
 
 
 def render_summary_markdown(report: ReportInput) -> str:

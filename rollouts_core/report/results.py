@@ -26,6 +26,7 @@ from rollouts_core.report.charts import (
 )
 from rollouts_core.report.inputs import LABELS, ReportInput
 from rollouts_core.run_directory import RunDirectory
+from rollouts_core.stages import SELECT, kind_of, label_of
 
 MAX_OPEN_ROWS = 8
 """Longer tables of checkpoints are shown collapsed."""
@@ -58,7 +59,7 @@ class ShownScore:
     """One checkpoint's score as texts, and as places on an axis in percent of its width."""
 
     name: str
-    """base, sft or rl for held-out results; also the CSS class."""
+    """For held-out results the start model or a training: base, sft, rl."""
     label: str
     checkpoint: str
     """The name of the checkpoint in its training run; empty for the base model."""
@@ -136,7 +137,7 @@ def load_evaluation(directory: Path) -> Evaluated:
 
 def load_results(report: ReportInput) -> Results:
     """The final evaluation: every checkpoint's score, and each one against the one before and the base."""
-    return describe_results(report.evaluation_dir, LABELS, report.selected)
+    return describe_results(report.evaluation_dir, report.labels, report.selected)
 
 
 def describe_results(
@@ -173,7 +174,7 @@ def describe_found(evaluation_dir: Path, stage: str, *, labels: Mapping[str, str
     """What an evaluation found, in words: the chosen checkpoint with score and interval, or the score of each model.
 
     Args:
-        stage: the name of the stage that scored: select-sft and select-rl choose a checkpoint.
+        stage: the name of the stage that scored: a selection chooses a checkpoint.
         labels: what people call models, by their name in the evaluation; others keep that name.
     """
     evaluated = load_evaluation(evaluation_dir)
@@ -184,7 +185,7 @@ def describe_found(evaluation_dir: Path, stage: str, *, labels: Mapping[str, str
         mean = _plain(display.factor * scored.mean, display)
         interval = f"95 % interval {_plain(low, display)} to {_plain(high, display)}{display.unit}"
         score = f"{display.title} {mean}{display.unit} ({interval})"
-        if not stage.startswith("select-"):
+        if kind_of(stage) != SELECT:
             shown.append(f"{labels.get(scored.name, scored.name)} has {score}")
         elif scored.name == evaluated.best:
             shown.append(f"{scored.name} is chosen of {len(evaluated.checkpoints)}, {score}")
@@ -283,7 +284,8 @@ def show_score(scored: Scored, display: ScoreDisplay, axis: Axis, *, label: str,
 class Selection:
     """How the checkpoints of a training stage scored, and which was taken."""
 
-    title: str
+    css: str
+    """The name of the training's kind, for colors."""
     display: ScoreDisplay
     chart: Chart
     scores: tuple[ShownScore, ...]
@@ -293,16 +295,19 @@ class Selection:
 
 def load_selections(report: ReportInput) -> list[Selection]:
     """The selection of each training stage whose evaluation is finished."""
-    directories = {"sft": report.sft_selection_dir, "rl": report.rl_selection_dir}
     return [
-        describe_selection(load_evaluation(directory), title=LABELS[stage], selected=report.selected.get(stage, ""))
-        for stage, directory in directories.items()
-        if directory is not None and RunDirectory(directory).result.is_file()
+        describe_selection(load_evaluation(training.selection_dir), training.name, selected=training.selected)
+        for training in report.trainings
+        if training.selection_dir is not None and RunDirectory(training.selection_dir).result.is_file()
     ]
 
 
-def describe_selection(evaluated: Evaluated, *, title: str, selected: str) -> Selection:
-    """The checkpoints of a training stage in order of steps, with the selected one marked."""
+def describe_selection(evaluated: Evaluated, training: str, *, selected: str) -> Selection:
+    """The checkpoints of a training stage in order of steps, with the selected one marked.
+
+    Args:
+        training: the name of the stage.
+    """
     display = choose_display(evaluated)
     checkpoints = sorted(evaluated.checkpoints, key=lambda scored: scored.step)
     chosen = selected or evaluated.best
@@ -323,7 +328,7 @@ def describe_selection(evaluated: Evaluated, *, title: str, selected: str) -> Se
     )
     better = "lower is better" if display.is_lower_better else "higher is better"
     chart = Chart(
-        title=f"{title} checkpoints",
+        title=f"{label_of(training)} checkpoints",
         headline=f"{chosen} selected",
         note=f"Selection {display.title} with 95 % intervals over steps; {better}.",
         x_ticks=axis_ticks(x_axis, max_ticks=6, is_whole=True),
@@ -331,7 +336,7 @@ def describe_selection(evaluated: Evaluated, *, title: str, selected: str) -> Se
         bars=tuple(sorted(bars, key=lambda bar: bar.is_selected)),
     )
     return Selection(
-        title=title,
+        css=kind_of(training).name,
         display=display,
         chart=chart,
         scores=scores,

@@ -14,6 +14,8 @@ from rollouts_core.job import EvalJob, InputDataset, InputFile, InputModel, Job,
 from rollouts_core.report.charts import format_number
 from rollouts_core.report.inputs import ReportInput
 from rollouts_core.run_directory import RunDirectory
+from rollouts_core.stages import EVALUATE, capitalized, kind_of
+from rollouts_core.stages.kind import load
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,10 +29,11 @@ class Training:
 def describe_trainings(report: ReportInput) -> list[Training]:
     """What every stage was made of, as far as its job.json can be read."""
     trainings = []
-    if isinstance(sft_job := load_job_of(report.sft_dir), SFTJob):
-        trainings.append(_describe_sft(report, sft_job))
-    if isinstance(rl_job := load_job_of(report.rl_dir), RLJob):
-        trainings.append(_describe_rl(report, rl_job))
+    for stage in report.trainings:
+        kind = kind_of(stage.name)
+        if (job := load_job_of(stage.run_dir)) is not None and job.kind == kind.name:
+            facts = (*load(kind.facts)(job, stage.run_dir), ("Selected", stage.selected))
+            trainings.append(Training(title=capitalized(kind.title), facts=facts))
     if isinstance(evaluation_job := load_job_of(report.evaluation_dir), EvalJob):
         trainings.append(_describe_evaluation(evaluation_job))
     return trainings
@@ -51,44 +54,38 @@ def _read_result(directory: Path | None) -> dict[str, Any]:  # Any: JSON
     return (RunDirectory(directory).read_result() if directory else None) or {}
 
 
-def _describe_sft(report: ReportInput, job: SFTJob) -> Training:
+def sft_facts(job: SFTJob, run_dir: Path) -> list[tuple[str, str]]:
+    """What SFT started from, read and did."""
     training = job.training
     rows = "packed rows" if training.packing else "rows"
-    return Training(
-        title="Supervised fine-tuning",
-        facts=(
-            ("Start", _describe_model(job.model)),
-            ("Data", _describe_mixture(job.data, report.sft_dir)),
-            (
-                "Training",
-                f"{_describe_steps(training.num_steps, report.sft_dir)} of {training.batch_size} {rows} of at most "
-                f"{training.max_length:,} tokens, {_describe_optim(training.optim)}{_describe_kernel(training.policy)}",
-            ),
-            ("Selected", report.selected.get("sft", "")),
+    return [
+        ("Start", _describe_model(job.model)),
+        ("Data", _describe_mixture(job.data, run_dir)),
+        (
+            "Training",
+            f"{_describe_steps(training.num_steps, run_dir)} of {training.batch_size} {rows} of at most "
+            f"{training.max_length:,} tokens, {_describe_optim(training.optim)}{_describe_kernel(training.policy)}",
         ),
-    )
+    ]
 
 
-def _describe_rl(report: ReportInput, job: RLJob) -> Training:
+def rl_facts(job: RLJob, run_dir: Path) -> list[tuple[str, str]]:
+    """What RL started from, sampled and did."""
     training, rollout = job.training, job.rollout
     by_default = rollout.reward_fn == "" and not rollout.rewards
     reward = f"environment {rollout.environment_name}" if by_default else " + ".join(rollout.reward_names)
-    return Training(
-        title="Reinforcement learning",
-        facts=(
-            ("Start", _describe_model(job.model)),
-            _describe_source(job, report.rl_dir),
-            ("Reward", reward),
-            (
-                "Training",
-                f"{_describe_steps(training.num_steps, report.rl_dir)} of {rollout.batch_size} prompts × "
-                f"{rollout.n_samples_per_prompt} completions of at most {rollout.sampling.max_new_tokens:,} tokens at "
-                f"temperature {rollout.sampling.temperature:g}{_describe_epochs(report.rl_dir)}, "
-                f"{_describe_optim(training.optim)}{_describe_kernel(training.policy)}",
-            ),
-            ("Selected", report.selected.get("rl", "")),
+    return [
+        ("Start", _describe_model(job.model)),
+        _describe_source(job, run_dir),
+        ("Reward", reward),
+        (
+            "Training",
+            f"{_describe_steps(training.num_steps, run_dir)} of {rollout.batch_size} prompts × "
+            f"{rollout.n_samples_per_prompt} completions of at most {rollout.sampling.max_new_tokens:,} tokens at "
+            f"temperature {rollout.sampling.temperature:g}{_describe_epochs(run_dir)}, "
+            f"{_describe_optim(training.optim)}{_describe_kernel(training.policy)}",
         ),
-    )
+    ]
 
 
 def _describe_steps(num_steps: int, directory: Path | None) -> str:
@@ -121,7 +118,8 @@ def _describe_evaluation(job: EvalJob) -> Training:
     )
     scoring = "mean loss of the trained tokens" if evaluation.metric == "loss" else sampling
     return Training(
-        title="Held-out evaluation", facts=(("Data", _describe_data(job.data, None, "", "")), ("Scoring", scoring))
+        title=capitalized(EVALUATE.title),
+        facts=(("Data", _describe_data(job.data, None, "", "")), ("Scoring", scoring)),
     )
 
 

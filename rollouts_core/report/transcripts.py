@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from rollouts_core.metrics import parse_line
-from rollouts_core.report.inputs import LABELS
 from rollouts_core.run_directory import RunDirectory
+from rollouts_core.stages import label_of
 from rollouts_core.types import Sample, Status, sample_from_json
 
 MAX_TRANSCRIPTS = 8
@@ -134,7 +134,7 @@ def _describe_transcript(samples: Mapping[str, Sample]) -> Transcript:
         answers=tuple(
             Answer(
                 name=name,
-                label=LABELS.get(name, name),
+                label=label_of(name),
                 text=shorten_text(completion_text(sample)),
                 reward=sample.reward,
                 outcome="" if highest is None else "best" if sample.reward == highest else "rest",

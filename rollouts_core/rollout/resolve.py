@@ -107,9 +107,10 @@ def resolve_environment(config: RolloutConfig) -> Environment:
     given, name = config.environment, config.environment_name
     is_made = not isinstance(given, str | type) and hasattr(given, "grade")
     make = resolve_function(given, ALL_ENVIRONMENTS, setting="rollout.environment")
+    made_with = {"tasksets": config.tasksets} if config.tasksets else {}
     problem = "it has no method grade"
     try:
-        environment: Environment = cast(Environment, given) if is_made else make()
+        environment: Environment = cast(Environment, given) if is_made else make(**made_with)
         if hasattr(environment, "grade"):
             _check_tools(environment, name)
             _check_row_fields(environment, name)

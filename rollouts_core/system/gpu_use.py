@@ -22,7 +22,7 @@ from functools import partial
 from pathlib import Path
 
 from rollouts_core.engine_kinds import ENGINES
-from rollouts_core.job import RLJob, SFTJob
+from rollouts_core.job import RLJob, TrainingJob
 from rollouts_core.metrics import append_line, open_for_lines
 
 logger = logging.getLogger(__name__)
@@ -105,7 +105,7 @@ def parse_gpu_use(text: str) -> list[dict[str, float]]:
     return found
 
 
-def gpus_in_use(job: SFTJob | RLJob) -> list[str]:
+def gpus_in_use(job: TrainingJob) -> list[str]:
     """The GPUs of this process, and of the engines that an RL has on this machine; none on the CPU."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")
     gpus = [gpu.strip() for gpu in visible if gpu.strip() not in ("", "-1")]

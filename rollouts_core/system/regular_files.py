@@ -7,10 +7,12 @@ Not here: writing files (files.py), what is in them.
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
+from io import BufferedReader
 from pathlib import Path
 
 KINDS = {
@@ -39,8 +41,8 @@ def found_file(path: Path | str) -> Iterator[str]:
         raise OSError(f"no file can have this name: {error}") from error
     try:
         status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode):
-            raise OSError(f"it is {KINDS.get(stat.S_IFMT(status.st_mode), 'something else')}, not a file")
+        if problem := _find_problem(status.st_mode):
+            raise OSError(f"it is {problem}")
         if not status.st_size:  # so are files of /proc, of which some wait for their next line for ever
             raise OSError("it is empty")
         found = f"/dev/fd/{descriptor}"
@@ -49,6 +51,34 @@ def found_file(path: Path | str) -> Iterator[str]:
         yield found
     finally:
         os.close(descriptor)
+
+
+def open_file(path: Path | str) -> BufferedReader:
+    """Open a regular file, which may be empty, for reading.
+
+    Raises:
+        OSError: it may not be read, or is not a regular file; `strerror` says which kind it is.
+    """
+    descriptor = os.open(path, LOOK_AT)
+    try:
+        if problem := _find_problem(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, f"it is {problem}", str(path))
+        return open(f"/dev/fd/{descriptor}", "rb")  # noqa: PTH123 - a Path would be normalised
+    finally:
+        os.close(descriptor)
+
+
+def describe_missing(path: Path) -> str:
+    """Say why a path is not a regular file, to stand after its name: "does not exist", "is a FIFO, not a file"."""
+    try:
+        return f"is {_find_problem(path.stat().st_mode)}"
+    except (OSError, ValueError):
+        return "does not exist"
+
+
+def _find_problem(mode: int) -> str:
+    """Say which kind of file it is, "" for a regular file."""
+    return "" if stat.S_ISREG(mode) else f"{KINDS.get(stat.S_IFMT(mode), 'something else')}, not a file"
 
 
 def read_file(path: Path, *, max_bytes: int) -> bytes:

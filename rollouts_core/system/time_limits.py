@@ -17,6 +17,7 @@ import asyncio
 import inspect
 import math
 import signal
+import sys
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -174,11 +175,25 @@ def interrupt_after(
         yield
         return
     is_inside, place = True, ""
+    hook = sys.unraisablehook
+
+    def insist(unraisable: sys.UnraisableHookArgs) -> None:
+        """Interrupt again at once if the interrupt came amid a finalizer or a callback of the garbage collector.
+
+        Python drops their errors.
+        """
+        nonlocal place
+        if not issubclass(unraisable.exc_type, _Interrupt):
+            hook(unraisable)
+        elif is_inside:
+            place = ""
+            signal.setitimer(signal.ITIMER_REAL, MIN_TIMER_S, INSIST_S)
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         nonlocal place
         if is_inside and is_over():
             place = place or _describe(frame)
+            sys.unraisablehook = insist
             raise _Interrupt
 
     first_s = max(timeout_s if left_s is None else left_s, MIN_TIMER_S)
@@ -195,6 +210,7 @@ def interrupt_after(
         remaining_s = max(others_s - (monotonic() - began), MIN_TIMER_S) if others_s else 0.0
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, previous)
+        sys.unraisablehook = hook
         signal.setitimer(signal.ITIMER_REAL, remaining_s, others_interval_s)
 
 

@@ -93,6 +93,23 @@ def test_every_module_is_started_without_the_folder_that_it_stands_in() -> None:
 
 
 @pytest.mark.parametrize(
+    "name",
+    [
+        *(
+            "exit-\uff11.json",
+            "metrics.jsonl\n",
+            "samples/a\x1b[2J.jsonl",
+            "checkpoints/step_1/a\nb.json",
+            "Metrics.jsonl",
+        ),
+        *("checkpoints/json.py", "checkpoints//manifest.json", "checkpoints/a/b/c/d/e.json", ".job/work/json.py"),
+    ],
+)
+def test_a_name_that_only_looks_like_a_jobs_is_not_fetched(name: str) -> None:
+    assert not is_job_file(name)
+
+
+@pytest.mark.parametrize(
     ("name", "size", "sentence"),
     [
         ("log.txt", mirror.MAX_TEXT_BYTES + 1, "log.txt has"),

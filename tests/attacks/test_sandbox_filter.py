@@ -8,12 +8,19 @@ syscall_64.tbl, scripts/syscall.tbl), written down again here.
 from __future__ import annotations
 
 import errno
+import re
+import signal
 import struct
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
 from rollouts_core.environments.system_calls import AUDIT_ARCH, CHECKED, REFUSED, build_filter
+from tests.excuses import ExcusedSkip
 
+INCLUDE = Path("/usr/include")
 ALLOWED = -1
 """Instead of the error of a call."""
 RETURN_ALLOW, RETURN_ERROR = 0x7FFF0000, 0x00050000
@@ -126,6 +133,40 @@ def test_calls_that_attacks_need_are_refused(machine: str, place: int) -> None:
     assert {*REFUSED[machine]} | {*CHECKED[machine]} | {*PROGRAMS_NEED} | {"shmat"} == {
         name for name, numbers in NUMBERS.items() if numbers[place] >= 0
     }
+
+
+@pytest.mark.parametrize(
+    ("place", "header"), [(0, "asm/unistd_64.h"), (1, "asm-generic/unistd.h")], ids=["x86_64", "aarch64"]
+)
+def test_the_numbers_are_those_of_the_kernels_headers(place: int, header: str) -> None:
+    """aarch64 has the generic table. Some systems keep the header of x86_64 in a folder of the processor."""
+    found = [path for path in (INCLUDE / header, INCLUDE / "x86_64-linux-gnu" / header) if path.exists()]
+    if not found:
+        raise ExcusedSkip(f"the headers of the kernel ({header}) are not installed, or of another processor")
+    defined = re.findall(r"^#define __NR(?:3264)?_(\w+) (\d+)$", found[0].read_text(), re.MULTILINE)
+    numbers = {name: int(number) for name, number in defined}
+    later = {"memfd_secret"} - numbers.keys()  # an old header lacks it
+    expected = {name: pair[place] for name, pair in NUMBERS.items() if pair[place] >= 0 and name not in later}
+    aliases = {"newfstatat": "fstatat"} if place else {}
+    assert {name: numbers[aliases.get(name, name)] for name in expected} == expected
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="seccomp is Linux's")
+@pytest.mark.parametrize("machine", AUDIT_ARCH)
+def test_the_kernel_takes_the_filter(machine: str) -> None:
+    """Under the filter of another processor a process can do nothing, not even end; memory that it lacks ends it."""
+    code = (
+        "import ctypes\n"
+        f"program = ctypes.create_string_buffer(bytes.fromhex('{build_filter(machine).hex()}'))\n"
+        "class Described(ctypes.Structure): _fields_ = [('length', ctypes.c_ushort), ('program', ctypes.c_void_p)]\n"
+        "described = Described(len(program) // 8, ctypes.addressof(program))\n"
+        "libc = ctypes.CDLL(None)\n"
+        "assert libc.prctl(38, 1, 0, 0, 0) == 0\n"
+        "assert libc.prctl(22, 2, ctypes.byref(described), 0, 0) == 0\n"
+        "ctypes.string_at(0)\n"
+    )
+    ended = subprocess.run([sys.executable, "-I", "-c", code], capture_output=True, text=True, timeout=60)
+    assert ended.returncode == -signal.SIGSEGV, ended.stderr
 
 
 @both_processors

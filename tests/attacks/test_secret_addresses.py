@@ -68,6 +68,57 @@ def test_what_looks_like_a_key_is_refused_whatever_its_name(url: str) -> None:
 
 
 @pytest.mark.parametrize(
+    "url",
+    [
+        "https://hooks.slack.com/services/T00000000/B00000000/XXXXXXXX",
+        "https://discord.com/api/webhooks/123456789012345678/abc",
+        "https://api.telegram.org/bot123456:ABC-DEF1234ghIkl/sendMessage",
+        "https://acme.webhook.office.com/webhookb2/PASSWORD/IncomingWebhook/b/c",
+        "https://dl.example/Tq8ZpLr4WnXs2VbKc7Yd9Mf1/python/simple/",
+        "https://host/v1/sk-proj-0123456789ab/chat",
+        "https://host/hf_AbCdEfGhIjKlMnOp/x",
+        "https://host/a/%68f_AbCdEfGhIjKlMnOp",
+        "https://host/s/AKfycbx7Qm2Rz9TnVw4Lk8Hd1Jp5Fs/exec?mode=math",
+        "https://host/s/AKfycbx7Qm2Rz9TnVw4Lk8Hd1Jp5Fs#top",
+    ],
+)
+def test_a_key_in_the_path_of_a_service_is_refused_and_not_repeated(url: str) -> None:
+    for settings in ({"url": url}, {"url": "https://host", "judge_prompt": f"see {url} {{response}}"}):
+        with pytest.raises(ValidationError) as refusal:
+            RewardConfig(kind="judge", model="m", **settings)
+        sentence = refusal.value.errors()[0]["msg"]
+        assert "the path of the address holds a key or password" in sentence
+        assert url.split("/")[4] not in sentence
+
+
+@pytest.mark.parametrize("part", ["Tq8ZpLr4WnXs2VbK", "pypi-AbCdEfGhIjKlMnOp1", "%54q8ZpLr4WnXs2VbKc7"])
+def test_a_package_index_with_a_key_in_its_path_is_refused(part: str) -> None:
+    ssh = {"provider": "ssh", "host": "gpu", "python": "/usr/bin/python3"}
+    adapter = TypeAdapter[NodeSettings](NodeSettings)
+    for url in (f"https://dl.example/{part}", f"https://dl.example/basic/{part}/org/python/simple/"):
+        with pytest.raises(ValidationError) as refusal:
+            adapter.validate_python({**ssh, "package_index": url})
+        assert "query and key" in (sentence := refusal.value.errors()[0]["msg"]) and part not in sentence
+    adapter.validate_python({**ssh, "package_index": "https://artifacts.example/api/pypi/Python-3/simple/"})
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "https://gateway.example/v1/0123456789abcdef0123456789abcdef/my-gateway/openai",  # an account's number
+        "https://host/models/DeepSeek-R1-Distill-Qwen-32B-Instruct-AWQ/v1",
+        "https://host/meta-llama/Llama-3.1-8B-Instruct/resolve/0123456789abcdef0123456789abcdef01234567/config.json",
+        "https://host/v1/projects/my-project/locations/us-central1/endpoints/1234567890123456789",
+        "https://host/endpoints/123e4567-e89b-12d3-a456-426614174000/v1",
+        "s3://bucket/Tq8ZpLr4WnXs2VbKc7Yd9Mf1/rows.jsonl",
+        "http://127.0.0.1:30000/generate",
+    ],
+)
+def test_other_paths_are_kept(url: str) -> None:
+    refuse_secrets(url)
+
+
+@pytest.mark.parametrize(
     "query",
     [
         *("api-version=2024-06-01-preview", "mode=math", "max_tokens=512", "model=org/name-7b"),

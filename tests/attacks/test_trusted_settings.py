@@ -198,6 +198,13 @@ def test_of_this_project_only_modules_that_grade_need_no_trust(name: str) -> Non
             check(**settings)
 
 
+def test_a_taskset_that_rows_name_needs_trust(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "math-tasks")
+    with pytest.raises(ConfigError, match=r"rollout\.tasksets\.1 is evil, which a run that is asked for through"):
+        check(environment="verifiers", tasksets=["math-tasks", "evil"])
+    check(environment="verifiers", tasksets=["math-tasks"])
+
+
 def test_modules_that_grade_are_those_of_the_named_graders() -> None:
     named = {*REWARDS.values(), *FILTERS.values(), *ENVIRONMENTS.values()} - {VerifiersEnvironment}
     assert set(OWN_MODULES) == {each.__module__ for each in named}

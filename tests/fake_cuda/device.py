@@ -36,6 +36,7 @@ READS = (aten._local_scalar_dense.default, aten.equal.default, aten.is_nonzero.d
 DYNAMIC = (aten.nonzero.default, aten.masked_select.default, aten._unique2.default, aten.repeat_interleave.Tensor)
 """Operations whose result has a shape that only the values say, so that the host waits for it."""
 COPIES = (aten._to_copy.default, aten.copy_.default)
+GATHER = torch.ops.c10d._allgather_base_.default
 MAX_KNOWN = 1 << 22
 """Elements of the largest tensor that keeps its values."""
 
@@ -52,6 +53,8 @@ class Trace(TorchDispatchMode):
         """Copies to the device that were not asked for as non_blocking, or not of pinned memory."""
         self.num_pinned = 0
         """Tensors that were made in pinned memory of the host."""
+        self.num_gathers = 0
+        """How often weights were gathered from all ranks."""
         self.shapes: Counter[tuple[int, ...]] = Counter()
         """Shapes of what was allocated on the device."""
         self.num_bytes = self.peak = 0
@@ -60,11 +63,11 @@ class Trace(TorchDispatchMode):
         self._living: set[int] = set()
 
     def start_peak(self) -> None:
-        """Forget earlier peaks, waits, uploads and shapes; what lives stays counted."""
+        """Forget earlier peaks, waits, uploads, gathers and shapes; what lives stays counted."""
         self.peak = self.num_bytes
         self.waits.clear()
         self.shapes.clear()
-        self.uploads = 0
+        self.uploads = self.num_gathers = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
@@ -73,6 +76,7 @@ class Trace(TorchDispatchMode):
         if func is aten._pin_memory.default:
             return self._pin(args[0])
         self._note_copy(func, args, given)
+        self.num_gathers += func is GATHER
         known = self._compute_known(func, args, given)
         if func in (*READS, *DYNAMIC) and any(isinstance(each, FakeTensor) for each in tree_leaves(args)):
             self._note_wait(str(func), is_on_device=self._is_on_device(args))

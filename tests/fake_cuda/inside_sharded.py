@@ -29,10 +29,11 @@ from rollouts_core.config import OptimConfig, PolicyConfig
 from rollouts_core.model.varlen import SDPA_BY_ROWS, VARLEN
 from rollouts_core.update import update_policy
 from tests.fake_cuda.device import fake_cuda, squares
-from tests.fake_cuda.models import models_of
+from tests.fake_cuda.models import SHAPES, models_of
 
 NUM_RANKS = 8
 NUM_MICRO_BATCHES = 2
+NUM_LAYERS = SHAPES["small"]["num_hidden_layers"]
 LENGTH = 48
 
 
@@ -106,6 +107,20 @@ def test_a_step_of_one_of_eight_ranks(tmp_path: Path, policy: dict[str, Any]) ->
     assert trace.waits.total() == 1, f"one read of a step's numbers: {dict(trace.waits)}"
     assert trace.uploads == 0
     assert bool(squares(trace, LENGTH)) != is_bfloat16
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_a_score_gathers_every_layer_once_and_the_rest_once(tmp_path: Path, packed: bool) -> None:
+    """Layers that stayed gathered for the next score would take the memory that sharding saves."""
+    samples = [Sample(tokens=[5] * (LENGTH // 2 + 1), loss_mask=[0.0] + [1.0] * (LENGTH // 2))] * (1 + packed)
+    with _disable_current_modes():
+        batch = build_batch([samples] * NUM_RANKS, pad_id=0)
+    with fake_cuda(num_gpus=NUM_RANKS) as trace:
+        backend = create_backend(tmp_path, precision="bfloat16")
+        trace.start_peak()
+        for number in range(1, 3):
+            asyncio.run(backend.score(batch).result())
+            assert trace.num_gathers == number * (NUM_LAYERS + 1)
 
 
 def hold_shares(backend: FSDPTrainingBackend) -> None:

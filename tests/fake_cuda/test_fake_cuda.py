@@ -37,12 +37,15 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return target
 
 
-@pytest.mark.parametrize("cases", ["inside_steps.py", "inside_memory.py", "inside_sharded.py"])
-def test_on_the_fake_device(library: Path, cases: str) -> None:
+@pytest.mark.promise
+@pytest.mark.parametrize(
+    "chosen", ["not matrix", pytest.param("matrix", marks=[pytest.mark.matrix, pytest.mark.timeout(1800)])]
+)
+def test_on_the_fake_device(library: Path, chosen: str) -> None:
     """A process of its own: torch must find the device when it is imported."""
     command = [sys.executable, "-m", "pytest", "-p", "tests.fake_cuda.plugin", "--noconftest", "-q", "-p", "no:xdist"]
     done = subprocess.run(
-        [*command, str(FOLDER / cases)],
+        [*command, "-m", chosen, *map(str, sorted(FOLDER.glob("inside_*.py")))],
         cwd=FOLDER.parents[1],
         env={**os.environ, LIBRARY_VARIABLE: str(library)},
         capture_output=True,

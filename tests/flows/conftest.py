@@ -35,6 +35,8 @@ class Rollouts:
 
     store: Path
     output: Path
+    code: Path | None = None
+    """The folder of the code that is run, also as the current folder; None for this project's."""
 
     def start(self, *arguments: str, with_store: bool = True) -> subprocess.Popen[bytes]:
         """Begin a command; what it prints goes to `output`."""
@@ -45,7 +47,8 @@ class Rollouts:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env=clean_environment(),
+                cwd=self.code,
+                env=clean_environment(self.code or ROOT),
                 start_new_session=True,
             )
 
@@ -64,11 +67,11 @@ class Rollouts:
         assert text in self.said(), f"the command ended without saying {text!r}:\n{self.said()}"
 
 
-def clean_environment() -> dict[str, str]:
+def clean_environment(code: Path = ROOT) -> dict[str, str]:
     """The environment of a user who never set anything of Prefect's or of ours but what names a provider."""
     ours = ("PREFECT_", "ROLLOUTS_")
     kept = {key: value for key, value in os.environ.items() if not key.startswith(ours) or key == "ROLLOUTS_SKY"}
-    return kept | {"PYTHONPATH": str(ROOT / "src")}
+    return kept | {"PYTHONPATH": str(code / "src")}
 
 
 def processes_of(store: Path) -> list[str]:

@@ -153,6 +153,23 @@ def test_each_of_several_mistakes_has_a_line(folder: Path) -> None:
     ]
 
 
+MISFITS = "SFTTrainingConfig(num_steps=0, batch_size=0)"
+BROKEN_RULES = "RolloutConfig(reward_fn='f', rewards=({'name': 'f'},), max_staleness=1, over_sampling_factor=2.0)"
+
+
+@pytest.mark.parametrize(
+    ("made", "said"),
+    [
+        (MISFITS, ["SFTTrainingConfig num_steps: I", "SFTTrainingConfig batch_size: I"]),
+        (BROKEN_RULES, ["RolloutConfig: give reward_fn or rewards", "RolloutConfig: over_sampling_factor 2 is"]),
+    ],
+)
+def test_each_mistake_of_a_record_in_python_has_a_line(folder: Path, made: str, said: list[str]) -> None:
+    (folder / "a.py").write_text(f"from rollouts_core.config import *\n{made}\n")
+    told = refusal(folder / "a.py").removeprefix("rollouts: ").splitlines()
+    assert all(line.startswith(f"{folder}/a.py: {words}") for line, words in zip(told, said, strict=True)), told
+
+
 def test_a_configuration_that_is_no_text_is_named(folder: Path) -> None:
     (folder / "a.toml").write_bytes(b"\xff\xfe")
     assert_refused(folder / "a.toml", "a.toml is not valid TOML", "can't decode")

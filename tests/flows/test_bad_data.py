@@ -19,9 +19,9 @@ from typer.testing import CliRunner
 
 from rollouts.flows.cli import app
 from rollouts.flows.form import load_pipeline
-from rollouts.tasks.plan import sft_job
 from rollouts_core.checkpoint import new_checkpoint
 from rollouts_core.saving import describe_settings
+from rollouts_core.stages.planning import base_model, sft_job
 from tests.flows.refusals import (
     ASSISTANT,
     GOOD_ROW,
@@ -43,7 +43,7 @@ def test_a_missing_data_file_is_named(folder: Path, name: str) -> None:
 
 def test_a_checkpoint_to_go_on_from_that_read_other_rows_is_named(folder: Path, tmp_path: Path) -> None:
     config = load_pipeline(write_config(folder)).config
-    job = sft_job(config)
+    job = sft_job(base_model(config), config)
     settings = describe_settings(config.training.sft, {**job.inputs, "data": "other"})
     with new_checkpoint(tmp_path / "run" / "step_000010", step=10, settings=settings) as checkpoint:
         (checkpoint / "model.safetensors").write_bytes(b"weights")
@@ -300,6 +300,7 @@ def test_a_model_that_has_no_room_for_what_selection_samples_is_named_before_sft
     assert_refused(config, "selection.jsonl: prompts of ", "need 4", "the model at", "has 40")
 
 
+@pytest.mark.slow
 def test_a_model_that_jax_does_not_train_is_named_before_sft(folder: Path) -> None:
     change_json("config.json", attention_dropout=0.1)(folder / "base_model")
     words = 'base_model: backend "jax" does not support attention_dropout 0.1: set policy.backend = "pytorch"'

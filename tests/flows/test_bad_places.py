@@ -128,6 +128,7 @@ def test_a_server_port_in_use_is_named(folder: Path) -> None:
     assert not processes_of(folder / "store")
 
 
+@pytest.mark.slow
 def test_a_prefect_server_that_does_not_answer_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PREFECT_API_URL", "http://127.0.0.1:9/api")
     sentence = refusal(folder / "small.toml", command="run")

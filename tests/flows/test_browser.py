@@ -70,10 +70,18 @@ def open_page(page: Page, rollouts: Rollouts, path: str) -> None:
     """Open a page of the UI, and log in with the store's password where the UI asks for it."""
     address = address_of(rollouts)
     page.goto(f"{address.ui_url}{path}", wait_until="domcontentloaded")
-    password = page.locator("input[type=password]")
-    password.wait_for()
-    password.fill(address.password)
+    log_in(page, address.password)
+
+
+def log_in(page: Page, password: str) -> None:
+    """Log in on the page that asks for the password, and wait until that is done.
+
+    The UI keeps the password when the server has taken it. A page that is left before asks for it again for good.
+    """
+    field = page.locator("input[type=password]")
+    field.fill(password)
     page.keyboard.press("Enter")
+    field.wait_for(state="detached")
 
 
 def keep_picture(page: Page, name: str) -> None:
@@ -120,8 +128,7 @@ def test_the_ui_asks_nothing_but_this_machine(rollouts: Rollouts, page: Page) ->
     page.on("console", lambda message: broken.append(message.text) if "valuat" in message.text else None)
     with local_server(rollouts.store) as address:
         page.goto(address.ui_url, wait_until="networkidle")
-        page.locator("input[type=password]").fill(address.password)
-        page.keyboard.press("Enter")
+        log_in(page, address.password)
         run = make_run(address, "small")
         set_state(address, run, "completed")
         picture = "# Report\n\n![](https://pictures.example/one.png)"

@@ -34,10 +34,10 @@ from rollouts.flows.server import ServerAddress
 from rollouts.infra.ledger import LEDGER_FILE, Ledger
 from rollouts.infra.ledger_file import LedgerFile
 from rollouts.infra.node import SSHNode
-from rollouts.tasks.plan import sft_job
 from rollouts_core.errors import ConfigError
 from rollouts_core.fingerprint import SEMANTICS_VERSION, fingerprint_job
 from rollouts_core.run_directory import RunDirectory
+from rollouts_core.stages.planning import base_model, sft_job
 from tests.flows.conftest import clean_environment, processes_of
 from tests.small_pipeline import small_settings, write_small_pipeline
 from tests.waiting import wait_until
@@ -67,6 +67,7 @@ SURFACE = {
     "down": ["--store"],
     "status": ["--store"],
     "prune": ["--store", "--days", "--max-gb", "--yes"],
+    "plugins": ["--json"],
     "models": ["--store"],
 }
 """Every command with its arguments and options: other scripts depend on them, so they change only on purpose."""
@@ -177,7 +178,8 @@ def test_what_somebody_should_look_at_is_said_last_and_is_no_refusal(folder: Pat
 
 
 def test_validate_warns_of_a_training_that_older_code_finished(folder: Path, tmp_path: Path) -> None:
-    job = sft_job(load_pipeline(folder / "small.toml").config)
+    config = load_pipeline(folder / "small.toml").config
+    job = sft_job(base_model(config), config)
     name = f"sft-{fingerprint_job('sft', job, semantics=SEMANTICS_VERSION - 1)}"
     result = RunDirectory(tmp_path / "store" / "stages" / name).result
     result.parent.mkdir(parents=True)

@@ -35,6 +35,7 @@ def test_ctrl_c_while_the_commands_are_imported_is_a_sentence(
     assert capsys.readouterr().err == "\nrollouts: interrupted before it began.\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
 def test_a_command_that_is_started_without_standard_streams_works(tmp_path: Path, closed: str) -> None:
     """As some schedulers and daemons start programs."""

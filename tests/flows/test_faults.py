@@ -56,7 +56,7 @@ def test_a_killed_rl_fails_the_run_and_the_same_command_goes_on_from_its_checkpo
     os.kill(program_of(rl), signal.SIGKILL)
     assert process.wait(60) == 1
     assert "signal 9 killed it" in rollouts.said()
-    assert rollouts.said().endswith("What is finished is kept: the same command goes on from there.\n")
+    assert rollouts.said().endswith("Finished work is kept: the same command continues from there.\n")
     assert "Traceback" not in rollouts.said()
     assert_nothing_is_left(rollouts)
 
@@ -95,7 +95,7 @@ def test_ctrl_c_ends_the_job_although_a_dead_flow_wanted_it_too_and_the_next_run
         process.send_signal(signal.SIGINT)
         wait_until((rl / ".job/cancel-1").exists, what=f"the cancel request of {rl}")
     assert process.wait(60) == 130, rollouts.said()
-    assert "What is finished is kept: the same command goes on from there." in rollouts.said()
+    assert "Finished work is kept: the same command continues from there." in rollouts.said()
     assert "Traceback" not in rollouts.said()
     assert_nothing_is_left(rollouts)
     assert json.loads((rl / "exit-1.json").read_text())["cancelled"]

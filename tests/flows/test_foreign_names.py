@@ -18,9 +18,10 @@ from pydantic import BaseModel
 from rollouts.flows.form import Pipeline, RunOptions, parse_pipeline
 from rollouts.infra.node import NODE_TYPES
 from rollouts_core.config import Config
-from rollouts_core.config.foreign_names import FOREIGN_NAMES, STAGE, STAGES, find_foreign_name
+from rollouts_core.config.foreign_names import FOREIGN_NAMES, STAGE, find_foreign_name
 from rollouts_core.config.messages import nested_record
 from rollouts_core.errors import ConfigError
+from rollouts_core.stages import TRAININGS
 from tests.small_pipeline import small_settings
 
 SECTION = re.compile(rf"\b(?:{'|'.join([*Config.model_fields, 'run', 'node'])})\.[a-zA-Z_.]*\w")
@@ -44,7 +45,7 @@ def all_keys() -> frozenset[str]:
 
 def settings_in(hint: str) -> set[str]:
     """The settings that a hint names, in every stage that it is about."""
-    return {setting for stage in STAGES for setting in SECTION.findall(hint.replace(STAGE, f"training.{stage}"))}
+    return {setting for stage in TRAININGS for setting in SECTION.findall(hint.replace(STAGE, f"training.{stage}"))}
 
 
 def parse_small(**overrides: Any) -> Pipeline:  # Any: settings of every type

@@ -74,7 +74,7 @@ def test_a_misfit_is_one_sentence(node: dict[str, Any], sentence: str) -> None:
     [
         ({"mode": "sft"}, 'mode "sft" samples nothing'),
         ({"deployment__colocated": True}, "with deployment.colocated engines and trainer share GPUs"),
-        ({"rollout__engine__kind": "vllm"}, "vLLM's development endpoints"),
+        ({"rollout__engine__kind": "vllm"}, "the development endpoints of vLLM"),
         (
             {"rollout__engine": {"kind": "sglang", "weight_transfer": "tensors"}},
             '"tensors" maps memory of the trainer, which is on another node',

@@ -116,6 +116,7 @@ def test_an_error_before_anything_is_rented_leaves_what_the_run_had_before_and_c
         assert [machine.id for machine in world.fake.alive()] == left
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("error", [None, RuntimeError("the training failed")], ids=["finished", "failed"])
 def test_ctrl_c_while_the_machine_of_a_run_that_is_over_is_given_back_stops_what_comes_after_that(
     world: World, scope: RunScope, error: Exception | None, monkeypatch: pytest.MonkeyPatch

@@ -186,6 +186,9 @@ def test_samples_that_vanish_while_they_are_read_are_no_error(
     ("record", "words"),
     [
         ({"cancelled": True}, "cancelled at 2026-11-28"),
+        ({"cancelled": True, "saved_step": 4}, ":00:00, step 4 is saved, at step 5 of 10"),
+        ({"cancelled": True, "saved_step": 4, "problem": "the disk is full"}, "the disk is full, step 4 is saved"),
+        ({"cancelled": True, "saved_step": 0}, ":00:00, no step is saved"),
         ({"code": 1}, "it failed by itself after 90 s"),
         ({"oom": True, "code": 137}, "the kernel killed it because memory ran out"),
         ({"signal": 9, "code": 137}, "signal 9 killed it"),
@@ -212,6 +215,12 @@ def test_a_stage_that_ended_without_a_result_says_how_and_tells_no_time_left(
         with (store / "stages/rl-1/events.jsonl").open("a") as events:
             events.write(json.dumps({"event": "started", "attempt": 2, "time": NOW}) + "\n")
         assert " left, running for" in visitor.get("/runs/mine-01234567").text, "a second attempt is under way"
+
+
+def test_a_stage_that_stopped_by_itself_says_which_step_is_saved(store: Path, visitor: httpx.Client) -> None:
+    with (store / "stages/rl-1/events.jsonl").open("a") as events:
+        events.write(json.dumps({"event": "stopped", "attempt": 1, "step": 5, "time": NOW}) + "\n")
+    assert "stopped: step 5 is saved" in visitor.get("/runs/mine-01234567").text
 
 
 def test_a_run_without_a_process_or_an_exit_record_tells_no_time_left(store: Path, visitor: httpx.Client) -> None:

@@ -213,6 +213,24 @@ def test_a_webhook_is_told_of_the_states_that_were_asked_for_until_it_is_removed
     assert (code, "rollouts: team is told nothing: told is nobody" in output) == (2, True)
 
 
+def test_a_decision_that_waits_is_told_with_the_link_of_its_page(
+    rollouts: Rollouts, server: ServerAddress, webhook: WebhookServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TEAM_URL", webhook.url)
+    code, output = rollouts.run("notify", "team", "--url-variable", "TEAM_URL", "--on", "suspended")
+    assert code == 0, output
+    run = make_run(server, "small-1")
+    set_state(server, run, "running")
+    set_state(server, run, "paused", name="Suspended")
+    wait_until(lambda: len(webhook.messages) > 1, what="the message")
+    [told] = webhook.messages[1:]
+    assert told["text"].startswith(
+        "A decision is waiting: Resume in the menu of the page of small-1 puts its candidate"
+    )
+    assert told["text"].endswith(f" Its page: {run_url(server, run)}")
+    assert rollouts.run("notify", "team", "--remove")[0] == 0
+
+
 def test_a_promotion_and_a_rollback_by_hand_are_told(
     rollouts: Rollouts, server: ServerAddress, webhook: WebhookServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -49,6 +49,7 @@ def test_a_loss_beside_the_configuration_trains_on_another_machine_and_is_part_o
     assert len([*(rollouts.store / "stages").glob("sft-*")]) == 1
 
 
+@pytest.mark.slow
 def test_a_loss_that_raises_is_told_before_anything_is_trained(
     rollouts_without_server: Rollouts, tmp_path: Path
 ) -> None:

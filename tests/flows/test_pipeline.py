@@ -44,6 +44,22 @@ def test_a_run_leaves_a_report_and_a_checkpoint_and_a_second_one_reuses_all_stag
     assert len(list((rollouts.store / "stages").glob("*/exit-1.json"))) == 6  # five stages and the engine, once each
 
 
+def test_stages_of_earlier_code_are_reused_whatever_prefect_remembers_their_record_by(
+    rollouts: Rollouts, tmp_path: Path
+) -> None:
+    config = write_small_pipeline(tmp_path / "small", mode="sft")
+    code, output = rollouts.run("run", str(config))
+    assert code == 0, output
+    remembered = [path for path in (rollouts.store / "prefect/results").iterdir() if "StageRecord" in path.read_text()]
+    assert len(remembered) == 3
+    for path in remembered:
+        path.write_text(path.read_text().replace("rollouts.tasks.records", "tasks.records"))
+    code, output = rollouts.run("run", str(config))
+    assert code == 0, output
+    records = [json.loads(path.read_text()) for path in (rollouts.store / "runs").glob("*/run.json")]
+    assert sorted(stage["how"] for record in records for stage in record["stages"]) == ["ran"] * 3 + ["reused"] * 3
+
+
 @pytest.mark.matrix
 def test_rl_alone_and_rl_from_its_rollouts_without_an_engine_train_the_same(rollouts: Rollouts, tmp_path: Path) -> None:
     config = write_small_pipeline(tmp_path / "small", mode="rl")

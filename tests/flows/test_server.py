@@ -445,6 +445,7 @@ def test_a_fastapi_that_is_too_new_is_named_as_the_reason(tmp_path: Path, monkey
     assert not processes_of(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_full_disk_of_temporary_files_is_not_taken_for_that_of_the_store(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -135,6 +135,15 @@ def test_a_configuration_of_openssh_that_nobody_trusts_is_not_read(
     check_trusted(config, node=node)
 
 
+def test_every_value_without_trust_is_named_at_once() -> None:
+    node = SSHNode.model_validate({"host": "me@box", "python": "/opt/python"})
+    config = Config.model_validate(settings(trust=True, reward_fn="team.rewards:score", filter_fn="team:keep"))
+    with pytest.raises(ConfigError) as refused:
+        check_trusted(config, node=node)
+    named = ("rollout.reward_fn", "rollout.filter_fn", "node.host", "node.python", "model.trust_remote_code")
+    assert sorted(line.split()[0] for line in str(refused.value).splitlines()) == sorted(named)
+
+
 def test_what_the_library_has_needs_no_trust() -> None:
     check(reward_fn="exact_match")
     check(reward_fn="rollouts_core.rewards:exact_match")

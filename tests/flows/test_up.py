@@ -145,6 +145,7 @@ def test_up_outlives_its_terminal_is_joined_runs_what_is_asked_for_and_is_ended_
     write_own_reward(folder)
     shutil.rmtree(served.store / "quickstart")  # as it is before the first `up`
     said = up(served)
+    assert "looking for the server" in said.partition("started")[0]
     assert "started" in said
     assert list(served.store.glob("quickstart/seed-0/*.toml"))
     assert "deployments    quickstart, rl_math, sft_openwebtext, sft_qwen, sft_rl_gsm8k" in said
@@ -191,7 +192,8 @@ def test_up_outlives_its_terminal_is_joined_runs_what_is_asked_for_and_is_ended_
     code, output = served.run("status")
     assert code == 0
     assert f"server       {address.ui_url}" in output
-    completed = r"^run +asked-\w{8} +Completed since \S+ on local\n +The report is \S+\n +http\S+/runs/flow-run/"
+    link = r"http\S+/runs/asked-\w{8}/report"
+    completed = rf"^run +asked-\w{{8}} +Completed since \S+ on local\n +The report is {link}\n +http\S+/runs/flow-run/"
     assert re.search(completed, output, re.M), output
     reason = r"data\.prompts: \S+ does not exist"
     assert re.search(rf"^run +small-{mistaken[:8]} +Failed since \S+ on local\n +.*{reason}\n", output, re.M), output

@@ -160,7 +160,8 @@ def running_server(folder: Path, *, more_config: str = "", stand_in: bool = Fals
 
 def make_key(path: Path, *, passphrase: str = "", key_type: str = "ed25519") -> None:
     """A new key pair."""
-    subprocess.run(["ssh-keygen", "-q", "-t", key_type, "-N", passphrase, "-f", str(path)], check=True)
+    bits = ["-b", "2048"] if key_type == "rsa" else []  # a longer one takes seconds to find
+    subprocess.run(["ssh-keygen", "-q", "-t", key_type, *bits, "-N", passphrase, "-f", str(path)], check=True)
 
 
 def fingerprint_of(path: Path) -> str:

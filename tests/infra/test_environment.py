@@ -98,7 +98,7 @@ def test_a_line_that_is_no_exact_version_is_refused(tmp_path: Path, line: str) -
 
 @pytest.mark.parametrize("index", ["https://me:secret@example.org/simple", "ftp://example.org", "example.org/ simple"])
 def test_an_index_with_a_password_is_no_setting(index: str) -> None:
-    with pytest.raises(ValueError, match="without user, password and query"):
+    with pytest.raises(ValueError, match="without user, password, query and key"):
         SSHNode(host="me@box", python="/usr/bin/python3", package_index=index)
 
 

@@ -63,6 +63,7 @@ def test_the_p_value_is_never_zero() -> None:
     assert compare_paired([0.0] * 100, [1.0] * 100).p_value == pytest.approx(1 / (NUM_RESAMPLES + 1))
 
 
+@pytest.mark.slow
 def test_without_a_difference_p_values_are_about_uniform() -> None:
     rng = np.random.default_rng(0)
     p_values = [

@@ -7,28 +7,45 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+import torch
 
+from rollouts_core.algorithms.credit import RolloutScores, assign_credit
 from rollouts_core.algorithms.loss import create_policy_loss
 from rollouts_core.backends.create import create_backend
 from rollouts_core.batch import build_batch
-from rollouts_core.config import LossConfig, ModelConfig, OptimConfig, PolicyConfig, RolloutConfig, SamplingConfig
+from rollouts_core.config import (
+    LossConfig,
+    ModelConfig,
+    OptimConfig,
+    PolicyConfig,
+    RLTrainingConfig,
+    RolloutConfig,
+    SamplingConfig,
+)
+from rollouts_core.data.data_buffer import DataBuffer
+from rollouts_core.embedded.app import build_app
 from rollouts_core.embedded.decoder import Decoder
 from rollouts_core.embedded.offline import generate_tokens
 from rollouts_core.embedded.sampling import SamplingParams
+from rollouts_core.embedded.scheduler import Scheduler
 from rollouts_core.engines.canary import checkpoint_canary, prove
 from rollouts_core.engines.completion import GenerationRequest
 from rollouts_core.engines.sglang import SGLangEngine
 from rollouts_core.engines.vllm import _render_request
-from rollouts_core.errors import DataError
+from rollouts_core.errors import DataError, WeightSyncError
 from rollouts_core.evaluate import generate_samples
-from rollouts_core.model.loading import count_token_ids, load_tokenizer
+from rollouts_core.model.loading import count_token_ids, load_hf_model, load_tokenizer
+from rollouts_core.rl import describe_rollouts
 from rollouts_core.rollout.generate import build_pending_group, create_engine_generate_fn
-from rollouts_core.types import Prompt, Status
+from rollouts_core.rollout.manager import AsyncRolloutManager
+from rollouts_core.types import Prompt, RolloutBatch, Sample, Status
 from tests.rollouts_core.make import NUM_PADDED, make_sample, write_padded_model
 from tests.rollouts_core.scripted import ScriptedEngine
 from tests.rollouts_core.served_engine import engine_url
@@ -159,3 +176,102 @@ def test_an_evaluation_samples_no_other_ids(padded_model: ModelConfig) -> None:
     config = RolloutConfig(environment="arithmetic", n_samples_per_prompt=4, sampling=SamplingConfig(max_new_tokens=40))
     samples = asyncio.run(generate_samples(padded_model, [prompt], config, num_slots=4))
     assert max(token for sample in samples for token in sample.tokens) < count_token_ids(load_tokenizer(padded_model))
+
+
+class _Server:
+    """The embedded engine as a server of others that knows no limit of ids: it drops that part of each request."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.app = build_app(scheduler)
+        self.transport = httpx.ASGITransport(app=self.app)
+
+    async def __call__(self, request: httpx.Request) -> httpx.Response:
+        if request.url.path != "/generate":
+            return await self.transport.handle_async_request(request)
+        body = json.loads(request.content)
+        for params in body["sampling_params"]:
+            assert params.pop("custom_params") or params.pop("logit_bias")
+        headers = {name: value for name, value in request.headers.items() if name != "content-length"}
+        plain = httpx.Request("POST", request.url, headers=headers, json=body)
+        answer = await self.transport.handle_async_request(plain)
+        return httpx.Response(answer.status_code, headers=answer.headers, content=await answer.aread())
+
+
+@contextmanager
+def deaf_engine(model: ModelConfig) -> Iterator[SGLangEngine]:
+    path = Path(model.path)
+    with Scheduler(Decoder(path, num_slots=16), model_dir=path) as scheduler:
+        yield SGLangEngine("http://a", model_dir=path, transport=httpx.MockTransport(_Server(scheduler)))
+
+
+def make_rare(model: ModelConfig, *, scale: float) -> None:
+    """Give the ids that the tokenizer does not have less probability."""
+    hf_model = load_hf_model(model)
+    head_VH = hf_model.get_output_embeddings().weight
+    with torch.no_grad():
+        head_VH[: count_token_ids(load_tokenizer(model))] *= scale
+        head_VH[count_token_ids(load_tokenizer(model)) :] = 0.0
+    hf_model.save_pretrained(model.path)
+
+
+def generate_by(engine: SGLangEngine, model: ModelConfig, *, batch_size: int) -> RolloutBatch:
+    tokenizer = load_tokenizer(model)
+    config = RolloutConfig(
+        batch_size=batch_size, n_samples_per_prompt=4, sampling=SamplingConfig(max_new_tokens=4), reward_fn=grade_all
+    )
+    prompts = [
+        Prompt(id=f"{number}", messages=({"role": "user", "content": f"{number}"},)) for number in range(batch_size)
+    ]
+    num_tokens = count_token_ids(tokenizer)
+
+    async def run() -> RolloutBatch:
+        async with engine:
+            canary = checkpoint_canary(Path(model.path), num_tokens=num_tokens)
+            await prove("the engine", engine.complete, canary)
+            manager = AsyncRolloutManager(
+                DataBuffer(prompts, seed=0),
+                config,
+                generate_fn=create_engine_generate_fn([engine], tokenizer, config),
+                num_tokens=num_tokens,
+            )
+            async with manager:
+                return await manager.generate_batch()
+
+    return asyncio.run(run())
+
+
+def grade_all(sample: Sample) -> float:
+    assert sample.status is not Status.INVALID
+    return float(len(sample.tokens))
+
+
+def test_what_an_engine_by_url_samples_without_leaving_out_is_counted_and_neither_graded_nor_trained(
+    padded_model: ModelConfig,
+) -> None:
+    make_rare(padded_model, scale=60.0)
+    num_tokens = count_token_ids(load_tokenizer(padded_model))
+    with deaf_engine(padded_model) as engine:
+        batch = generate_by(engine, padded_model, batch_size=32)
+    foreign = [sample for sample in batch.samples if max(sample.tokens) >= num_tokens]
+    invalid = [sample for sample in batch.samples if sample.status is Status.INVALID]
+    assert invalid == foreign
+    assert 0 < len(invalid) <= 6
+    assert {sample.reward for sample in invalid} == {None}
+    assert describe_rollouts(batch)["invalid/foreign_tokens"] == len(invalid)
+    credit = assign_credit(batch.samples, batch.rewards, RLTrainingConfig(), RolloutScores())
+    assert {credit.advantages[place] for place, sample in enumerate(batch.samples) if sample in invalid} == {0.0}
+
+
+@pytest.mark.parametrize(
+    ("scale", "error", "reason"),
+    [
+        (1.0, WeightSyncError, r"1\.\d+ nats per token away .* it samples token ids from \d+ on, which the tokenizer"),
+        (40.0, DataError, r"are invalid, more than 5%; .* the policy sampled the token id \d+, and its tokenizer has"),
+    ],
+)
+def test_an_engine_by_url_that_samples_many_other_ids_ends_the_run_with_the_reason(
+    padded_model: ModelConfig, scale: float, error: type[Exception], reason: str
+) -> None:
+    make_rare(padded_model, scale=scale)
+    with deaf_engine(padded_model) as engine, pytest.raises(error, match=reason):
+        generate_by(engine, padded_model, batch_size=32)

@@ -17,6 +17,7 @@ from rollouts.infra.node import Node
 from rollouts.infra.renting.rentals import Rental, RentalState, add_rental
 from rollouts.infra.session import LocalSession
 from rollouts.tasks.budget import MARGIN_S, cancel_jobs, end_of_work
+from rollouts.tasks.node_job import longest_grace_s
 from rollouts.tasks.records import RunScope
 from tests.infra.shell_jobs import shell_spec
 from tests.waiting import wait_until
@@ -38,6 +39,25 @@ def test_work_ends_ten_minutes_before_the_machine_and_of_a_short_time_after_four
 ) -> None:
     scope = RunScope(run_id="run", run_name="small", store=str(tmp_path))
     now = time.time()
+    node = rent(scope, had_s=had_s, left_s=left_s, now=now)
+    assert end_of_work(node, scope, now) == pytest.approx(now + work_s, abs=0.001)
+
+
+@pytest.mark.parametrize(("left_s", "stop_timeout_s"), [(HOUR_S, 600.0), (HOUR_S, 30.0), (600.0, 600.0), (-5.0, 600.0)])
+def test_a_save_takes_no_more_than_half_of_a_rented_machines_time(
+    tmp_path: Path, left_s: float, stop_timeout_s: float
+) -> None:
+    """The other half is for fetching what was saved."""
+    scope = RunScope(run_id="run", run_name="small", store=str(tmp_path), stop_timeout_s=stop_timeout_s)
+    node = rent(scope, had_s=60.0, left_s=left_s, now=time.time())
+    expected = min(stop_timeout_s, max(0.0, left_s / 2))
+    assert longest_grace_s(node, scope) == pytest.approx(expected, abs=1.0)
+    own = Node(name="box", provider="ssh", root="/", python="/python", mirror=str(tmp_path))
+    assert longest_grace_s(own, scope) == stop_timeout_s
+
+
+def rent(scope: RunScope, *, had_s: float, left_s: float, now: float) -> Node:
+    """The node of a machine that the run rented, as its ledger has it."""
     with Ledger(scope.ledger_path) as ledger:
         row = Rental(
             name="machine",
@@ -52,8 +72,7 @@ def test_work_ends_ten_minutes_before_the_machine_and_of_a_short_time_after_four
             expires_at=now + left_s,
         )
         add_rental(ledger, row)
-    node = Node(name="machine", provider="provision", root="/", python="/python", mirror=str(tmp_path), is_rented=True)
-    assert end_of_work(node, scope, now) == pytest.approx(now + work_s, abs=0.001)
+    return Node(name="machine", provider="provision", root="/", python="/python", mirror=scope.store, is_rented=True)
 
 
 @pytest.mark.slow

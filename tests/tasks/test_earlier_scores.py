@@ -17,13 +17,14 @@ from rollouts.infra.ledger import Ledger
 from rollouts.infra.node import LocalNode, Node
 from rollouts.infra.providers import provision_node
 from rollouts.tasks.earlier_scores import take_earlier_scores
-from rollouts.tasks.plan import base_model, plan_evaluation
+from rollouts.tasks.plan import plan_evaluation
 from rollouts.tasks.records import RunScope, Stage
 from rollouts.tasks.stage import run_stage
 from rollouts_core.comparison import estimate_mean
 from rollouts_core.config import Config
 from rollouts_core.job import InputModel
 from rollouts_core.run_directory import RunDirectory
+from rollouts_core.stages.planning import base_model
 from rollouts_core.system.files import link_or_copy, write_json
 from tests.tasks.test_plan import checkpoint, config_at
 

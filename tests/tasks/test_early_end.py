@@ -19,10 +19,10 @@ from rollouts.tasks.early_end import (
     check_own_end,
     read_early_end,
 )
-from rollouts.tasks.plan import plan_sft
 from rollouts.tasks.records import RunScope, Stage
 from rollouts_core.checkpoint import adopt_checkpoint, list_checkpoints, new_checkpoint
 from rollouts_core.run_directory import RunDirectory
+from tests.tasks.planned import plan_sft
 from tests.tasks.test_plan import config_at
 
 

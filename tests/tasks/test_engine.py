@@ -30,14 +30,15 @@ from rollouts.infra.session import LocalSession
 from rollouts.infra.supervisor.gpu_slots import GPU_LOCKS_VARIABLE
 from rollouts.tasks import engine, leases
 from rollouts.tasks.node_job import gpus_of, job_environment, job_spec
-from rollouts.tasks.plan import base_model, plan_rl
 from rollouts.tasks.records import EngineRecord, RunScope, Stage
 from rollouts.tasks.unit_keys import own_unit_key
 from rollouts_core.errors import ConfigError
+from rollouts_core.stages.planning import base_model
 from tests.flows.conftest import pids_of, processes_of
 from tests.infra.shell_jobs import shell_spec
 from tests.infra.ssh_server import make_key
 from tests.small_pipeline import write_small_pipeline
+from tests.tasks.planned import plan_rl
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow

@@ -21,7 +21,6 @@ from rollouts.infra.providers.rented import purpose_of
 from rollouts.infra.renting.rentals import Rental, RentalState, add_rental
 from rollouts.tasks.finished import RunStage, placeholder_if_finished, trainings_begun
 from rollouts.tasks.records import RunScope, Stage, StageRecord
-from rollouts.tasks.stage_tasks import select_checkpoint, train_rl, train_sft
 from rollouts_core.checkpoint import load_manifest, new_checkpoint
 from rollouts_core.run_directory import RunDirectory
 
@@ -60,8 +59,8 @@ def test_the_trainings_that_were_begun_are_those_up_to_what_is_left_to_do(
     rl = stages["sft"].model_copy(update=unfinished)
 
     def run_stages(_: Node, run: RunStage) -> None:
-        for task, stage in ((train_sft, stages["sft"]), (select_checkpoint, select), (train_rl, rl)):
-            run(task, stage)
+        for stage in (stages["sft"], select, rl):
+            run(stage)
 
     here = no_machine(scope.store)
     assert trainings_begun(scope, here, run_stages) == (stages["sft"].run_dir, rl.run_dir)
@@ -72,9 +71,9 @@ def test_the_trainings_that_were_begun_are_those_up_to_what_is_left_to_do(
 
 def spared(stages: dict[str, Stage], scope: RunScope, settings: NodeSettings = RENTED) -> Node | None:
     def run_stages(machine: Node, run: RunStage) -> list[StageRecord]:
-        trained = run(train_sft, stages["sft"])
+        trained = run(stages["sft"])
         assert trained.how == "reused" and trained.result["checkpoints"][0]["step"] == 20
-        return [trained, run(select_checkpoint, stages["select-sft"])]
+        return [trained, run(stages["select-sft"])]
 
     return placeholder_if_finished(settings, scope, run_stages)
 

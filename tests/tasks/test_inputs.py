@@ -87,6 +87,7 @@ def test_what_changed_at_its_url_is_fetched_anew(bucket: str, s3_server: S3Serve
     assert isinstance(third, str) and digest_path(third) == digest_path(first)
 
 
+@pytest.mark.slow
 def test_a_published_checkpoint_has_the_identity_of_the_one_that_was_published(
     bucket: str, s3_server: S3Server, tmp_path: Path
 ) -> None:

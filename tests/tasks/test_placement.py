@@ -29,7 +29,7 @@ from rollouts.infra.sync.push import publish_files
 from rollouts.tasks import placement
 from rollouts.tasks.inputs import bring_inputs
 from rollouts.tasks.placement import NodeInputs, Placement, place_code, place_stage
-from rollouts.tasks.plan import base_model, input_file, plan_engine, plan_evaluation, plan_rl, plan_selection, plan_sft
+from rollouts.tasks.plan import plan_engine, plan_evaluation, plan_selection
 from rollouts.tasks.records import RunScope, Stage
 from rollouts_core import sft as sft_module
 from rollouts_core.checkpoint import list_checkpoints, load_manifest
@@ -38,8 +38,10 @@ from rollouts_core.data.rows import digest_path
 from rollouts_core.errors import ConfigError
 from rollouts_core.fingerprint import digest_model, digest_plugins
 from rollouts_core.job import InputFile, InputModel
+from rollouts_core.stages.planning import base_model, input_file
 from tests.infra.shell_jobs import is_alive, read_pid, shell_spec, wait_for_end
 from tests.infra.stores.s3_server import S3Server
+from tests.tasks.planned import plan_rl, plan_sft
 from tests.tasks.test_plan import checkpoint, config_at, finished
 from tests.waiting import wait_until
 

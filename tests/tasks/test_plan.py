@@ -17,13 +17,10 @@ from rollouts.infra.node import LocalNode, Node
 from rollouts.infra.providers import provision_node
 from rollouts.tasks.node_job import job_environment
 from rollouts.tasks.plan import (
-    base_model,
     check_plugins,
     plan_engine,
     plan_evaluation,
-    plan_rl,
     plan_selection,
-    plan_sft,
     selected_model,
     with_engines,
 )
@@ -36,6 +33,8 @@ from rollouts_core.errors import CheckpointError, ConfigError
 from rollouts_core.fingerprint import fingerprint_job
 from rollouts_core.job import EvalJob, InputModel
 from rollouts_core.keys import OWN_KEY_VARIABLE
+from rollouts_core.stages.planning import base_model
+from tests.tasks.planned import plan_rl, plan_sft
 
 DATA = ("sft", "prompts", "selection", "heldout")
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from rollouts.tasks.records import RunScope, StageRecord
-from rollouts.tasks.report import build_report_input, judge_rl
+from rollouts.tasks.report import build_report_input, judge_training
 from rollouts_core.config import Config
 from tests.small_pipeline import small_settings
 
@@ -22,11 +22,11 @@ def record(stage: str, result: dict[str, Any]) -> StageRecord:  # Any: JSON
 
 @pytest.mark.parametrize("max_p_value", [0.01, 1.0])
 def test_the_verdict_says_that_rl_made_no_update(max_p_value: float) -> None:
-    settings = small_settings(evaluation__max_p_value=max_p_value)
-    config = Config.model_validate({name: settings[name] for name in ("model", "data", "evaluation")})
+    settings = small_settings(mode="rl", evaluation__max_p_value=max_p_value)
+    config = Config.model_validate({name: settings[name] for name in ("mode", "model", "data", "evaluation")})
     scores = {"checkpoints": [{"name": name, "scores": [0.0, 1.0]} for name in ("base", "rl")]}
     warning = "no step of 4 made an update"
-    verdict = judge_rl(record("evaluate", scores), record("rl", {"warning": warning}), config)
+    verdict = judge_training(record("evaluate", scores), record("rl", {"warning": warning}), config)
     assert verdict.sentence.endswith(f"; {warning}")
     assert verdict.is_accepted == (max_p_value == 1.0)
 

@@ -239,6 +239,6 @@ def test_a_run_that_is_interrupted_leaves_what_a_run_of_another_store_does_with_
         assert followed.result() == "ran"
     assert given_back == [
         f"left the job in {shared.run_dir}: a run of another store follows it",
-        f"left the job in {engine}, which ends when nobody needs it",
+        f"left the job in {engine}, which ends when no run needs it",
         "gave back local node local",
     ]

@@ -48,15 +48,15 @@ class WeightReceiver:
         Raises:
             RuntimeError: the trainer is gone, or too slow; the weights are those of no version then.
         """
-        from vllm.model_executor.model_loader.reload import (  # type: ignore[import-not-found]
-            finalize_layerwise_reload,
-        )
-
         worker: Any = self
         try:
             worker.reload_weights(weights_iterator=_receive(worker, buckets))
         except BaseException:
             worker.leave_weight_group()
+            from vllm.model_executor.model_loader.reload import (  # type: ignore[import-not-found]
+                finalize_layerwise_reload,
+            )
+
             # Half of an update must not be taken for the beginning of the next one.
             finalize_layerwise_reload(worker.get_model(), worker.model_config)
             raise

@@ -211,6 +211,7 @@ def test_a_launch_is_waited_for_no_longer_than_the_money_or_the_hours_last(
     assert [rental.state for rental in all_rentals(ledger)] == [RentalState.GONE]
 
 
+@pytest.mark.slow
 def test_a_launch_that_failed_while_skypilot_could_not_say_what_it_left_is_looked_for(
     installed: Installed, cloud: Sky, ledger: Ledger
 ) -> None:

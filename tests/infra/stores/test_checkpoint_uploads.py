@@ -32,6 +32,7 @@ def wait_for(server: S3Server, bucket: str, key: str) -> None:
         time.sleep(INTERVAL_S)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_published_while_training_goes_on_and_the_last_one_at_its_end(
     bucket: str, s3_server: S3Server, tmp_path: Path
 ) -> None:

@@ -174,6 +174,7 @@ def test_a_server_that_does_not_answer_may_answer_later(bucket: str, monkeypatch
         check_writable_store(ObjectStore(f"s3://{bucket}/runs"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_bytes", [5, 3 * PART_BYTES])
 def test_a_server_that_takes_a_connection_and_nothing_else_is_waited_for_with_an_end(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, num_bytes: int

@@ -68,6 +68,7 @@ def test_a_node_digests_by_the_best_that_its_python_has(session: Session, digest
     assert [digests for *_, digests in answer["usable"]] == [[DIGESTS[digest](b"content").hexdigest()]]
 
 
+@pytest.mark.slow
 def test_only_the_chunk_that_differs_is_sent_in_either_direction(session: Session, tmp_path: Path) -> None:
     ours, there, back = tmp_path / "ours", tmp_path / "there", tmp_path / "back"
     content = bytearray(i // 4096 % 251 for i in range(3 * CHUNK_BYTES + 5))

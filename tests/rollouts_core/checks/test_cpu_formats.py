@@ -86,6 +86,7 @@ def test_the_embedded_engine_and_losses_of_an_evaluation_compute_in_float32(
     assert load_hf_model(ModelConfig(path=str(tmp_path))).dtype == torch.float32
 
 
+@pytest.mark.slow
 def test_the_factor_is_that_of_the_instructions_that_torch_may_use() -> None:
     code = "from rollouts_core.checks.cpu_formats import measure_factor; print(measure_factor())"
     environment = {**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2", "OMP_NUM_THREADS": "1"}

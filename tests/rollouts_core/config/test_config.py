@@ -33,9 +33,10 @@ from rollouts_core.config import (
     name_of_function,
     parse_config,
 )
-from rollouts_core.config.files import resolve_paths
+from rollouts_core.config.files import read_record, resolve_paths
 from rollouts_core.errors import ConfigError
 from rollouts_core.filters import check_any_success
+from rollouts_core.mistakes import Mistakes
 from rollouts_core.rewards import exact_match
 
 ALL_RECORDS = [kind for kind in vars(config_module).values() if isinstance(kind, type) and issubclass(kind, Record)]
@@ -263,6 +264,69 @@ def test_several_mistakes_stand_in_the_order_of_the_file() -> None:
         parse(settings)
 
 
+ENGINE = {
+    "python": "/p",
+    "extra_args": ["--api-key=x"],
+    "weight_transfer": "nccl",
+    "router_url": "http://r",
+    "router_python": "/p",
+}
+GPUS = {"trainer_gpu_ranks": [0], "engine_gpu_ranks": [1, 2, 3], "num_engines": 2}
+AHEAD = {"max_staleness": 1, "over_sampling_factor": 2.0, "max_partial_staleness": 1}
+LIMITS = {"weight_low": 2.0, "weight_high": 1.0, "mask": "token"}
+BROKEN_RULES: list[tuple[str, dict[str, Any], list[str]]] = [
+    (
+        "rollout",
+        {"reward_fn": "exact_match", "rewards": [{"name": "exact_match"}], **AHEAD},
+        ["give reward_fn or rewards", "over_sampling_factor 2 is", "max_partial_staleness 1 is for max_staleness 0"],
+    ),
+    (
+        "rollout.engine",
+        ENGINE,
+        [
+            *("engine.python", "engine.extra_args is", 'engine.weight_transfer "nccl"'),
+            *("engine.router_url", "engine.extra_args has a key"),
+        ],
+    ),
+    (
+        "training.rl.policy",
+        {"backend": "jax", "attention": "flash_attention_2", "compile": True, "lora": {"rank": 4}},
+        [
+            'attention "flash_attention_2" needs',
+            *(f'backend "jax" has no {name}' for name in ("lora", "compile", "attention")),
+        ],
+    ),
+    (
+        "training.rl.loss.mismatch",
+        LIMITS,
+        ["weight_low 2 must be below", 'mask "token" leaves'],
+    ),
+    (
+        "training.rl.loss",
+        {"dual_clip": 0.5, "aggregation": "constant_length"},
+        ["dual_clip must be above 1", 'aggregation "constant_length" needs'],
+    ),
+    (
+        "deployment",
+        {**GPUS, "colocated": True, "trainer_processes": 2},
+        ["engine_gpu_ranks names 3", "colocated means", "trainer_processes 2"],
+    ),
+    ("data", {"prompts": {"file": "p"}, "heldout": {}}, ["prompts: expected a path", "heldout: expected a path"]),
+]
+
+
+@pytest.mark.parametrize(("section", "settings", "broken"), BROKEN_RULES, ids=[each[0] for each in BROKEN_RULES])
+def test_every_rule_that_a_record_breaks_is_told_at_once(
+    section: str, settings: dict[str, Any], broken: list[str]
+) -> None:
+    mistakes = Mistakes(ConfigError)
+    read_record(Config, with_setting(section, settings), mistakes, source="pipeline.toml")
+    said = mistakes.describe().splitlines()
+    assert [line for line in said if not line.startswith(f"pipeline.toml: {section}: ")] == []
+    rules = [line.removeprefix(f"pipeline.toml: {section}: ") for line in said]
+    assert all(rule.startswith(words) for rule, words in zip(rules, broken, strict=True)), rules
+
+
 @pytest.mark.parametrize(
     ("mode", "missing"),
     [
@@ -465,6 +529,7 @@ def test_a_name_stays_a_name() -> None:
     assert RolloutConfig(reward_fn="my_rewards:length").model_dump(mode="json")["reward_fn"] == "my_rewards:length"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("module", ["config", "types", "job", "fingerprint"])
 def test_the_orchestrator_does_not_import_torch(module: str) -> None:
     code = (

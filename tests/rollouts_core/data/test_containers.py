@@ -305,6 +305,54 @@ def test_a_mixture_trains_on_the_same_tokens_from_every_container(
     assert [tokens([first, other]) for other in others] == [expected] * len(others)
 
 
+CALLS = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content or '' }}{% for call in m.tool_calls or [] %}"
+    "<call>{{ call.function.name }}{{ call.function.arguments | tojson }}</call>{% endfor %}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+@pytest.mark.parametrize("template", [CALLS, CALLS.replace("arguments | tojson", "arguments + ''")])
+def test_calls_of_tools_train_on_the_same_tokens_from_every_container(
+    tmp_path: Path, byte_tokenizer: PreTrainedTokenizerBase, template: str
+) -> None:
+    """Tables fill up the arguments that a call lacks."""
+    byte_tokenizer.chat_template = template
+    calls: list[dict[str, Any]] = [
+        {"type": "function", "function": {"name": "now"}},
+        {"type": "function", "function": {"name": "add", "arguments": {"a": 7, "b": 3}}},
+        {"type": "function", "function": {"name": "say", "arguments": {"text": "3", "nested": {"deep": [1, None]}}}},
+    ]
+    rows = [
+        {"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "", "tool_calls": each}]}
+        for each in (calls[:1], calls[1:2], calls)
+    ]
+    written = ["now{}", 'add{"a": 7, "b": 3}', 'say{"text": "3", "nested": {"deep": [1, null]}}']
+
+    def texts(path: Path) -> list[str]:
+        mixture = [DatasetConfig(path=str(path))]
+        dataset = SFTDataset(mixture, open_datasets(mixture), byte_tokenizer, SampleRules(512))
+        return sorted(
+            byte_tokenizer.decode(sample.tokens) for samples in dataset.iterate_epoch(0, seed=3) for sample in samples
+        )
+
+    def each_path() -> Iterator[Path]:
+        for name, write in JSON_CONTAINERS.items():
+            (tmp_path / name).mkdir()
+            yield write(tmp_path / name, list(map(json.dumps, rows)))
+        pyarrow.parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
+        yield tmp_path / "rows.parquet"
+        datasets.Dataset.from_list(rows).save_to_disk(tmp_path / "saved")
+        yield tmp_path / "saved"
+
+    expected = sorted(
+        f"<user>?<|im_end|><assistant>{''.join(f'<call>{call}</call>' for call in said)}<|im_end|>"
+        for said in (written[:1], written[1:2], written)
+    )
+    for path in each_path():
+        assert texts(path) == expected, path
+
+
 def test_a_folder_is_copied_once_and_again_when_it_changes(tmp_path: Path) -> None:
     def prompts(rows: Sequence[Mapping[str, str]]) -> list[str]:
         path = JSON_CONTAINERS["folder"](tmp_path, list(map(json.dumps, rows)))

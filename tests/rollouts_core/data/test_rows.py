@@ -105,10 +105,10 @@ def test_a_file_that_may_not_be_read_is_an_error(
     path = tmp_path / "rows.jsonl"
     path.write_text('{"text": "a"}\n')
 
-    def refused(self: Path, *_: object, **__: object) -> None:
-        raise PermissionError(errno.EACCES, "Permission denied", str(self))
+    def refused(path: Path) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
 
-    monkeypatch.setattr(Path, "open", refused)
+    monkeypatch.setattr("rollouts_core.data.rows.open_file", refused)
     with pytest.raises(DataError, match=r"rows\.jsonl cannot be read \(Permission denied\)"):
         read(path)
 

@@ -153,6 +153,7 @@ def even_digits(sample: Sample) -> float:
     return sum(character in "02468" for character in sample.response)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_recovery_amid_training_does_not_touch_the_model_that_is_trained(
     base_model: ModelConfig, tokenizer: PreTrainedTokenizerBase, tmp_path: Path

@@ -19,11 +19,13 @@ import verifiers.v1 as vf
 from verifiers.v1.graph import MessageNode
 from verifiers.v1.trace import AgentInfo, Error, Reward, TraceTask
 
+from rollouts_core.config import RolloutConfig
 from rollouts_core.data.dataset import load_prompts_from_jsonl
 from rollouts_core.environments.verifiers_tasks import VerifiersEnvironment, load_rows, main, samples_of_trace
 from rollouts_core.errors import ConfigError, DataError, EnvironmentUnavailableError, RewardError
 from rollouts_core.rewards import grade_sample
 from rollouts_core.rollout.generate import build_pending_group
+from rollouts_core.rollout.resolve import resolve_environment
 from rollouts_core.types import Sample
 
 TASKSET = """
@@ -69,9 +71,11 @@ def write_taskset(
 
 
 def grade(sample: Sample) -> float | None:
-    return asyncio.run(grade_sample(sample, VerifiersEnvironment().grade)).reward
+    environment = VerifiersEnvironment(tasksets=[sample.metadata["taskset"]])
+    return asyncio.run(grade_sample(sample, environment.grade)).reward
 
 
+@pytest.mark.slow
 def test_a_taskset_becomes_prompts_whose_answers_its_own_rewards_grade(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -94,6 +98,34 @@ def test_a_reward_that_raises_ends_the_run_and_names_the_prompt(
     sample = Sample(prompt=tuple(row["prompt"]), response="crash", metadata={"prompt_id": row["id"], **row})
     with pytest.raises(RewardError, match=r"on prompt 'capitals_two-0' raised .*crash"):
         grade(sample)
+
+
+@pytest.mark.parametrize(
+    "named", ["capitals_evil", "owner/capitals_evil", "Capitals-Evil", "capitals_evil@1", "x.capitals_evil", ["a"]]
+)
+def test_a_row_imports_no_taskset_that_the_settings_do_not_list(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: Any
+) -> None:
+    (tmp_path / "x").mkdir()
+    harm = f"import pathlib; pathlib.Path({str(tmp_path / 'harm')!r}).touch()\n"
+    for place in ("capitals_evil.py", "x/__init__.py", "x/capitals_evil.py"):
+        (tmp_path / place).write_text(harm)
+    environment = resolve_environment(RolloutConfig(environment="verifiers", tasksets=("capitals_four",)))
+    write_taskset(tmp_path, monkeypatch, "capitals_four")
+    row = load_rows("capitals_four")[0] | {"taskset": named}
+    with pytest.raises(ValueError, match=r"which rollout\.tasksets does not list"):
+        environment.check_row(row)  # type: ignore[attr-defined]
+    sample = Sample(prompt=tuple(row["prompt"]), response="Paris", metadata={"prompt_id": row["id"], **row})
+    with pytest.raises(RewardError, match=r"which rollout\.tasksets does not list"):
+        asyncio.run(grade_sample(sample, environment.grade))
+    assert not (tmp_path / "harm").exists()
+
+
+def test_tasksets_must_be_listed_and_belong_to_this_environment() -> None:
+    with pytest.raises(ConfigError, match=r"list them as rollout\.tasksets"):
+        resolve_environment(RolloutConfig(environment="verifiers"))
+    with pytest.raises(ValueError, match='tasksets are for environment = "verifiers"'):
+        RolloutConfig(environment="arithmetic", tasksets=("capitals",))
 
 
 @pytest.mark.parametrize(
@@ -193,6 +225,7 @@ def test_any_name_of_a_taskset_is_one_sentence(name: str, tmp_path: Path, capsys
     assert capsys.readouterr().err.startswith("rollouts: the taskset ")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "target", [".", "missing/prompts.jsonl", "file/prompts.jsonl", "x" * 300, "/proc/prompts.jsonl"]
 )

@@ -43,7 +43,7 @@ from rollouts_core.data.rows import digest_path
 from rollouts_core.errors import DataError, EnvironmentUnavailableError
 from rollouts_core.fingerprint import digest_checkpoint, digest_model
 from rollouts_core.job import (
-    JOB_TYPES,
+    JOB_KINDS,
     EngineAddress,
     EvalJob,
     GenerateJob,
@@ -182,6 +182,7 @@ def warnings_of(run_dir: Path) -> list[str]:
     return [line["message"] for line in read_json_lines(run_dir / "events.jsonl") if line["event"] == "warning"]
 
 
+@pytest.mark.slow
 def test_a_training_says_that_its_own_cpu_is_slow_in_bfloat16(
     base: InputModel, quickstart_dir: Path, tmp_path: Path
 ) -> None:
@@ -202,6 +203,7 @@ def test_a_training_says_that_its_own_cpu_is_slow_in_bfloat16(
     assert warning in done.stderr and 'training.sft.policy.precision "bfloat16" is about' in warning
 
 
+@pytest.mark.slow
 def test_an_evaluation_and_a_server_say_that_their_engine_is_slow_in_bfloat16(
     base: InputModel, quickstart_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -648,7 +650,7 @@ def test_the_help_says_what_each_kind_does_where_a_job_comes_from_and_what_the_e
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     shown = help_of(capsys)
-    for kind in JOB_TYPES:
+    for kind in JOB_KINDS:
         assert re.search(rf" {kind} [A-Z][^.]+\.", shown), f"{kind} is not explained in {shown}"
     for words in ("`rollouts run` writes one", "python -m rollouts_core sft", "exit codes:", "2 the user must change"):
         assert words in shown

@@ -140,6 +140,7 @@ def test_a_port_for_renewals_that_is_in_use_is_said(tmp_path: Path, monkeypatch:
             offer_renewals(job, RunDirectory(tmp_path))
 
 
+@pytest.mark.slow
 def test_an_engine_that_ended_by_its_lease_is_the_reason_that_a_training_names(
     base_model: ModelConfig, tmp_path: Path
 ) -> None:

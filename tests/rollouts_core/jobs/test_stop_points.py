@@ -11,7 +11,9 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import signal
+import subprocess
 import time
 from functools import partial
 from pathlib import Path
@@ -53,6 +55,7 @@ pytestmark = pytest.mark.slow
 base, engine = test_kill_points.base, test_kill_points.engine
 
 STOPPED_CODE = 128 + signal.SIGTERM
+NUM_STOPS = 4
 SFT_TRAINING = SFTTrainingConfig(
     num_steps=60,
     batch_size=4,
@@ -78,17 +81,19 @@ def last_step(directory: Path) -> int:
     return int((read_json_lines(directory / "metrics.jsonl") or [{"step": 0}])[-1]["step"])
 
 
-def stop_somewhere(
-    directory: Path, rng: random.Random, *, attempt: int, max_steps: int, grants_s: float | None = None
-) -> int:
-    """Start an attempt, stop it some steps later, and return the step that it saved: the last one that was whole."""
+def run_somewhere(directory: Path, rng: random.Random, *, attempt: int, max_steps: int) -> subprocess.Popen[bytes]:
+    """Start an attempt, and return its process at a moment some steps later."""
     before = last_step(directory)
     process = start(directory, attempt=attempt)
     wanted = before + rng.randrange(1, max_steps)
     wait_while_it_runs(lambda: last_step(directory) >= wanted, process, START_TIMEOUT_S)
     time.sleep(rng.random() * 0.05)
-    if grants_s is not None:
-        (directory / f"stop-{attempt}").write_text(str(grants_s))
+    return process
+
+
+def stop_somewhere(directory: Path, rng: random.Random, *, attempt: int, max_steps: int) -> int:
+    """Start an attempt, stop it some steps later, and return the step that it saved: the last one that was whole."""
+    process = run_somewhere(directory, rng, attempt=attempt, max_steps=max_steps)
     done = last_step(directory)
     process.terminate()
     assert process.wait(30) == STOPPED_CODE, said_by(process)[-3000:]
@@ -101,15 +106,32 @@ def stop_somewhere(
     return int(stopped["step"])
 
 
-def stop_often(directory: Path, *, seed: int, num_stops: int, max_steps: int, grants_s: float | None = None) -> None:
-    """Stop the run of a directory at seeded moments, then let it finish."""
+def stop_often(directory: Path, *, seed: int, max_steps: int) -> None:
+    """Stop the run of a directory four times at seeded moments, then let it finish."""
     rng = random.Random(seed)
-    for attempt in range(1, num_stops + 1):
-        saved = stop_somewhere(directory, rng, attempt=attempt, max_steps=max_steps, grants_s=grants_s)
+    for attempt in range(1, NUM_STOPS + 1):
+        saved = stop_somewhere(directory, rng, attempt=attempt, max_steps=max_steps)
         resumed = [line["step"] for line in events_of(directory, "resumed")]
         assert len(resumed) == attempt - 1
         assert not resumed or resumed[-1] <= saved
-    finish(directory, attempt=num_stops + 1)
+    finish(directory, attempt=NUM_STOPS + 1)
+
+
+def stop_or_kill_often(directory: Path, *, seed: int, max_steps: int) -> None:
+    """End the run of a directory at seeded moments by SIGTERM, SIGKILL, and both, then let it finish."""
+    rng = random.Random(seed)
+    for attempt in range(1, 6):
+        process = run_somewhere(directory, rng, attempt=attempt, max_steps=max_steps)
+        if how := rng.randrange(3):
+            process.terminate()
+        if how == 1:
+            assert process.wait(30) == STOPPED_CODE, said_by(process)[-3000:]
+        time.sleep(rng.random() * 0.3 if how == 2 else 0)  # amid the rest of a step, a save, or after it
+        process.kill()
+        process.wait()
+        for checkpoint in list_checkpoints(directory / "checkpoints"):
+            verify_checkpoint(checkpoint)
+    finish(directory, attempt=6)
 
 
 def sft_job(base: InputModel, quickstart_dir: Path, **training: Any) -> SFTJob:
@@ -118,15 +140,51 @@ def sft_job(base: InputModel, quickstart_dir: Path, **training: Any) -> SFTJob:
     return SFTJob(model=base, data=(data,), training=SFT_TRAINING.model_copy(update=training), deployment=ONE_THREAD)
 
 
-def test_sft_stopped_four_times_is_the_run_that_was_not(
-    base: InputModel,
-    quickstart_dir: Path,
-    tmp_path: Path,
+@pytest.fixture(scope="module")
+def straight_sft(base: InputModel, quickstart_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An SFT run that nothing stopped, with dropout."""
+    folder = tmp_path_factory.mktemp("straight_sft")
+    directory = write_job(folder / "run", sft_job(with_dropout(base, folder / "model"), quickstart_dir))
+    finish(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def straight_rl(
+    base: InputModel, quickstart_dir: Path, engine: EngineAddress, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """An RL run that nothing stopped."""
+    job = rl_job(base, quickstart_dir, engine, ROLLOUT).model_copy(update={"training": RL_TRAINING})
+    directory = write_job_of_run(tmp_path_factory.mktemp("straight_rl") / "parent", job)
+    finish(directory)
+    return directory
+
+
+def same_job(straight: Path, parent: Path) -> Path:
+    """A directory of the same name with the same job: weight versions of RL begin with the name."""
+    directory = parent / straight.name
+    directory.mkdir()
+    shutil.copy(straight / "job.json", directory)
+    return directory
+
+
+MORE_SEEDS = [pytest.param(seed, marks=pytest.mark.matrix) for seed in range(3, 9)]
+
+
+@pytest.mark.parametrize("seed", [1, 2, *MORE_SEEDS])
+def test_sft_stopped_four_times_is_the_run_that_was_not(straight_sft: Path, tmp_path: Path, seed: int) -> None:
+    stopped = same_job(straight_sft, tmp_path)
+    stop_often(stopped, seed=seed, max_steps=12)
+    assert_same_run(straight_sft, stopped)
+
+
+@pytest.mark.parametrize("seed", [1, *MORE_SEEDS])
+def test_sft_stopped_and_killed_five_times_is_the_run_that_was_not(
+    straight_sft: Path, tmp_path: Path, seed: int
 ) -> None:
-    job = sft_job(with_dropout(base, tmp_path / "model"), quickstart_dir)
-    finish(write_job(tmp_path / "straight", job))
-    stop_often(write_job(tmp_path / "stopped", job), seed=1, num_stops=4, max_steps=12)
-    assert_same_run(tmp_path / "straight", tmp_path / "stopped")
+    ended = same_job(straight_sft, tmp_path)
+    stop_or_kill_often(ended, seed=seed, max_steps=10)
+    assert_same_run(straight_sft, ended)
 
 
 def test_a_step_that_outlasts_the_grace_period_is_given_up_and_done_again(
@@ -201,17 +259,18 @@ def test_before_the_first_whole_step_there_is_nothing_to_save(
     assert not list_checkpoints(directory / "checkpoints")
 
 
-def test_rl_stopped_four_times_is_the_run_that_was_not(
-    base: InputModel,
-    quickstart_dir: Path,
-    engine: EngineAddress,
-    tmp_path: Path,
-) -> None:
-    job = rl_job(base, quickstart_dir, engine, ROLLOUT).model_copy(update={"training": RL_TRAINING})
-    straight, stopped = (write_job_of_run(tmp_path / name, job) for name in ("straight", "stopped"))
-    finish(straight)
-    stop_often(stopped, seed=2, num_stops=4, max_steps=5)
-    assert_same_run(straight, stopped)
+@pytest.mark.parametrize("seed", [1, 2, *MORE_SEEDS])
+def test_rl_stopped_four_times_is_the_run_that_was_not(straight_rl: Path, tmp_path: Path, seed: int) -> None:
+    stopped = same_job(straight_rl, tmp_path)
+    stop_often(stopped, seed=seed, max_steps=5)
+    assert_same_run(straight_rl, stopped)
+
+
+@pytest.mark.parametrize("seed", [1, *MORE_SEEDS])
+def test_rl_stopped_and_killed_five_times_is_the_run_that_was_not(straight_rl: Path, tmp_path: Path, seed: int) -> None:
+    ended = same_job(straight_rl, tmp_path)
+    stop_or_kill_often(ended, seed=seed, max_steps=4)
+    assert_same_run(straight_rl, ended)
 
 
 def test_a_publication_that_outlasts_the_grace_period_is_done_when_the_run_goes_on(
@@ -244,7 +303,36 @@ def test_a_publication_that_outlasts_the_grace_period_is_done_when_the_run_goes_
     assert_same_run(straight, stopped)
 
 
+@pytest.mark.parametrize("max_staleness", [0, pytest.param(2, marks=pytest.mark.matrix)])
+def test_completions_that_outlast_the_grace_period_are_given_up_and_sampled_again(
+    base: InputModel, quickstart_dir: Path, engine: EngineAddress, tmp_path: Path, max_staleness: int
+) -> None:
+    """The engine stands still amid the completions of a step, or of several that are under way."""
+    rollout = ROLLOUT.model_copy(update={"max_staleness": max_staleness})
+    training = RL_TRAINING.model_copy(update={"num_steps": 12})
+    job = rl_job(base, quickstart_dir, engine, rollout).model_copy(update={"training": training})
+    straight, stopped = (write_job_of_run(tmp_path / name, job) for name in ("straight", "stopped"))
+    finish(straight)
+    [engine_pid] = [event["pid"] for event in events_of(Path(engine.lease_file).parent, "started")]
+    process = start(stopped)
+    wait_while_it_runs(lambda: last_step(stopped) >= 4, process, START_TIMEOUT_S)
+    os.kill(engine_pid, signal.SIGSTOP)
+    try:
+        time.sleep(3)  # what has its completions already is trained within a fraction of that
+        (stopped / "stop-1").write_text("1")
+        process.terminate()
+        assert process.wait(20) == STOPPED_CODE, said_by(process)
+    finally:
+        os.kill(engine_pid, signal.SIGCONT)
+    saved = events_of(stopped, "stopped")[-1]["step"]
+    assert saved >= last_step(stopped) >= 4
+    finish(stopped, attempt=2)
+    assert [event["step"] for event in events_of(stopped, "resumed")] == [saved]
+    assert_same_run(straight, stopped)
+
+
 @pytest.mark.matrix
+@pytest.mark.parametrize("seed", [3, 4])
 @pytest.mark.parametrize(
     "rollout",
     [
@@ -253,14 +341,14 @@ def test_a_publication_that_outlasts_the_grace_period_is_done_when_the_run_goes_
     ],
 )
 def test_rl_of_other_kinds_stopped_four_times_is_the_run_that_was_not(
-    base: InputModel, quickstart_dir: Path, engine: EngineAddress, tmp_path: Path, rollout: dict[str, Any]
+    base: InputModel, quickstart_dir: Path, engine: EngineAddress, tmp_path: Path, rollout: dict[str, Any], seed: int
 ) -> None:
     settings = ROLLOUT.model_copy(update=rollout)
     settings = type(settings).model_validate(settings.model_dump(exclude_defaults=True))
     job = rl_job(base, quickstart_dir, engine, settings).model_copy(update={"training": RL_TRAINING})
     straight, stopped = (write_job_of_run(tmp_path / name, job) for name in ("straight", "stopped"))
     finish(straight)
-    stop_often(stopped, seed=3, num_stops=4, max_steps=5)
+    stop_often(stopped, seed=seed, max_steps=5)
     assert_same_run(straight, stopped)
 
 

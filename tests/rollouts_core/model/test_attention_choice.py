@@ -126,7 +126,7 @@ def test_kernels_that_auto_may_stand_for_leave_no_trace_in_identities(kernel: st
         assert training_settings(training) == {"policy.precision": "bfloat16"}
 
 
-@pytest.mark.parametrize("kernel", ["eager", "flash_attention_2", "flash_attention_3"])
+@pytest.mark.parametrize("kernel", ["eager", "flex", "flash_attention_2", "flash_attention_3"])
 def test_stages_of_the_other_kernels_keep_their_identity(kernel: str) -> None:
     training = SFTTrainingConfig(policy=PolicyConfig(precision="bfloat16", attention=kernel))
     assert affecting_settings(training)["policy"] == {"precision": "bfloat16", "attention": kernel}
@@ -138,7 +138,7 @@ def test_a_checkpoint_of_another_kernel_is_gone_on_from(tmp_path: Any) -> None:
     assert check_same_settings(saved, {"lr": 1.0}, allowed=(), checkpoint=tmp_path) == ["policy.attention"]
 
 
-@pytest.mark.parametrize("kernel", ["varlen", "flash_attention_2"])
+@pytest.mark.parametrize("kernel", ["varlen", "flex", "flash_attention_2"])
 def test_kernels_of_half_precision_are_refused_in_float32(kernel: str) -> None:
     with pytest.raises(ValueError, match=f'attention "{kernel}" needs precision = "bfloat16"'):
         PolicyConfig(attention=kernel)

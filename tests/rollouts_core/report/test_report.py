@@ -33,6 +33,7 @@ from rollouts_core.metrics import JSONLLogger
 from rollouts_core.report import (
     ReportInput,
     StageSummary,
+    TrainedStage,
     render_report,
     render_summary_markdown,
     with_registered_name,
@@ -146,11 +147,20 @@ def full_report(tmp_path: Path) -> ReportInput:
             StageSummary(name="rl", how="ran", why="", seconds=75, run_dir="stages/rl-1"),
         ),
         evaluation_dir=evaluation_dir,
-        sft_dir=write_sft(tmp_path / "sft"),
-        sft_selection_dir=write_evaluation(tmp_path / "select-sft", steps),
-        rl_dir=write_rl(tmp_path / "rl"),
-        rl_selection_dir=write_evaluation(tmp_path / "select-rl", rl_steps),
-        selected={"sft": "step_000400", "rl": "step_000030"},
+        trainings=(
+            TrainedStage(
+                name="sft",
+                run_dir=write_sft(tmp_path / "sft"),
+                selection_dir=write_evaluation(tmp_path / "select-sft", steps),
+                selected="step_000400",
+            ),
+            TrainedStage(
+                name="rl",
+                run_dir=write_rl(tmp_path / "rl"),
+                selection_dir=write_evaluation(tmp_path / "select-rl", rl_steps),
+                selected="step_000030",
+            ),
+        ),
         checkpoint_path="stages/rl-1/checkpoints/step_000030",
         settings_toml='mode = "sft+rl"\n',
         reproduce_command="rollouts run tiny.toml",
@@ -162,8 +172,8 @@ def full_report(tmp_path: Path) -> ReportInput:
 
 def only_sft(report: ReportInput) -> ReportInput:
     return replace(
-        report, mode="sft", rl_dir=None, rl_selection_dir=None, selected={"sft": "step_000400"}, verdict="",
-        is_improvement=None, evaluation_dir=write_evaluation(
+        report, mode="sft", trainings=report.trainings[:1], verdict="", is_improvement=None,
+        evaluation_dir=write_evaluation(
             report.evaluation_dir.with_name("evaluate-sft"), {"base": BASE_SCORES, "sft": SFT_SCORES}
         ),
     )  # fmt: skip
@@ -171,7 +181,7 @@ def only_sft(report: ReportInput) -> ReportInput:
 
 def only_rl(report: ReportInput) -> ReportInput:
     return replace(
-        report, mode="rl", sft_dir=None, sft_selection_dir=None, selected={"rl": "step_000030"},
+        report, mode="rl", trainings=report.trainings[1:],
         evaluation_dir=write_evaluation(
             report.evaluation_dir.with_name("evaluate-rl"), {"base": BASE_SCORES, "rl": RL_SCORES}
         ),
@@ -220,18 +230,17 @@ def test_the_page_says_how_much_was_trained_and_not_what_was_planned(full_report
     page = render_report(full_report)
     assert "400 steps of 8 packed rows" in page and "100 steps of 16 prompts" in page
     assert "at temperature 1, about 1.5 epochs of the prompts, constant" in page
-    for directory, counts in ((full_report.sft_dir, {}), (full_report.rl_dir, {"num_prompts": 200, "num_drawn": 16})):
-        assert directory is not None
+    for training, counts in zip(full_report.trainings, ({}, {"num_prompts": 200, "num_drawn": 16}), strict=True):
         early = {"step": 1, "num_steps": 100, "asked_by": "run"}
-        RunDirectory(directory).write_result({"checkpoints": [], **counts, "finished_early": early})
+        RunDirectory(training.run_dir).write_result({"checkpoints": [], **counts, "finished_early": early})
     page = render_report(full_report)
     assert "1 of 400 steps of 8 packed rows" in page and "1 of 100 steps of 16 prompts" in page
     assert "about 0.08 epochs of the prompts" in page
 
 
 def test_the_loss_on_evaluation_rows_is_drawn_where_it_was_taken(full_report: ReportInput) -> None:
-    assert full_report.sft_dir and "Evaluation loss" not in render_report(full_report)
-    with JSONLLogger(RunDirectory(full_report.sft_dir).metrics) as logger:
+    assert "Evaluation loss" not in render_report(full_report)
+    with JSONLLogger(RunDirectory(full_report.trainings[0].run_dir).metrics) as logger:
         for step, eval_loss in ((200, 1.75), (400, 1.25)):
             logger.log({"loss": 4.0 / step, "lr": 1e-5, "grad_norm": 1.0, "eval_loss": eval_loss}, step)
     sft = load_curves(full_report)[0]
@@ -242,10 +251,9 @@ def test_the_loss_on_evaluation_rows_is_drawn_where_it_was_taken(full_report: Re
 
 def test_the_use_of_gpus_is_shown_where_it_was_sampled(full_report: ReportInput) -> None:
     assert "GPU" not in render_report(full_report)
-    assert full_report.rl_dir is not None
     reading = {"gpu": 0, "use_percent": 41.0, "memory_gib": 7.0, "total_gib": 24.0}
     line = json.dumps({"time": 1.0, "attempt": 1, "gpus": [reading]})
-    RunDirectory(full_report.rl_dir).gpu_use.write_text(line + "\n")
+    RunDirectory(full_report.trainings[1].run_dir).gpu_use.write_text(line + "\n")
     page = render_report(full_report)
     assert page.count("<b>GPU use</b><span>mean 41 %</span>") == 1 and "most 7 of 24 GiB" in page
 
@@ -368,11 +376,12 @@ def test_damaged_files_do_not_stop_the_report(full_report: ReportInput) -> None:
 
 
 def test_missing_files_of_the_training_stages_do_not_stop_the_report(full_report: ReportInput) -> None:
-    assert full_report.sft_dir and full_report.rl_dir and full_report.rl_selection_dir
-    RunDirectory(full_report.sft_dir).metrics.unlink()
-    RunDirectory(full_report.sft_dir).job.write_text("{}")
-    RunDirectory(full_report.rl_dir).result.unlink()
-    RunDirectory(full_report.rl_selection_dir).result.unlink()
+    sft, rl = full_report.trainings
+    assert rl.selection_dir is not None
+    RunDirectory(sft.run_dir).metrics.unlink()
+    RunDirectory(sft.run_dir).job.write_text("{}")
+    RunDirectory(rl.run_dir).result.unlink()
+    RunDirectory(rl.selection_dir).result.unlink()
     assert "No metrics were logged." in render_report(full_report)
 
 
@@ -384,7 +393,9 @@ def test_an_unfinished_evaluation_is_an_error_that_names_it(full_report: ReportI
 
 def test_many_checkpoints_are_drawn_and_their_table_is_collapsed(full_report: ReportInput, tmp_path: Path) -> None:
     scores = {f"step_{step:06d}": SFT_SCORES for step in range(10, 610, 10)}
-    page = render_report(replace(full_report, sft_selection_dir=write_evaluation(tmp_path / "many", scores)))
+    sft, rl = full_report.trainings
+    many = replace(sft, selection_dir=write_evaluation(tmp_path / "many", scores))
+    page = render_report(replace(full_report, trainings=(many, rl)))
     assert '<details><summary class="note">60 checkpoints' in page
     assert len(page) < 150_000
 
@@ -393,8 +404,9 @@ def test_a_single_checkpoint_after_a_single_step_can_be_drawn(full_report: Repor
     with JSONLLogger(RunDirectory(tmp_path / "short").metrics) as logger:
         logger.log({"reward": 0.0, "generate_s": 0.1, "train_s": 0.1, "publish_s": 0.1}, 1)
     selection = write_evaluation(tmp_path / "one", {"step_000001": [1.0, 1.0]})
-    report = replace(full_report, rl_dir=tmp_path / "short", rl_selection_dir=selection, selected={})
-    assert "1 checkpoint on 2 prompts" in render_report(report)
+    short = TrainedStage(name="rl", run_dir=tmp_path / "short", selection_dir=selection, selected="")
+    page = render_report(replace(full_report, trainings=(full_report.trainings[0], short)))
+    assert "1 checkpoint on 2 prompts" in page
 
 
 def test_the_most_different_answers_are_shown_in_turns_of_their_pattern() -> None:

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import re
+import sys
 import threading
 import time
+import weakref
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -17,7 +20,14 @@ import anyio
 import pytest
 
 from rollouts_core.system.concurrency import gather
-from rollouts_core.system.time_limits import BlockedError, OutOfTimeError, call_within, interrupt_after, take_turn
+from rollouts_core.system.time_limits import (
+    INSIST_S,
+    BlockedError,
+    OutOfTimeError,
+    call_within,
+    interrupt_after,
+    take_turn,
+)
 
 LIMIT_S = 0.1
 
@@ -173,6 +183,73 @@ def test_an_interrupt_that_a_bare_except_swallows_comes_again() -> None:
     with pytest.raises(BlockedError):
         call(swallow_once)
     assert swallowed == [1]
+
+
+class _Slow:
+    """An object whose end takes longer than the limit."""
+
+    def __del__(self) -> None:
+        linger()
+
+
+def linger(*_: object) -> None:
+    """Take longer than the limit, until the first interrupt."""
+    ends_at = time.monotonic() + 3 * LIMIT_S
+    while time.monotonic() < ends_at:
+        pass
+
+
+def collect_slowly() -> None:
+    gc.callbacks.append(linger)  # as JAX has one
+    try:
+        gc.collect(0)
+    finally:
+        gc.callbacks.remove(linger)
+
+
+def call_back_slowly() -> None:
+    target = type("Target", (), {})()
+    reference = weakref.ref(target, linger)
+    del target
+    assert reference() is None
+
+
+@pytest.mark.parametrize("drop", [_Slow, collect_slowly, call_back_slowly])
+def test_an_interrupt_amid_a_callback_that_drops_errors_comes_again_at_once_and_is_not_told(
+    drop: Callable[[], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[object] = []
+    monkeypatch.setattr(sys, "unraisablehook", told.append)
+
+    def function() -> None:
+        drop()
+        loop_for_ever()
+
+    began = time.monotonic()
+    with pytest.raises(BlockedError, match="it was in loop_for_ever"), interrupt_after(LIMIT_S):
+        function()
+    assert time.monotonic() - began < INSIST_S
+    assert not told
+    assert sys.unraisablehook == told.append
+
+
+def test_errors_of_others_amid_an_interrupted_call_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[object] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda unraisable: told.append(unraisable.exc_type))
+
+    class Raises:
+        def __del__(self) -> None:
+            raise KeyError
+
+    def function() -> None:
+        try:
+            loop_for_ever()
+        finally:
+            Raises()
+
+    with pytest.raises(BlockedError), interrupt_after(LIMIT_S):
+        function()
+    assert told == [KeyError]
 
 
 def test_a_timeout_of_the_functions_own_is_told_from_ours() -> None:

@@ -1,0 +1,34 @@
+"""Read files that settings name: regular files alone, because a FIFO or a device would be waited for without end.
+
+Not here: files with secrets (secret_file.py), copies of folders (sync/).
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from pathlib import Path
+
+
+def read_bytes(path: Path) -> bytes:
+    """The content of a regular file.
+
+    Raises:
+        OSError: the file cannot be read, or is not a regular file.
+    """
+    if not stat.S_ISREG(path.stat().st_mode):  # to open a device may set it to work
+        raise _not_a_file(path)
+    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):  # it took the file's place meanwhile
+            raise _not_a_file(path)
+        return file.read()
+
+
+def read_text(path: Path, *, errors: str = "strict") -> str:
+    """The content of a regular file in UTF-8; raises as `read_bytes` does, and UnicodeDecodeError."""
+    return read_bytes(path).decode("utf-8", errors)
+
+
+def _not_a_file(path: Path) -> OSError:
+    return OSError(errno.EINVAL, "it is a folder, a FIFO, a socket or a device, not a file", str(path))

@@ -1,0 +1,104 @@
+"""Attention by a block mask: torch's FlexAttention as a kernel of transformers.
+
+Not here: which kernel a training takes (attention_choice.py), masks of T x T numbers (batch.py).
+
+    segments, prompts and positions -> block mask: for blocks of 128 x 128 positions, which of them are computed
+    q, k, v and the block mask      -> flex_attention
+
+A block mask keeps the samples of a row apart and lets them share a prompt, as a mask of T x T numbers does. Blocks that
+it hides are not computed. torch has no gradients of FlexAttention on a CPU.
+
+B rows, T positions of a row, H query heads, K key-value heads, D head width.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+from transformers.integrations.flex_attention import flex_attention_forward
+from transformers.utils import is_torch_flex_attn_available
+
+from rollouts_core.batch import TrainBatch
+from rollouts_core.config import ModelConfig
+from rollouts_core.errors import ConfigError
+from rollouts_core.model.loading import find_unmasked_layers, load_hf_model
+from rollouts_core.model.varlen import half_precision
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
+    from transformers import PreTrainedModel
+
+FLEX = "flex"
+"""Its name in transformers and in `policy.attention`."""
+
+
+def attend_flex(
+    module: nn.Module,
+    query_BHTD: Tensor,
+    key_BKTD: Tensor,
+    value_BKTD: Tensor,
+    attention_mask: BlockMask,
+    **others: Any,  # Any: what other kernels take
+) -> tuple[Tensor, Tensor | None]:
+    """Attention as (B, T, H, D), with what transformers' own kernel knows: caps of scores and sinks."""
+    dtype = half_precision(value_BKTD)
+    heads = (each.to(dtype) for each in (query_BHTD, key_BKTD, value_BKTD))
+    return flex_attention_forward(module, *heads, attention_mask, **others)  # type: ignore[no-any-return]
+
+
+def use_flex_attention(hf_model: PreTrainedModel) -> None:
+    """Let a model compute its attention this way; `why_not_flex` says before whether it can."""
+    # No mask is registered beside it: transformers would look for packed rows itself, and wait for the GPU.
+    AttentionInterface.register(FLEX, attend_flex)
+    hf_model.set_attn_implementation(FLEX)
+
+
+def block_mask(batch: TrainBatch, *, window: int | None = None) -> BlockMask:
+    """What each position of a batch may read, like `batch.block_causal_mask`, for one kind of layer."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    num_rows, length = batch.segment_ids_BT.shape
+    reach = length if window is None else window
+    segments_BT, prompts_BT, positions_BT = batch.segment_ids_BT, batch.prompt_ids_BT, batch.position_ids_BT
+
+    def may_read(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        found = segments_BT[row, key]
+        is_own = (found == segments_BT[row, query]) | (found == prompts_BT[row, query])
+        is_near = positions_BT[row, query] - positions_BT[row, key] < reach
+        return (key <= query) & is_own & is_near
+
+    device = segments_BT.device
+    # Compiled, it never holds the mask of T x T that it is made from.
+    return create_block_mask(
+        may_read, num_rows, None, length, length, device=str(device), _compile=device.type == "cuda"
+    )
+
+
+def why_not_flex(model: ModelConfig, *, device_type: str) -> str:
+    """Why the kernel cannot train a model on this machine, as the end of a sentence; empty if it can."""
+    if not is_torch_flex_attn_available():
+        return f"torch {torch.__version__} has no FlexAttention"
+    if device_type != "cuda":
+        return "it needs a GPU: torch has no gradients of FlexAttention on a CPU"
+    if find_spec("triton") is None:
+        return "it needs the package triton"
+    try:
+        return why_unfit(load_hf_model(model, device="meta", dtype=torch.bfloat16))
+    except ConfigError as error:
+        return str(error)
+
+
+def why_unfit(hf_model: PreTrainedModel) -> str:
+    """Why a model does more in its attention than the kernel, as the end of a sentence; empty if not."""
+    settings, name = hf_model.config.get_text_config(), hf_model.config.model_type
+    if not type(hf_model).__module__.startswith("transformers.") or not hf_model._supports_flex_attn:
+        return f"{name} models are not known to work with it"
+    if kind := find_unmasked_layers(hf_model.config):
+        return f"{name} has {kind} layers"
+    if getattr(settings, "attention_dropout", 0.0) or getattr(settings, "attn_pdrop", 0.0):
+        return "the model has attention dropout, which FlexAttention lacks"
+    return ""

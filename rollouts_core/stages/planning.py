@@ -1,0 +1,79 @@
+"""From settings to the jobs of trainings: what they start from and read, with the digests of it.
+
+Not here: where a job lies and runs, and the jobs that score (tasks/plan.py).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+
+from rollouts_core.config import Config, DatasetConfig, RLTrainingConfig, RolloutConfig
+from rollouts_core.config.data import ColumnType
+from rollouts_core.config.reward import GRADING_MODELS
+from rollouts_core.data.rows import WEIGHTS, digest_path, resolve_revision
+from rollouts_core.fingerprint import digest_checkpoint, digest_model, digest_plugins
+from rollouts_core.job import InputDataset, InputFile, InputModel, RLJob, SFTJob
+from rollouts_core.stages import BASE
+
+
+def sft_job(start: InputModel, config: Config) -> SFTJob:
+    """The job of SFT."""
+    eval_data = config.data.sft_eval
+    return SFTJob(
+        model=start,
+        data=tuple(input_dataset(dataset) for dataset in config.demonstrations),
+        eval_data=input_file(eval_data, config.data.columns_of("sft_eval")) if eval_data else None,
+        streaming=config.data.streaming,
+        training=config.training.sft,
+        resume_digest=digest_checkpoint(config.training.sft.resume_from),
+        deployment=config.deployment,
+    )
+
+
+def rl_job(start: InputModel, config: Config) -> RLJob:
+    """The job of RL, with trainer and engines on one machine."""
+    return RLJob(
+        model=start,
+        prompts=input_file(config.data.prompts, config.data.columns_of("prompts")) if config.data.prompts else None,
+        rollouts=input_file(config.data.rollouts) if config.data.rollouts else None,
+        training=config.training.rl,
+        resume_digest=digest_checkpoint(config.training.rl.resume_from),
+        rollout=config.rollout,
+        plugin_digest=plugin_digest(config.rollout, config.training.rl),
+        deployment=config.deployment,
+    )
+
+
+def base_model(config: Config) -> InputModel:
+    """The model that the pipeline starts from."""
+    return InputModel(name=BASE, model=config.model, digest=digest_model(config.model))
+
+
+def input_file(path: str, columns: Mapping[str, ColumnType] | None = None) -> InputFile:
+    """A data file with the digest of its content, and the types of its columns if it is CSV."""
+    return InputFile(path=path, digest=digest_path(path), columns=dict(columns or {}))
+
+
+def input_dataset(dataset: DatasetConfig) -> InputDataset:
+    """A dataset with the digest of its content; one of the hub is held to the commit that it has now."""
+    revision = resolve_revision(dataset.path, dataset.revision)
+    digest = digest_path(dataset.path, revision=revision)
+    return InputDataset(**{**dataset.model_dump(), "revision": revision, "digest": digest})
+
+
+def plugin_digest(rollout: RolloutConfig, training: RLTrainingConfig | None = None) -> str:
+    """The digest of the user's own code and models that sampling, grading, filtering and the loss name.
+
+    `digest_plugins` of the names, and the content of the rewards' models where they are folders of this machine; of a
+    judge's folder the tokenizer, which is all that is read there.
+    """
+    own_loss = training.functions_named if training else {}
+    code = digest_plugins(*rollout.functions_named.values(), *own_loss.values())
+    models = [
+        digest_path(each.model, without=() if each.kind in GRADING_MODELS else WEIGHTS)
+        for each in rollout.rewards
+        if each.model_folder and Path(each.model).is_dir()
+    ]
+    return hashlib.sha256("".join([code, *models]).encode()).hexdigest() if models else code

@@ -1,0 +1,72 @@
+"""The stage RL: reinforcement learning on graded completions."""
+
+from __future__ import annotations
+
+from rollouts_core.stages.kind import Curve, LearningRates, StageKind
+
+RL = StageKind(
+    name="rl",
+    title="reinforcement learning",
+    label="RL",
+    trains=True,
+    purpose="Improve a model by reinforcement learning, against engines or from recorded rollouts.",
+    leaves="Goes on from the newest whole checkpoint. Leaves checkpoints/, samples/ with what the policy said in every "
+    "step, metrics.jsonl, events.jsonl and, at the end, result.json. The engines must be there already: a job `serve` "
+    "is one.",
+    settings="rollouts_core.config.rl:RLTrainingConfig",
+    job="rollouts_core.job:RLJob",
+    plan="rollouts_core.stages.planning:rl_job",
+    run="rollouts_core.jobs.rl_job:run_rl_job",
+    reads=("prompts", "rollouts"),
+    needs=(("prompts", "rollouts"),),
+    is_graded=True,
+    is_judged=True,
+    rules="rollouts_core.config.pipeline:rl_rules",
+    warn="rollouts_core.checks.validate:warn_of_rl",
+    memory="rollouts_core.checks.resource_needs:rl_memory",
+    remedies="rollouts_core.checks.resource_needs:rl_remedies",
+    find_unused="rollouts_core.checks.no_effect:rl_without_effect",
+    # Gradients of RL are of few bits, and its start is not to be lost.
+    learning_rates=LearningRates(of_all="5e-7 to 5e-6", of_adapters="5e-6 to 1e-4", low_for_adapters=2e-6, share=0.1),
+    curves=(
+        Curve("reward", "Reward", "Mean over the step's rollouts, on training prompts.", is_from_zero=False),
+        Curve(
+            "reward_unfiltered",
+            "Reward before the filter",
+            "With the groups that it dropped: where it leaves out what is solved, that is how the policy gets better.",
+            is_from_zero=False,
+        ),
+        Curve("response_tokens", "Completion length", "Mean number of sampled tokens."),
+        Curve(
+            "kl_rollout_policy",
+            "KL(rollout ‖ policy)",
+            "Between the engine and the policy before each update; with one per step 0 when they agree.",
+            min_high=0.001,
+        ),
+        Curve("entropy", "Entropy", "Mean over the trained tokens, in nats."),
+        Curve(
+            "staleness_mean", "Staleness", "Mean age of the sampled tokens, in publications of weights.", min_high=1.0
+        ),
+        Curve("clip_share", "Clip share", "Share of tokens whose gradient the objective limited.", min_high=0.01),
+        Curve("num_turns", "Turns", "Mean number of the policy's turns per conversation."),
+        Curve(
+            "tool_error_share", "Tool errors", "Share of turns that asked a tool for what it cannot do.", min_high=0.1
+        ),
+        Curve(
+            "parse_failure_share", "Parse failures", "Share of turns that the environment cannot read.", min_high=0.1
+        ),
+        Curve("reward_error_share", "Ungraded", "Share of samples that could not be graded.", min_high=0.1),
+        Curve(
+            "update_arrived_share",
+            "Update in engines",
+            "Share of what training changed in the weights that the engines' number format does not round away.",
+            min_high=1.0,
+        ),
+        Curve(
+            "signal_share", "Signal share", "Share of groups whose rewards differ; others teach nothing.", min_high=1.0
+        ),
+    ),
+    keeps_samples=True,
+    colors=("#c2571a", "#f0955c"),
+    facts="rollouts_core.report.trainings:rl_facts",
+)

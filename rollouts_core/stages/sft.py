@@ -1,0 +1,33 @@
+"""The stage SFT: supervised fine-tuning on demonstrations."""
+
+from __future__ import annotations
+
+from rollouts_core.stages.kind import Curve, StageKind
+
+SFT = StageKind(
+    name="sft",
+    title="supervised fine-tuning",
+    label="SFT",
+    trains=True,
+    purpose="Fine-tune a model on demonstrations.",
+    leaves="Goes on from the newest whole checkpoint. Leaves checkpoints/, metrics.jsonl, events.jsonl and, at the "
+    "end, result.json.",
+    settings="rollouts_core.config.sft:SFTTrainingConfig",
+    job="rollouts_core.job:SFTJob",
+    plan="rollouts_core.stages.planning:sft_job",
+    run="rollouts_core.jobs.sft_job:run_sft_job",
+    reads=("sft", "sft_eval"),
+    needs=(("sft",),),
+    rules="rollouts_core.config.pipeline:sft_rules",
+    memory="rollouts_core.checks.resource_needs:sft_memory",
+    remedies="rollouts_core.checks.resource_needs:sft_remedies",
+    find_unused="rollouts_core.checks.no_effect:sft_without_effect",
+    curves=(
+        Curve("loss", "Loss", "Mean negative log-likelihood of the trained tokens, in nats."),
+        Curve("eval_loss", "Evaluation loss", "The same mean over data.sft_eval, which is not trained on."),
+        Curve("lr", "Learning rate", "As the optimizer used it."),
+        Curve("tokens_per_s", "Throughput", "Tokens of the rows per second, also those that are not trained on."),
+    ),
+    colors=("#2f6fd0", "#6ea3f5"),
+    facts="rollouts_core.report.trainings:sft_facts",
+)

@@ -1,0 +1,81 @@
+"""Pins what the records of stages name, and the stages of each mode.
+
+A dotted name that leads nowhere would be found when a machine is rented already, and a stage with another name would
+not be found by runs that are retried.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import pytest
+
+from rollouts_core.config import Config, SFTTrainingConfig
+from rollouts_core.stages import (
+    PIPELINES,
+    STAGE_NAMES,
+    STAGES,
+    TRAININGS,
+    describe_mode,
+    is_training,
+    kind_of,
+    label_of,
+    stages_of,
+)
+from rollouts_core.stages.kind import load
+from tests.small_pipeline import small_settings
+
+
+def config_of(mode: str) -> Config:
+    settings = small_settings(mode=mode)
+    return Config.model_validate({name: settings[name] for name in ("mode", "model", "data")})
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_every_dotted_name_of_a_stage_leads_to_a_function_or_class(name: str) -> None:
+    values = [getattr(STAGES[name], field.name) for field in fields(STAGES[name])]
+    dotted = [value for value in values if isinstance(value, str) and value.startswith("rollouts_core.")]
+    assert len(dotted) >= 9 * STAGES[name].trains
+    assert all(callable(load(value)) for value in dotted)
+
+
+def test_each_stage_is_found_by_its_name() -> None:
+    assert all(kind.name == name for name, kind in STAGES.items())
+    assert {name: kind_of(name).name for name in ("sft", "sft-2", "select-sft", "select-sft-2", "evaluate")} == {
+        "sft": "sft", "sft-2": "sft", "select-sft": "select", "select-sft-2": "select", "evaluate": "evaluate",
+    }  # fmt: skip
+    assert is_training("rl") and not is_training("select-rl") and not is_training("of-another-version")
+
+
+def test_a_run_selects_after_each_training_and_evaluates_at_its_end() -> None:
+    names = {mode: [name for name, _ in stages_of(mode)] for mode in PIPELINES}
+    assert names["sft"] == ["sft", "select-sft", "evaluate"]
+    assert names["rl"] == ["rl", "select-rl", "evaluate"]
+    assert names["sft+rl"] == ["sft", "select-sft", "rl", "select-rl", "evaluate"] == list(STAGE_NAMES)
+    assert [name for name, _ in stages_of("")] == ["evaluate"]
+
+
+def test_a_model_has_the_label_of_the_training_that_left_it() -> None:
+    assert [label_of(name) for name in ("base", "sft", "rl", "sft-2", "production")] == [
+        "Base", "SFT", "RL", "SFT 2", "production",
+    ]  # fmt: skip
+    assert describe_mode("sft+rl") == "supervised fine-tuning, then reinforcement learning"
+    assert describe_mode("of another version") == "of another version"
+
+
+@pytest.mark.parametrize(
+    ("mode", "reads", "is_graded"),
+    [("sft", {"sft", "sft_eval"}, False), ("rl", {"prompts", "rollouts"}, True), ("sft+rl", None, True)],
+)
+def test_a_mode_reads_what_its_trainings_read(mode: str, reads: set[str] | None, is_graded: bool) -> None:
+    config = config_of(mode)
+    every = {name for kind in TRAININGS.values() for name in kind.reads}
+    assert {name for name in every if config.reads(name)} == (reads or every)
+    assert config.is_graded == config.samples_for_training == is_graded
+    assert list(config.trainings) == mode.split("+")
+
+
+def test_the_settings_of_a_training_are_a_section_of_its_name() -> None:
+    config = config_of("sft+rl")
+    assert all(type(getattr(config.training, name)) is load(kind.settings) for name, kind in TRAININGS.items())
+    assert isinstance(config.trainings["sft"], SFTTrainingConfig)
