@@ -3,8 +3,8 @@
     [project.entry-points."rollouts.objectives"]         group of the registry
     mine = "my_package.losses:MINE"                      name in a configuration = where its value is
 
-A name that is built in is looked up without reading what is installed. Any other name imports the package that has it,
-and no other package. A package that cannot be used is left out, with one warning.
+A name that is built in is looked up without reading what is installed. Any other name imports the package of
+its entry point, and no other package. A package that cannot be used is left out, with one warning.
 
 `infra/plugins.py` is a link to this file: infra imports nothing of rollouts_core, and nodes have rollouts_core alone.
 """
@@ -163,7 +163,7 @@ def files_about_packages() -> dict[str, dict[str, Path]]:
 
 @cache
 def _packages() -> tuple[Distribution, ...]:
-    """The installed packages that name one of our groups, without those that an earlier folder of `sys.path` hides."""
+    """The installed packages with entry points of our groups, each from the first folder of `sys.path` that has one."""
     found: dict[str, Distribution] = {}
     for package in distributions():
         if f"[{PREFIX}" in (package.read_text(ENTRY_POINTS) or ""):
