@@ -141,6 +141,8 @@ class HostKeyPolicy:
 
     def _entries(self) -> Iterator[tuple[str, HostKey]]:
         for path in self.known_hosts:
+            if path == Path(os.devnull):  # in OpenSSH's configurations: without a file of known hosts
+                continue
             try:
                 text = read_text(path, errors="replace")
             except FileNotFoundError:

@@ -199,7 +199,8 @@ class RolloutConfig(Record):
     @property
     def modules_named(self) -> dict[str, str]:
         """The modules of users' functions, by the settings that name them; what the library has is left out."""
-        return {setting: name.partition(":")[0] for setting, name in self.functions_named.items()}
+        named = {setting: name.partition(":")[0] for setting, name in self.functions_named.items()}
+        return named | self.taskset_modules
 
     @property
     def functions_named(self) -> dict[str, str]:
@@ -219,6 +220,15 @@ class RolloutConfig(Record):
         }
         named = {f"rollout.{setting}": name_of_function(each) for setting, each in functions.items()}
         return {setting: name for setting, name in named.items() if ":" in name}
+
+    @property
+    def taskset_modules(self) -> dict[str, str]:
+        """The modules that verifiers imports for the tasksets, by setting; tasksets within verifiers are left out."""
+        from rollouts_core.user_code.own_files import find_code  # imports this package
+
+        names = (each.rpartition("/")[2].partition("@")[0] for each in self.tasksets)
+        modules = (name.replace("-", "_").lower() for name in names)
+        return {f"rollout.tasksets.{index}": each for index, each in enumerate(modules) if find_code(each)}
 
     def _unnamed(self, reward: RewardConfig) -> str:
         return self.environment_name if reward.kind == "function" else reward.kind

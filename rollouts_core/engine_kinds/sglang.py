@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rollouts_core.engine_kinds.spec import EngineSpec, LaunchCommand, ScoringAPI, num_gpus_per_engine, read_scores
+from rollouts_core.engine_kinds.spec import EngineSpec, LaunchPart, ScoringAPI, num_gpus_per_engine, read_scores
 
 if TYPE_CHECKING:
     from rollouts_core.job import ServeJob
 
 
-def render(job: ServeJob, model_dir: Path, *, dtype: str, on_gpu: bool) -> LaunchCommand:
+def render(job: ServeJob, model_dir: Path, *, dtype: str, on_gpu: bool) -> LaunchPart:
     """The command of SGLang's server."""
     num_running = job.deployment.max_running_requests
     arguments = [
@@ -25,23 +25,23 @@ def render(job: ServeJob, model_dir: Path, *, dtype: str, on_gpu: bool) -> Launc
         *(["--enable-memory-saver"] if job.deployment.colocated else []),
     ]
     if on_gpu:
-        return LaunchCommand(argv=tuple(arguments), env={})
+        return LaunchPart(arguments=tuple(arguments), env={})
     on_cpu = [
         *("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
         *("--disable-overlap-schedule", "--skip-server-warmup", "--sleep-on-idle", "--mem-fraction-static", "0.2"),
         *("--max-total-tokens", str(job.context_length * num_running)),
     ]
     env = {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": str(job.deployment.engine_threads)}
-    return LaunchCommand(argv=(*arguments, *on_cpu), env=env)
+    return LaunchPart(arguments=(*arguments, *on_cpu), env=env)
 
 
-def render_key(api_key: str, folder: Path) -> LaunchCommand:
+def render_key(api_key: str, folder: Path) -> LaunchPart:
     """A file with the key, which ends with the server; an argument would be in the list of processes."""
     file = folder / "key.yaml"
     file.touch(mode=0o600)
     file.write_text(f"api-key: {json.dumps(api_key)}\n", encoding="utf-8")
     # What SGLang logs as information begins with all of its settings, this one too.
-    return LaunchCommand(argv=("--config", str(file), "--log-level", "warning"), env={})
+    return LaunchPart(arguments=("--config", str(file), "--log-level", "warning"), env={})
 
 
 def _render_scoring(rows: Sequence[Sequence[int]]) -> dict[str, Any]:

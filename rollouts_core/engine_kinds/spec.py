@@ -16,11 +16,10 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LaunchCommand:
-    """How a server is started."""
+class LaunchPart:
+    """A part of a server's command line."""
 
-    argv: tuple[str, ...]
-    """The command."""
+    arguments: tuple[str, ...]
     env: Mapping[str, str]
     """Variables besides those of the caller."""
 
@@ -28,7 +27,7 @@ class LaunchCommand:
 class RenderFn(Protocol):
     """Writes a server's command line."""
 
-    def __call__(self, job: ServeJob, model_dir: Path, *, dtype: str, on_gpu: bool) -> LaunchCommand:
+    def __call__(self, job: ServeJob, model_dir: Path, *, dtype: str, on_gpu: bool) -> LaunchPart:
         """The arguments of the interpreter, and the variables.
 
         Args:
@@ -56,26 +55,26 @@ class EngineSpec:
     """A kind of inference server."""
 
     title: str
-    """What people call it."""
+    """Name in messages."""
     client: str
     """Its client, "module:class"."""
     probe: tuple[str, Mapping[str, object]]
     """Path and body of a request for one token."""
     resume_paths: tuple[str, ...]
-    """Where it is told to go on after a pause, and to take its memory back."""
+    """Paths of the requests that end a pause and take the memory back."""
     transfers: tuple[str, ...]
-    """The ways in which weights can go to it, values of `rollout.engine.weight_transfer`."""
+    """Ways to send it weights: values of `rollout.engine.weight_transfer`."""
     reserved_tokens: int
-    """Tokens for which it wants room besides those of a prompt and its completion. Without it, the embedded engine
-    refuses the prompt, and SGLang ends the completion early."""
+    """Tokens of the context that prompt and completion must leave free. Otherwise the embedded engine refuses the
+    prompt, and SGLang ends the completion early."""
     package: str = ""
-    """What must be installed to start it; empty for the engine that is a part of this project."""
+    """The package that must be installed; empty for the engine of this project."""
     render: RenderFn | None = None
-    """Writes its command; None for the engine that is a part of this project."""
-    render_key: Callable[[str, Path], LaunchCommand] | None = None
-    """(key, folder that only we can read) -> what is added to the command so that the server asks for the key."""
+    """Writes the arguments of its interpreter; None for the engine of this project."""
+    render_key: Callable[[str, Path], LaunchPart] | None = None
+    """(key, private folder) -> a further part of the command, which makes the server ask for the key."""
     max_temperature: float = math.inf
-    """It refuses requests with more."""
+    """Highest temperature of requests."""
     memory_argument: str = ""
     """The argument of its command line that sets its share of a GPU's memory."""
     can_continue: bool = True

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rollouts_core.engine_kinds.spec import EngineSpec, LaunchCommand, ScoringAPI, num_gpus_per_engine, read_scores
+from rollouts_core.engine_kinds.spec import EngineSpec, LaunchPart, ScoringAPI, num_gpus_per_engine, read_scores
 
 if TYPE_CHECKING:
     from rollouts_core.job import ServeJob
@@ -23,7 +23,7 @@ CPU_CACHE_GIB = 1
 """Memory for keys and values of an engine on a CPU, which is for small models."""
 
 
-def render(job: ServeJob, model_dir: Path, *, dtype: str, on_gpu: bool) -> LaunchCommand:
+def render(job: ServeJob, model_dir: Path, *, dtype: str, on_gpu: bool) -> LaunchPart:
     """The command of vLLM's server."""
     arguments = [
         *("-P", "-m", "vllm.entrypoints.openai.api_server", "--model", str(model_dir)),
@@ -36,18 +36,18 @@ def render(job: ServeJob, model_dir: Path, *, dtype: str, on_gpu: bool) -> Launc
     ]
     env = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "PYTHONPATH": str(PARTS)}
     if on_gpu:
-        return LaunchCommand(argv=tuple(arguments), env=env)
+        return LaunchPart(arguments=tuple(arguments), env=env)
     on_cpu = {
         "VLLM_CPU_KVCACHE_SPACE": str(CPU_CACHE_GIB),
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "OMP_NUM_THREADS": str(job.deployment.engine_threads),
     }
-    return LaunchCommand(argv=(*arguments, "--enforce-eager"), env={**env, **on_cpu})  # compiling takes minutes
+    return LaunchPart(arguments=(*arguments, "--enforce-eager"), env={**env, **on_cpu})  # compiling takes minutes
 
 
-def render_key(api_key: str, folder: Path) -> LaunchCommand:
+def render_key(api_key: str, folder: Path) -> LaunchPart:
     """The variable from which vLLM reads its key."""
-    return LaunchCommand(argv=(), env={"VLLM_API_KEY": api_key})
+    return LaunchPart(arguments=(), env={"VLLM_API_KEY": api_key})
 
 
 def _render_scoring(rows: Sequence[Sequence[int]]) -> dict[str, Any]:

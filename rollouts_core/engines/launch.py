@@ -12,6 +12,8 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
@@ -21,7 +23,7 @@ from rollouts_core.checks.cpu_formats import describe_slow_bfloat16
 from rollouts_core.config import EngineConfig
 from rollouts_core.embedded.gate import is_loopback
 from rollouts_core.embedded.server import API_KEY_VARIABLE
-from rollouts_core.engine_kinds import LaunchCommand
+from rollouts_core.engine_kinds import LaunchPart
 from rollouts_core.engines import sweep
 from rollouts_core.engines.content import can_be_untied, is_tied, read_config, write_untied
 from rollouts_core.engines.nccl import check_version, nccl_version
@@ -35,6 +37,16 @@ MAX_SOCKET_PATH = 107
 """Bytes of the path of a unix socket."""
 SOCKET_NAME_BYTES = 64
 """What the folder's path leaves for names in it: vLLM's are UUIDs, those of multiprocessing two levels of names."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchCommand:
+    """How a server is started."""
+
+    argv: tuple[str, ...]
+    """The command."""
+    env: Mapping[str, str]
+    """Variables besides those of the caller."""
 
 
 def exec_engine(job: ServeJob, run_dir: Path, *, api_key: str = "") -> NoReturn:
@@ -61,11 +73,11 @@ def exec_engine(job: ServeJob, run_dir: Path, *, api_key: str = "") -> NoReturn:
     if job.engine.weight_transfer == "nccl":
         check_version(command.argv[0], kept, own=nccl_version())
     scratch = _scratch_folder()
-    secret = LaunchCommand(argv=(), env={})
+    secret = LaunchPart(arguments=(), env={})
     if api_key and job.engine.spec.render_key:
         secret = job.engine.spec.render_key(api_key, Path(scratch["TMPDIR"]))
     try:
-        os.execve(command.argv[0], (*command.argv, *secret.argv), {**kept, **command.env, **scratch, **secret.env})
+        os.execve(command.argv[0], (*command.argv, *secret.arguments), {**kept, **command.env, **scratch, **secret.env})
     except OSError as error:
         raise ConfigError(
             f"rollout.engine.python: {command.argv[0]} cannot be run ({error.strerror}): give the interpreter of the "
@@ -105,8 +117,8 @@ def render_launch(job: ServeJob, model_dir: Path, *, on_gpu: bool) -> LaunchComm
     render = job.engine.spec.render
     assert render is not None, "the embedded engine has no command"
     dtype = weights_dtype(job.engine, model_dir, on_gpu=on_gpu)
-    command = render(job, model_dir, dtype=dtype, on_gpu=on_gpu)
-    return LaunchCommand(argv=(python, *command.argv, *job.engine.extra_args), env=command.env)
+    part = render(job, model_dir, dtype=dtype, on_gpu=on_gpu)
+    return LaunchCommand(argv=(python, *part.arguments, *job.engine.extra_args), env=part.env)
 
 
 def _scratch_folder() -> dict[str, str]:

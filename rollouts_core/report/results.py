@@ -26,7 +26,7 @@ from rollouts_core.report.charts import (
 )
 from rollouts_core.report.inputs import LABELS, ReportInput
 from rollouts_core.run_directory import RunDirectory
-from rollouts_core.stages import SELECT, kind_of, label_of
+from rollouts_core.stages import is_selection, kind_of, label_of
 
 MAX_OPEN_ROWS = 8
 """Longer tables of checkpoints are shown collapsed."""
@@ -185,7 +185,7 @@ def describe_found(evaluation_dir: Path, stage: str, *, labels: Mapping[str, str
         mean = _plain(display.factor * scored.mean, display)
         interval = f"95 % interval {_plain(low, display)} to {_plain(high, display)}{display.unit}"
         score = f"{display.title} {mean}{display.unit} ({interval})"
-        if kind_of(stage) != SELECT:
+        if not is_selection(stage):
             shown.append(f"{labels.get(scored.name, scored.name)} has {score}")
         elif scored.name == evaluated.best:
             shown.append(f"{scored.name} is chosen of {len(evaluated.checkpoints)}, {score}")

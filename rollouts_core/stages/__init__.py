@@ -24,6 +24,7 @@ __all__ = [
     "StagePlace",
     "capitalized",
     "describe_mode",
+    "is_selection",
     "is_training",
     "kind_of",
     "label_of",
@@ -81,9 +82,14 @@ def kind_of(name: str) -> StageKind:
     Raises:
         KeyError: there is no such stage.
     """
-    if name.startswith(f"{SELECT.name}-"):
+    if is_selection(name):
         return SELECT
     return STAGES[_without_number(name)]
+
+
+def is_selection(name: str) -> bool:
+    """Whether a stage of this name chooses a checkpoint."""
+    return name.startswith(f"{SELECT.name}-")
 
 
 def is_training(name: str) -> bool:

@@ -70,7 +70,8 @@ def plugin_digest(rollout: RolloutConfig, training: RLTrainingConfig | None = No
     judge's folder the tokenizer, which is all that is read there.
     """
     own_loss = training.functions_named if training else {}
-    code = digest_plugins(*rollout.functions_named.values(), *own_loss.values())
+    tasksets = [f"{module}:" for module in rollout.taskset_modules.values()]
+    code = digest_plugins(*rollout.functions_named.values(), *own_loss.values(), *tasksets)
     models = [
         digest_path(each.model, without=() if each.kind in GRADING_MODELS else WEIGHTS)
         for each in rollout.rewards

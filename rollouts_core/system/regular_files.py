@@ -64,6 +64,8 @@ def open_file(path: Path | str) -> BufferedReader:
         if problem := _find_problem(os.fstat(descriptor).st_mode):
             raise OSError(errno.EINVAL, f"it is {problem}", str(path))
         return open(f"/dev/fd/{descriptor}", "rb")  # noqa: PTH123 - a Path would be normalised
+    except PermissionError as error:
+        raise PermissionError(error.errno, error.strerror, str(path)) from error
     finally:
         os.close(descriptor)
 
@@ -71,7 +73,8 @@ def open_file(path: Path | str) -> BufferedReader:
 def describe_missing(path: Path) -> str:
     """Say why a path is not a regular file, to stand after its name: "does not exist", "is a FIFO, not a file"."""
     try:
-        return f"is {_find_problem(path.stat().st_mode)}"
+        problem = _find_problem(path.stat().st_mode)
+        return f"is {problem}" if problem else "cannot be read"
     except (OSError, ValueError):
         return "does not exist"
 

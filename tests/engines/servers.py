@@ -18,9 +18,9 @@ import pytest
 from rollouts.infra.ports import find_free_port
 from rollouts.infra.session import LocalSession
 from rollouts_core.config import DeploymentConfig, EngineConfig, EngineKind, ModelConfig, WeightTransfer
-from rollouts_core.engine_kinds import LaunchCommand
 from rollouts_core.engines import SGLangEngine, VLLMEngine, sweep
 from rollouts_core.engines.client import EngineClient
+from rollouts_core.engines.launch import LaunchCommand
 from rollouts_core.job import InputModel, ServeJob
 from rollouts_core.keys import read_key
 

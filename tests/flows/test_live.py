@@ -22,6 +22,7 @@ from rollouts_core.report.live import (
     MAX_EVENTS,
     MAX_SAMPLE_BYTES,
     LiveStage,
+    describe_readable,
     describe_stage,
     newest_samples,
     seconds_left,
@@ -362,6 +363,13 @@ def test_a_stage_that_has_written_nothing_is_under_way(tmp_path: Path) -> None:
     stage = LiveStage(name="evaluate", run_dir=tmp_path / "none", num_steps=0, began_at=NOW - 5)
     shown = describe_stage(stage, now=NOW)
     assert shown.state == "under way for 5.0 s" and shown.charts == () and shown.done == 0.0
+
+
+def test_a_stage_of_another_version_is_shown_with_its_scores(tmp_path: Path) -> None:
+    scored = {"name": "a", "step": 1, "scores": [1.0, 0.0]}
+    (tmp_path / "result.json").write_text(json.dumps({"metric": "accuracy", "best": "a", "checkpoints": [scored]}))
+    state = describe_readable(LiveStage(name="score", run_dir=tmp_path, num_steps=1, began_at=NOW), now=NOW).state
+    assert "cannot be read" not in state and "accuracy 50.0 %" in state
 
 
 def test_the_time_left_is_told_from_the_latest_attempt(tmp_path: Path) -> None:

@@ -34,6 +34,7 @@ from rollouts_core.fingerprint import (
 )
 from rollouts_core.job import EngineAddress, EvalJob, InputDataset, InputFile, InputModel, RLJob, SFTJob
 from rollouts_core.rewards import exact_match
+from rollouts_core.stages.planning import plugin_digest
 
 BASE = InputModel(name="base", model=ModelConfig(path="base"), digest="m")
 ROWS = InputFile(path="rows.jsonl", digest="d")
@@ -198,6 +199,17 @@ def test_the_plugin_digest_follows_the_users_code(tmp_path: Path, monkeypatch: p
     assert digest_plugins("exact_match", f"{name}:g") == before != ""
     path.write_text("A = 2\n")
     assert digest_plugins(f"{name}:f") != before
+
+
+def test_the_tasksets_of_verifiers_are_code_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "tasks_of_a_test.py"
+    path.write_text("A = 1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    rollout = RolloutConfig(environment="verifiers", tasksets=("team/Tasks-of-a-test@2", "one-that-verifiers-has"))
+    assert rollout.modules_named == {"rollout.tasksets.0": "tasks_of_a_test"}
+    before = plugin_digest(rollout)
+    path.write_text("A = 2\n")
+    assert plugin_digest(rollout) != before != ""
 
 
 @pytest.mark.parametrize("left", [".rewards.py.swp", ".DS_Store", ".ipynb_checkpoints/rewards.py", "node_modules/a.js"])

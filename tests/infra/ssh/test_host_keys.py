@@ -79,6 +79,11 @@ def test_a_key_in_known_hosts_is_believed_and_another_is_a_change(
         replace(policy, port=port + 1).check(key)
 
 
+def test_a_configuration_may_name_the_null_device_for_no_known_hosts(policy: HostKeyPolicy, key: HostKey) -> None:
+    with pytest.raises(HostKeyError, match="nobody has confirmed it"):
+        replace(policy, known_hosts=(Path("/dev/null"),)).check(key)
+
+
 @pytest.mark.parametrize("hashed", [False, True])
 def test_a_name_is_found_however_its_letters_are_written(
     policy: HostKeyPolicy, key: HostKey, key_file: Path, known_hosts: Path, hashed: bool

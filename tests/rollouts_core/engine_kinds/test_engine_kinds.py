@@ -17,7 +17,7 @@ from rollouts.infra.session import LocalSession
 from rollouts.tasks.installed_engines import check_installed
 from rollouts_core import engine_kinds
 from rollouts_core.config import EngineConfig, RolloutConfig, SamplingConfig
-from rollouts_core.engine_kinds import ENGINES, SGLANG, LaunchCommand
+from rollouts_core.engine_kinds import ENGINES, SGLANG, LaunchPart
 from rollouts_core.engines import Endpoint, connect
 from rollouts_core.engines.launch import render_launch
 from rollouts_core.job import ServeJob
@@ -28,8 +28,8 @@ REPOSITORY = Path(__file__).parents[3]
 OWN_FOLDER = Path(engine_kinds.__file__).parent.name
 
 
-def render(job: ServeJob, model_dir: Path, *, dtype: str, on_gpu: bool) -> LaunchCommand:
-    return LaunchCommand(argv=("-m", "toy", str(model_dir), str(job.port), dtype), env={"TOY": str(on_gpu)})
+def render(job: ServeJob, model_dir: Path, *, dtype: str, on_gpu: bool) -> LaunchPart:
+    return LaunchPart(arguments=("-m", "toy", str(model_dir), str(job.port), dtype), env={"TOY": str(on_gpu)})
 
 
 @pytest.fixture

@@ -109,11 +109,11 @@ def test_no_list_of_processes_shows_the_key(tmp_path: Path, kind: EngineKind) ->
     render_key = ENGINES[kind].render_key
     assert render_key
     secret = render_key(key, tmp_path)
-    assert not any("secret" in argument for argument in secret.argv)
+    assert not any("secret" in argument for argument in secret.arguments)
     if kind == "vllm":
         assert secret.env == {"VLLM_API_KEY": key}
         return
-    file = Path(option(secret.argv, "--config"))
+    file = Path(option(secret.arguments, "--config"))
     assert yaml.safe_load(file.read_text()) == {"api-key": key}
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
 
