@@ -42,6 +42,7 @@ from rollouts.flows.models_cli import add_model_commands
 from rollouts.flows.no_improvement import NoImprovementError
 from rollouts.flows.notify import notify
 from rollouts.flows.password import own_password
+from rollouts.flows.plugins_cli import plugins
 from rollouts.flows.prefect_yaml import prefect_yaml
 from rollouts.flows.preflight import check_evaluation, check_files, check_pipeline, check_writable, load_checkable
 from rollouts.flows.preset import preset
@@ -536,7 +537,7 @@ def announce_at(address: ServerAddress) -> Any:  # Any: a hook for flows of ever
 PANELS: dict[str, tuple[Callable[..., None], ...]] = {
     "Pipelines": (quickstart, preset, validate, run, evaluate, status, finish, cancel),
     "Prefect": (up, down, ui, watch, notify, credentials, prefect_yaml),
-    "Models and files": (serve, pull, prune),
+    "Models and files": (serve, pull, prune, plugins),
 }
 """The commands as the help shows them; `models` and `nodes` with what is below them are of the last two panels."""
 for panel, functions in PANELS.items():

@@ -22,6 +22,7 @@ from rollouts_core.checkpoint import MANIFEST, find_checkpoint, load_manifest
 from rollouts_core.config import PLACEMENT, SELECTION, FunctionName, ModelConfig, Record, name_of_function
 from rollouts_core.data.rows import digest_files, digest_path
 from rollouts_core.errors import ConfigError
+from rollouts_core.plugins import ENTRY_POINTS
 from rollouts_core.user_code.functions import IS_MISSING
 from rollouts_core.user_code.own_files import OwnCode, find_code, own_code
 
@@ -163,7 +164,16 @@ def digest_plugins(*names: FunctionName) -> str:
 
 
 def _digest_code(code: OwnCode) -> str:
-    """The digest of one package, folder or file, by what is imported: an editor's hidden files are no part of it."""
+    """The digest of one package, folder or file, by what is imported: an editor's hidden files are no part of it.
+
+    Of an installed package's entry points, the file that lists them is part of it.
+    """
+    digest = _digest_files(code)
+    points = [digest_path(path) for path in code.about.values() if path.name == ENTRY_POINTS]
+    return hashlib.sha256("".join([digest, *points]).encode()).hexdigest() if points else digest
+
+
+def _digest_files(code: OwnCode) -> str:
     if code.file:
         return digest_path(code.file)
     if code.package:

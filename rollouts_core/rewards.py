@@ -23,6 +23,7 @@ from rollouts_core.config.messages import first_line
 from rollouts_core.environments import Environment
 from rollouts_core.environments.grading_limit import GradingLimit
 from rollouts_core.errors import EnvironmentUnavailableError, RewardError, RolloutsError
+from rollouts_core.plugins import Registry, find_fault_of_callable
 from rollouts_core.system.concurrency import gather
 from rollouts_core.system.time_limits import OutOfTimeError, call_within
 from rollouts_core.types import Sample, Status, trajectory_places
@@ -49,6 +50,8 @@ def last_number(sample: Sample) -> float:
 
 
 REWARDS: dict[str, RewardFn] = {"exact_match": exact_match, "last_number": last_number}
+ALL_REWARDS = Registry[RewardFn]("rollouts.rewards", REWARDS, find_fault_of_callable)
+"""Also those of installed packages."""
 
 
 def check_reward_row(name: str, row: Mapping[str, Any]) -> None:  # Any: JSON

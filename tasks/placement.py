@@ -279,7 +279,7 @@ def place_code(
     """
     core = source_files(Path(rollouts_core.__file__).parent)
     parts = {"rollouts_core": {f"rollouts_core/{name}": path for name, path in core.items()}}
-    parts |= {code.name: code.files for code in own_code(modules.values())}
+    parts |= {code.name: code.sent for code in own_code(modules.values())}
     files = {name: path for part in parts.values() for name, path in part.items()}
     before = _versions_of(files.values())
     digest = hashlib.sha256()

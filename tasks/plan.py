@@ -16,6 +16,7 @@ from rollouts.tasks.records import EngineRecord, RunScope, Stage, StageRecord
 from rollouts_core.config import (
     Config,
     EngineConfig,
+    RLTrainingConfig,
     RolloutConfig,
     SamplingConfig,
     SFTTrainingConfig,
@@ -200,8 +201,8 @@ def check_plugins(stage: Stage) -> None:
     Engines start in between: what was edited meanwhile would train under the identity of what it was.
     """
     planned = stage.job.get("plugin_digest")
-    loss_fn = stage.job.get("training", {}).get("loss_fn", "")
-    if planned and plugin_digest(RolloutConfig.model_validate(stage.job["rollout"]), loss_fn) != planned:
+    training = RLTrainingConfig.model_validate(stage.job["training"]) if stage.kind == "rl" else None
+    if planned and plugin_digest(RolloutConfig.model_validate(stage.job["rollout"]), training) != planned:
         raise ConfigError(
             "the code of rewards, environments or the loss, or a model that grades, changed since the stage was "
             "planned: start the run again"

@@ -10,17 +10,27 @@ import netrc
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Protocol, get_args
+from typing import Annotated, Any, Protocol
 from urllib.parse import urlsplit
 
 from pydantic import BaseModel
 
 from rollouts_core.config.messages import first_line
 from rollouts_core.errors import ConfigError
+from rollouts_core.plugins import KeyOf, Registry, find_fault_of_callable
 
-TrackerName = Literal["tensorboard", "wandb"]
+TRACKERS = {
+    "tensorboard": "rollouts.tasks.trackers:TensorBoardTracker",
+    "wandb": "rollouts.tasks.trackers:WandbTracker",
+}
+"""The class or function that opens each tracker: see `OpenTracker`."""
 WANDB_KEYS = ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")
 WANDB_URL = "https://api.wandb.ai"
+
+
+ALL_TRACKERS: Registry[OpenTracker] = Registry("rollouts.trackers", TRACKERS, find_fault_of_callable)
+"""Also those of installed packages."""
+TrackerName = Annotated[str, KeyOf(ALL_TRACKERS)]
 
 
 class TrackedStage(BaseModel):
@@ -72,6 +82,10 @@ class Tracker(Protocol):
     def close(self) -> None:
         """Return when all of it has arrived."""
         ...
+
+
+OpenTracker = Callable[[TrackedStage, int, Callable[[str], None]], Tracker]
+"""Opens the tracker of a training from a step on. The last argument takes sentences for the run's log."""
 
 
 class TensorBoardTracker:
@@ -149,18 +163,10 @@ class WandbTracker:
         self._run.finish()
 
 
-TRACKERS: Mapping[TrackerName, Callable[[TrackedStage, int, Callable[[str], None]], Tracker]] = {
-    "tensorboard": TensorBoardTracker,
-    "wandb": WandbTracker,
-}
-"""Functions that open each tracker for a training, from a step on; the last argument takes sentences for the user."""
-assert tuple(TRACKERS) == get_args(TrackerName)
-
-
 def check_trackers(names: Sequence[TrackerName]) -> None:
     """Raise ConfigError when a tracker is not installed here, or has no key."""
     for name in names:
-        if importlib.util.find_spec(name) is None:
+        if name in TRACKERS and importlib.util.find_spec(name) is None:
             raise ConfigError(f'run.report_to: {name} is not installed here: pip install "rollouts[{name}]"')
     if "wandb" in names and not _has_wandb_key():
         raise ConfigError(

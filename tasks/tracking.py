@@ -26,7 +26,7 @@ from typing import Any
 
 from rollouts.infra.locks import locked
 from rollouts.tasks.records import RunScope, Stage
-from rollouts.tasks.trackers import TRACKERS, TrackedStage, Tracker
+from rollouts.tasks.trackers import ALL_TRACKERS, TrackedStage, Tracker
 from rollouts_core.config.messages import first_line
 from rollouts_core.metrics import parse_line, read_metrics
 from rollouts_core.run_directory import RunDirectory
@@ -122,7 +122,7 @@ def _process_beside(training: TrackedStage, say: Callable[[str], None]) -> Itera
 def track(training: TrackedStage, is_over: threading.Event, say: Callable[[str], None]) -> None:
     """Send what the file has and gets until it is over; returns when the tracker has all of it."""
     with locked(training.state.with_suffix(".lock")):  # a run that was killed may still be sending
-        tracker = TRACKERS[training.tracker](training, first_unsent_step(training), say)
+        tracker = ALL_TRACKERS[training.tracker](training, first_unsent_step(training), say)
         say(tracker.shown_at)
         position, is_last = 0, False
         try:

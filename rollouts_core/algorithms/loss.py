@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rollouts_core.algorithms.mismatch import describe_mismatch, mean_per_sample, mismatch_weights, sum_per_sample
-from rollouts_core.algorithms.objectives import OBJECTIVES
+from rollouts_core.algorithms.objectives import ALL_OBJECTIVES
 from rollouts_core.batch import TrainBatch
 from rollouts_core.config import FunctionName, LossConfig, name_of_function
 from rollouts_core.errors import ConfigError
@@ -228,7 +228,7 @@ def policy_objective(
 ) -> tuple[Tensor, Tensor]:
     """(B, T) what each token contributes to the loss by `config.objective`, and where its gradient was limited."""
     objective: ObjectiveFn = resolve_function(
-        OBJECTIVES[config.objective].loss, {}, setting="training.rl.loss.objective"
+        ALL_OBJECTIVES[config.objective].loss, {}, setting="training.rl.loss.objective"
     )
     return objective(logprobs_BT, log_ratio_BT, batch, config)
 

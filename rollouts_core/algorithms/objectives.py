@@ -1,12 +1,15 @@
 """The objectives of RL, a record for each: the function of a token's loss, and what the settings have to know of it.
 
-A new objective is a function like those in `algorithms/loss.py` and a row here. Checks and warnings ask the row, and no
-other file knows an objective by its name. torch is not imported.
+A new objective is a function like those in `algorithms/loss.py` and a row here, or an `Objective` that an installed
+package adds (plugins.py). Checks and warnings ask the row, and no other file knows an objective by its name. torch is
+not imported.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+from rollouts_core.plugins import Registry
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +69,16 @@ OBJECTIVES: dict[str, Objective] = {
         is_clipped=False,
     ),
 }
+
+
+def _find_fault(name: str, value: object) -> str:
+    if not isinstance(value, Objective):
+        return f"it is {value!r:.80}, and no Objective"
+    return "" if ":" in value.loss else f"its loss is {value.loss!r}: give package.module:function"
+
+
+ALL_OBJECTIVES = Registry[Objective]("rollouts.objectives", OBJECTIVES, _find_fault)
+"""Also those of installed packages."""
 
 OWN_LOSS = Objective(
     loss="",

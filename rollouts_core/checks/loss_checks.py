@@ -1,4 +1,4 @@
-"""Try a user's own loss (`training.rl.loss_fn`) on a small batch before anything is sampled.
+"""Try a user's own loss (`training.rl.loss_fn`), or a package's objective, on a small batch before sampling.
 
 Not here: the loss itself and the contract of such functions (algorithms/loss.py), rewards and filters
 (function_checks.py).
@@ -35,12 +35,13 @@ READ_BY_OTHERS = {"kl_coef": 0.0, "count_untrained": False, "aggregation": "toke
 
 
 def check_loss_fn(training: RLTrainingConfig) -> list[Caution]:
-    """Call the function of `training.rl.loss_fn` on a batch of four completions, and on each of them by itself.
+    """Call the loss on a batch of four completions, and on each of them by itself.
 
     Raises:
         ConfigError: there is no such function, it raised, or it returned something other than `LossFn` describes.
     """
-    loss_fn, name = create_policy_loss(training.loss, training.loss_fn), name_of_function(training.loss_fn)
+    loss_fn = create_policy_loss(training.loss, training.loss_fn)
+    name = name_of_function(training.loss_fn) or training.objective.loss
     whole = _losses(loss_fn, name, training, _build_batches(training, max_tokens=MANY_TOKENS))
     parts = _losses(loss_fn, name, training, _build_batches(training, max_tokens=ONE_TOKEN))
     total, sum_of_parts = sum(map(float, whole)), sum(map(float, parts))
@@ -53,6 +54,8 @@ def check_loss_fn(training: RLTrainingConfig) -> list[Caution]:
                 "result; divide sums over tokens by batch.num_loss_tokens in place of taking means"
             )
         )
+    if training.loss_fn == "":
+        return found
     own = resolve_function(training.loss_fn, {}, setting="training.rl.loss_fn")
     if not takes_config(own) and training.loss.model_copy(update=READ_BY_OTHERS) != LossConfig():
         found.append(

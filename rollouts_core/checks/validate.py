@@ -93,8 +93,9 @@ def validate_config(config: Config, mistakes: Mistakes | None = None, *, trains_
     """
     noted = Mistakes() if mistakes is None else mistakes
     findings = _check_settings(config, noted, trains_here=trains_here)
-    if config.is_graded and config.training.rl.loss_fn:
-        with noted.at("training.rl.loss_fn"):
+    own_loss = config.training.rl.functions_named if config.is_graded else {}
+    for setting in [*own_loss][:1]:
+        with noted.at(setting):
             findings += check_loss_fn(config.training.rl)
     tokenizer = _load_tokenizer(config, noted, findings)
     by_loss = config.evaluation.metric == "loss"

@@ -12,8 +12,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from rollouts_core.algorithms.objectives import OBJECTIVES, describe_objectives
-from rollouts_core.config.record import Finite, KeyOf, Record
+from rollouts_core.algorithms.objectives import ALL_OBJECTIVES, describe_objectives
+from rollouts_core.config.record import Finite, Record
+from rollouts_core.plugins import KeyOf
 
 
 class AdvantageConfig(Record):
@@ -121,7 +122,7 @@ class MismatchConfig(Record):
 class LossConfig(Record):
     """The policy loss. The ratio is that of a token's probability now to its probability before the update."""
 
-    objective: Annotated[str, KeyOf(OBJECTIVES)] = Field(default="ppo", description=describe_objectives())
+    objective: Annotated[str, KeyOf(ALL_OBJECTIVES)] = Field(default="ppo", description=describe_objectives())
     ratio_base: Literal["rollout", "old"] = "rollout"
     """Denominator of the ratio: the engine's log-probs at sampling, or the trainer's own before the first update of the
     step."""
@@ -169,7 +170,7 @@ class LossConfig(Record):
         if self.aggregation == "constant_length" and not self.constant_length:
             yield 'aggregation "constant_length" needs constant_length'
         corrects = self.mismatch.weight != "none"
-        if corrects and self.ratio_base == "rollout" and OBJECTIVES[self.objective].has_ratio:
+        if corrects and self.ratio_base == "rollout" and ALL_OBJECTIVES[self.objective].has_ratio:
             yield (
                 'mismatch.weight corrects twice with ratio_base "rollout", whose ratio holds it already: '
                 'set ratio_base = "old"'

@@ -11,8 +11,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from rollouts_core.config.record import PLACEMENT, RUNS_PROGRAM, SENDS_SECRET, Finite, KeyOf, Record
+from rollouts_core.config.record import PLACEMENT, RUNS_PROGRAM, SENDS_SECRET, Finite, Record
 from rollouts_core.engine_kinds import ENGINES, EngineSpec
+from rollouts_core.plugins import KeyOf
 
 EngineKind = Annotated[str, KeyOf(ENGINES)]
 WeightTransfer = Literal["auto", "gloo", "nccl", "tensors"]

@@ -6,8 +6,7 @@ Not here: a single setting (the modules beside this one), how a misfit is worded
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from typing import Annotated, Any, Literal, Self, get_args, get_origin
 
 from pydantic import (
@@ -15,8 +14,6 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
-    GetCoreSchemaHandler,
-    GetJsonSchemaHandler,
     PlainSerializer,
     ValidationInfo,
     WithJsonSchema,
@@ -24,7 +21,7 @@ from pydantic import (
     model_validator,
 )
 from pydantic.config import JsonDict
-from pydantic_core import CoreSchema, PydanticKnownError, core_schema
+from pydantic_core import PydanticKnownError
 
 from rollouts_core.config.secret_addresses import refuse_secrets
 
@@ -88,27 +85,6 @@ EnvironmentName = Annotated[
     Field(json_schema_extra=CALLS_FUNCTION),
 ]
 """Like `FunctionName`, and also an object that is an environment already."""
-
-
-@dataclass(frozen=True)
-class KeyOf:
-    """Marks a text as a key of a registry. The keys are looked up when a setting is read, and a form shows them."""
-
-    registry: Mapping[str, object]
-
-    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:  # Any: a type
-        return core_schema.no_info_plain_validator_function(
-            self._check, serialization=core_schema.to_string_ser_schema()
-        )
-
-    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
-        return {"enum": list(self.registry), "type": "string"}
-
-    def _check(self, value: object) -> str:
-        if not isinstance(value, str) or value not in self.registry:
-            *others, last = map(repr, self.registry)
-            raise PydanticKnownError("literal_error", {"expected": f"{', '.join(others)} or {last}"})
-        return value
 
 
 SCALAR_ERRORS: dict[object, Literal["bool_type", "int_type", "float_type"]] = {

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field, model_validator
 
-from rollouts_core.algorithms.objectives import OBJECTIVES, OWN_LOSS, Objective
+from rollouts_core.algorithms.objectives import ALL_OBJECTIVES, OWN_LOSS, Objective
 from rollouts_core.algorithms.presets import ALGORITHMS, AlgorithmName
 from rollouts_core.config.algorithm import AdvantageConfig, LossConfig, MismatchConfig, RewardShapingConfig
 from rollouts_core.config.optim import RLOptimConfig
@@ -117,13 +117,22 @@ class RLTrainingConfig(Record):
     @property
     def objective(self) -> Objective:
         """What the settings have to know of the loss."""
-        return OWN_LOSS if self.loss_fn else OBJECTIVES[self.loss.objective]
+        return OWN_LOSS if self.loss_fn else ALL_OBJECTIVES[self.loss.objective]
 
     @property
     def modules_named(self) -> dict[str, str]:
-        """The module of the user's own loss, by its setting; empty without one."""
-        module, colon, _ = name_of_function(self.loss_fn).partition(":")
-        return {"training.rl.loss_fn": module} if colon else {}
+        """The modules of a user's loss, or of an installed package's objective, by their settings."""
+        return {setting: name.partition(":")[0] for setting, name in self.functions_named.items()}
+
+    @property
+    def functions_named(self) -> dict[str, str]:
+        """A user's loss, or the record and the loss of an installed package's objective, as `package.module:name`."""
+        if self.loss_fn:
+            name = name_of_function(self.loss_fn)
+            return {"training.rl.loss_fn": name} if ":" in name else {}
+        record = ALL_OBJECTIVES.locate(self.loss.objective)
+        setting = "training.rl.loss.objective"
+        return {setting: record, f"the loss of {setting}": self.objective.loss} if ":" in record else {}
 
     @property
     def with_values(self) -> bool:

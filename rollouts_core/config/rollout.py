@@ -199,17 +199,27 @@ class RolloutConfig(Record):
     @property
     def modules_named(self) -> dict[str, str]:
         """The modules of users' functions, by the settings that name them; what the library has is left out."""
+        named = {setting: name.partition(":")[0] for setting, name in self.functions_named.items()}
+        return named | self.taskset_modules
+
+    @property
+    def functions_named(self) -> dict[str, str]:
+        """Functions of users and of installed packages, as `package.module:name`, by the settings that name them."""
+        from rollouts_core.environments import ALL_ENVIRONMENTS
+        from rollouts_core.rewards import ALL_REWARDS
+
+        rewards = [name_of_function(each.name) for each in self.rewards]
         functions = {
-            "environment": self.environment,
+            "environment": ALL_ENVIRONMENTS.locate(self.environment_name),
             "generate_fn": self.generate_fn,
-            "reward_fn": self.reward_fn,
+            "reward_fn": ALL_REWARDS.locate(name_of_function(self.reward_fn)),
+            **{f"rewards.{index}.name": ALL_REWARDS.locate(each) for index, each in enumerate(rewards)},
             "filter_fn": self.filter_fn,
-            "buffer_filter_fn": self.buffer_filter_fn,
-            **{f"rewards.{index}.name": reward.name for index, reward in enumerate(self.rewards)},
             **{f"filters.{index}.name": each.name for index, each in enumerate(self.filters)},
+            "buffer_filter_fn": self.buffer_filter_fn,
         }
-        named = {f"rollout.{setting}": name_of_function(each).partition(":") for setting, each in functions.items()}
-        return {setting: module for setting, (module, colon, _) in named.items() if colon} | self.taskset_modules
+        named = {f"rollout.{setting}": name_of_function(each) for setting, each in functions.items()}
+        return {setting: name for setting, name in named.items() if ":" in name}
 
     @property
     def taskset_modules(self) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""The environments that ship, by name. What one is: protocol.py."""
+"""The environments that ship, by name, and those of installed packages. What one is: protocol.py."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from rollouts_core.environments.protocol import (
 )
 from rollouts_core.environments.text_transformation import TextTransformationEnvironment
 from rollouts_core.environments.verifiers_tasks import VerifiersEnvironment
+from rollouts_core.plugins import Registry, find_fault_of_callable
 
 ENVIRONMENTS: dict[str, Callable[[], Environment]] = {
     "arithmetic": ArithmeticEnvironment,
@@ -35,8 +36,11 @@ ENVIRONMENTS: dict[str, Callable[[], Environment]] = {
     "text_transformation": TextTransformationEnvironment,
     "verifiers": VerifiersEnvironment,
 }
+ALL_ENVIRONMENTS = Registry[Callable[[], Environment]]("rollouts.environments", ENVIRONMENTS, find_fault_of_callable)
+"""Also those of installed packages."""
 
 __all__ = [
+    "ALL_ENVIRONMENTS",
     "ENVIRONMENTS",
     "ArithmeticEnvironment",
     "CalculatorEnvironment",

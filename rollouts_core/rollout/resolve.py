@@ -13,13 +13,13 @@ from typing import Any, Protocol, cast, runtime_checkable
 
 from rollouts_core.config import FilterConfig, RewardConfig, RolloutConfig, name_of_function
 from rollouts_core.config.messages import first_line
-from rollouts_core.environments import ENVIRONMENTS
+from rollouts_core.environments import ALL_ENVIRONMENTS, ENVIRONMENTS
 from rollouts_core.environments.protocol import Environment, Tool
 from rollouts_core.environments.tools import find_schema_problem
 from rollouts_core.errors import ConfigError, RolloutsError
 from rollouts_core.filters import FILTERS, BufferFilterFn, FilterFn, compose_filters
 from rollouts_core.reward_services import REWARD_SERVICES
-from rollouts_core.rewards import REWARDS, RewardFn, WeightedRewards
+from rollouts_core.rewards import ALL_REWARDS, RewardFn, WeightedRewards
 from rollouts_core.types import Sample
 from rollouts_core.user_code.failures import describe_raised
 from rollouts_core.user_code.functions import resolve_function
@@ -106,7 +106,7 @@ def resolve_environment(config: RolloutConfig) -> Environment:
         return NoEnvironment()
     given, name = config.environment, config.environment_name
     is_made = not isinstance(given, str | type) and hasattr(given, "grade")
-    make = resolve_function(given, ENVIRONMENTS, setting="rollout.environment")
+    make = resolve_function(given, ALL_ENVIRONMENTS, setting="rollout.environment")
     made_with = {"tasksets": config.tasksets} if config.tasksets else {}
     problem = "it has no method grade"
     try:
@@ -170,7 +170,7 @@ def resolve_reward_fn(config: RolloutConfig) -> RewardFn:
         pairs = zip(config.reward_names, config.rewards, strict=True)
         return WeightedRewards([(name, reward.weight, resolve_reward(reward, config)) for name, reward in pairs])
     if config.reward_fn != "":
-        return resolve_function(config.reward_fn, REWARDS, setting="rollout.reward_fn")
+        return resolve_function(config.reward_fn, ALL_REWARDS, setting="rollout.reward_fn")
     return resolve_environment(config).grade
 
 
@@ -180,7 +180,7 @@ def resolve_reward(reward: RewardConfig, config: RolloutConfig) -> RewardFn:
         return REWARD_SERVICES[reward.kind](reward)
     if reward.name == "":
         return resolve_environment(config).grade
-    return resolve_function(reward.name, REWARDS, setting="rollout.rewards")
+    return resolve_function(reward.name, ALL_REWARDS, setting="rollout.rewards")
 
 
 def resolve_filter_fn(config: RolloutConfig) -> FilterFn | None:

@@ -9,7 +9,7 @@ import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 
-from rollouts_core.config import Config, DatasetConfig, FunctionName, RolloutConfig
+from rollouts_core.config import Config, DatasetConfig, RLTrainingConfig, RolloutConfig
 from rollouts_core.config.data import ColumnType
 from rollouts_core.config.reward import GRADING_MODELS
 from rollouts_core.data.rows import WEIGHTS, digest_path, resolve_revision
@@ -41,7 +41,7 @@ def rl_job(start: InputModel, config: Config) -> RLJob:
         training=config.training.rl,
         resume_digest=digest_checkpoint(config.training.rl.resume_from),
         rollout=config.rollout,
-        plugin_digest=plugin_digest(config.rollout, config.training.rl.loss_fn),
+        plugin_digest=plugin_digest(config.rollout, config.training.rl),
         deployment=config.deployment,
     )
 
@@ -63,17 +63,15 @@ def input_dataset(dataset: DatasetConfig) -> InputDataset:
     return InputDataset(**{**dataset.model_dump(), "revision": revision, "digest": digest})
 
 
-def plugin_digest(rollout: RolloutConfig, loss_fn: FunctionName = "") -> str:
+def plugin_digest(rollout: RolloutConfig, training: RLTrainingConfig | None = None) -> str:
     """The digest of the user's own code and models that sampling, grading, filtering and the loss name.
 
     `digest_plugins` of the names, and the content of the rewards' models where they are folders of this machine; of a
     judge's folder the tokenizer, which is all that is read there.
     """
-    rewards = [each.name for each in rollout.rewards]
-    filters = [rollout.filter_fn, *(each.name for each in rollout.filters), rollout.buffer_filter_fn]
+    own_loss = training.functions_named if training else {}
     tasksets = [f"{module}:" for module in rollout.taskset_modules.values()]
-    functions = (rollout.environment, rollout.generate_fn, rollout.reward_fn, *rewards, *filters, loss_fn)
-    code = digest_plugins(*functions, *tasksets)
+    code = digest_plugins(*rollout.functions_named.values(), *own_loss.values(), *tasksets)
     models = [
         digest_path(each.model, without=() if each.kind in GRADING_MODELS else WEIGHTS)
         for each in rollout.rewards

@@ -6,7 +6,9 @@ importing the functions (functions.py), what their errors say (failures.py).
     module of a setting ── its top-level name ── on sys.path ──┬── a package: its folder
                                                                ├── a folder without __init__.py: its Python files
                                                                └── a single file
-    what their files import by name is looked up in the same way, again and again; what is installed is left out
+    what their files import by name is looked up in the same way, again and again
+
+Installed packages are left out, except those that add entry points for us (plugins.py).
 
 Nothing is imported here: import statements are read.
 """
@@ -18,15 +20,17 @@ import importlib.util
 import os
 import sys
 from collections import deque
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 
+from rollouts_core.plugins import files_about_packages
 from rollouts_core.user_code.code_folders import use_code_folders
 from rollouts_core.user_code.failures import INSTALLED_FOLDERS, STANDARD_LIBRARY
 
-OWN_PACKAGE = __name__.partition(".")[0]
+OF_PROJECT = (__name__.partition(".")[0], "rollouts")
+"""Its core is sent by itself, and jobs do not import the rest."""
 _KEY_NAMES = ("id_rsa", "id_dsa", "id_ecdsa", "id_ed25519")
 _KEY_ENDINGS = (".pem", ".key", ".p12", ".pfx", ".kdbx")
 _OF_TOOLS = frozenset({"__pycache__", "node_modules"})
@@ -43,6 +47,13 @@ class OwnCode:
     folders: tuple[Path, ...] = ()
     """Its folders, where it has none: Python files alone belong to it, because data may lie there as well."""
     file: Path | None = None
+    about: Mapping[str, Path] = field(default_factory=dict)
+    """Of an installed package with entry points for us: the files that Python finds these by."""
+
+    @property
+    def sent(self) -> dict[str, Path]:
+        """All that another machine needs to import it, and to find its entry points."""
+        return {**self.files, **self.about}
 
     @property
     def files(self) -> dict[str, Path]:
@@ -64,26 +75,28 @@ def find_code(name: str) -> OwnCode | None:
         return None
     if spec is None:
         return None
+    about = files_about_packages().get(name, {})
     if spec.origin is None:
         folders = tuple(Path(each) for each in spec.submodule_search_locations or ())
-        return OwnCode(name=name, folders=folders) if folders else None
+        return OwnCode(name=name, folders=folders, about=about) if folders else None
     origin = Path(spec.origin)
-    is_package = origin.name == "__init__.py"
-    return OwnCode(name=name, package=origin.parent) if is_package else OwnCode(name=name, file=origin)
+    if origin.name == "__init__.py":
+        return OwnCode(name=name, package=origin.parent, about=about)
+    return OwnCode(name=name, file=origin, about=about)
 
 
 def own_code(modules: Iterable[str]) -> list[OwnCode]:
     """The user's own code that these modules are, and all that it imports of the same kind, sorted by name.
 
-    What is installed, or belongs to this project's core, is neither returned nor looked into.
+    This project and installed packages without entry points for us are neither returned nor looked into.
     """
     found: dict[str, OwnCode] = {}
     pending = deque(sorted({module.partition(".")[0] for module in modules}))
     seen = set(pending)
     while pending:
         name = pending.popleft()
-        code = find_code(name) if name != OWN_PACKAGE and name not in sys.stdlib_module_names else None
-        if code is None or _is_installed(code) or not code.files:
+        code = find_code(name) if name not in OF_PROJECT and name not in sys.stdlib_module_names else None
+        if code is None or (_is_installed(code) and not code.about) or not code.files:
             continue
         found[name] = code
         for path in code.files.values():

@@ -67,6 +67,7 @@ SURFACE = {
     "down": ["--store"],
     "status": ["--store"],
     "prune": ["--store", "--days", "--max-gb", "--yes"],
+    "plugins": ["--json"],
     "models": ["--store"],
 }
 """Every command with its arguments and options: other scripts depend on them, so they change only on purpose."""

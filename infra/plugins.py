@@ -1,0 +1,1 @@
+../rollouts_core/plugins.py
