@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated
 
+from rollouts.infra.errors import PermanentInfraError
 from rollouts.infra.plugins import KeyOf, Registry
 
 if TYPE_CHECKING:
@@ -30,7 +31,14 @@ CLOUDS: dict[CloudName, str] = {
 """Each provider's class, which is imported late."""
 
 
+_MEMBERS = ("name", "endpoint", "gives_host_key", "is_networked", "reaches")
+"""What `CloudType` asks of a class."""
+
+
 def _find_fault(name: CloudName, cloud: CloudType) -> str:
+    lacking = [each for each in _MEMBERS if not hasattr(cloud, each)]
+    if lacking:
+        return f"its class has no {lacking[0]}"
     if cloud.name == name and cloud.endpoint.key_variable:
         return ""
     return f"its class calls itself {cloud.name}, and its key {cloud.endpoint.key_variable!r}"
@@ -48,8 +56,17 @@ def cloud_names() -> tuple[CloudName, ...]:
 
 
 def find_cloud(name: CloudName) -> CloudType:
-    """The class of a provider's accounts."""
-    return ALL_CLOUDS[name]
+    """The class of a provider's accounts.
+
+    Raises:
+        PermanentInfraError: no package here has the provider, as after its package was removed.
+    """
+    try:
+        return ALL_CLOUDS[name]
+    except KeyError:
+        raise PermanentInfraError(
+            f"there is no provider {name} here: install the package that adds it; `rollouts plugins` lists those found"
+        ) from None
 
 
 def networked_clouds() -> tuple[CloudName, ...]:

@@ -141,4 +141,8 @@ def _or_save(variable: str) -> str:
 
 
 def _key_of(name: CloudName) -> str:
-    return os.environ.get(find_cloud(name).endpoint.key_variable, "").strip()
+    """The provider's key; empty if it is not set, or if no package here has the provider."""
+    try:
+        return os.environ.get(find_cloud(name).endpoint.key_variable, "").strip()
+    except PermanentInfraError:
+        return ""

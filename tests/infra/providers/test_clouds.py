@@ -24,11 +24,11 @@ from typer.testing import CliRunner
 from rollouts.flows.cli import app
 from rollouts.flows.credentials import _key_fields
 from rollouts.flows.form import _expected_provider
-from rollouts.infra.clouds import CLOUDS, cloud_names, find_cloud
+from rollouts.infra.clouds import CLOUDS, _find_fault, cloud_names, find_cloud
 from rollouts.infra.ledger import LEDGER_FILE, Ledger
 from rollouts.infra.node import InstanceNode, RentedNode
 from rollouts.infra.offers import GPUQuery
-from rollouts.infra.providers.clouds import open_clouds
+from rollouts.infra.providers.clouds import clouds_with_keys, open_clouds, open_usable_clouds
 from rollouts.infra.renting.provision import rent_machines
 from rollouts.infra.renting.release import release_machine
 from rollouts.infra.renting.rentals import RentalState
@@ -130,6 +130,22 @@ def test_without_a_row_it_is_unknown(name: str) -> None:
         GPUQuery(providers=(name,))
     with pytest.raises(ValidationError, match=f"runpod:abc123, of one of {', '.join(CLOUDS)}"):
         InstanceNode(instance=f"{name}:m1")
+
+
+def test_machines_of_a_provider_that_is_gone_do_not_keep_those_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A package may be removed while machines are rented. Then the machines of others would never be ended."""
+    monkeypatch.setenv("RUNPOD_API_KEY", KEY)
+    with open_usable_clouds(["acme", "runpod"]) as (clouds, problems):
+        assert [*clouds] == ["runpod"]
+    assert problems == [
+        "there is no provider acme here: install the package that adds it; `rollouts plugins` lists those found"
+    ]
+    assert clouds_with_keys(["acme", "runpod"]) == (["runpod"], ["acme"])
+
+
+def test_a_class_that_lacks_a_part_is_left_out() -> None:
+    cloud: Any = type("Acme", (), {"name": "acme"})
+    assert _find_fault("acme", cloud) == "its class has no endpoint"
 
 
 def test_the_page_of_machines_lists_every_provider() -> None:
