@@ -30,6 +30,8 @@ LENGTHS = (2, 5, 3, 7)
 MANY_TOKENS, ONE_TOKEN = 1000, 2
 """Limits of a micro-batch that takes all of them, and of one that takes a single completion."""
 TOLERANCE = 1e-3
+SHIFTS = (-0.3, -4.0, 4.0)
+"""Changes of the engine's log-probs, in nats, that show whether a loss reads them."""
 READ_BY_OTHERS = {"kl_coef": 0.0, "count_untrained": False, "aggregation": "token_mean"}
 """Settings of `training.rl.loss` that act on the batch, whatever the loss is, with values that count as not given."""
 
@@ -64,16 +66,18 @@ def check_loss_fn(training: RLTrainingConfig) -> list[Caution]:
 
 
 def reads_rollout_logprobs(training: RLTrainingConfig) -> bool:
-    """Whether the gradient of the user's own loss depends on the engine's log-probs, as a correction for age does."""
+    """Whether the gradient of the user's own loss depends on the engine's log-probs, as a correction for age does.
+
+    A loss may only drop tokens whose log-prob moved far, so large shifts are tried too.
+    """
     loss_fn, name = create_policy_loss(training.loss, training.loss_fn), name_of_function(training.loss_fn)
     [first, *_] = _build_batches(training, max_tokens=MANY_TOKENS)
-    other = replace(first, rollout_logprobs_BT=first.rollout_logprobs_BT - 0.3)
-    scores = [_scores_of(first, training) for _ in range(2)]
-    one, another = (
-        _gradient(_call(loss_fn, name, each, batch), each, name)
-        for batch, each in zip((first, other), scores, strict=True)
-    )
-    return not torch.equal(one, another)
+    gradients = []
+    for shift in (0.0, *SHIFTS):
+        scores = _scores_of(first, training)
+        shifted = replace(first, rollout_logprobs_BT=first.rollout_logprobs_BT + shift)
+        gradients.append(_gradient(_call(loss_fn, name, scores, shifted), scores, name))
+    return not all(torch.equal(gradients[0], each) for each in gradients[1:])
 
 
 def _losses(loss_fn: LossFn, name: str, training: RLTrainingConfig, batches: Sequence[TrainBatch]) -> list[Tensor]:

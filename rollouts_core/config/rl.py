@@ -143,7 +143,7 @@ class RLTrainingConfig(Record):
 
     @property
     def needs_rollout_logprobs(self) -> bool:
-        """Whether the loss compares with what was said of each token when it was sampled."""
+        """Whether the policy loss reads the engine's log-probs. For `loss_fn`, `reads_rollout_logprobs` finds out."""
         loss = self.loss
         has_ratio = self.objective.has_ratio or loss.drift_mask > 0 or loss.ratio_penalty > 0
         has_ratio = has_ratio or (loss.kl_coef > 0 and loss.kl_weight == "ratio")
