@@ -32,8 +32,8 @@ MANY_TOKENS, ONE_TOKEN = 1000, 2
 TOLERANCE = 1e-3
 SHIFTS = (-0.3, -4.0, 4.0)
 """Changes of the engine's log-probs, in nats, that show whether a loss reads them."""
-READ_BY_OTHERS = {"kl_coef": 0.0, "count_untrained": False, "aggregation": "token_mean"}
-"""Settings of `training.rl.loss` that act on the batch, whatever the loss is, with values that count as not given."""
+READ_BY_OTHERS = ("aggregation", "count_untrained", "kl_coef", "mismatch", "objective", "ratio_base")
+"""Settings of `training.rl.loss` that act on the batch, whatever the loss is. no_effect.py warns of `objective`."""
 
 
 def check_loss_fn(training: RLTrainingConfig) -> list[Caution]:
@@ -56,11 +56,11 @@ def check_loss_fn(training: RLTrainingConfig) -> list[Caution]:
             )
         )
     own = resolve_function(training.loss_fn, {}, setting="training.rl.loss_fn")
-    if not takes_config(own) and training.loss.model_copy(update=READ_BY_OTHERS) != LossConfig():
+    usual, given = LossConfig().model_dump(exclude=set(READ_BY_OTHERS)), training.loss.model_dump()
+    unused = [f"training.rl.loss.{setting}" for setting, value in usual.items() if given[setting] != value]
+    if unused and not takes_config(own):
         found.append(
-            Caution(
-                f"training.rl.loss does nothing: {name} takes its place and has no parameter `config` that reads it"
-            )
+            Caution(f"no effect of {', '.join(unused)}: the loss function {name} has no parameter `config` to read")
         )
     return found
 

@@ -119,9 +119,9 @@ def test_a_loss_whose_micro_batches_do_not_add_up_is_warned_of() -> None:
 
 
 def test_settings_that_a_loss_does_not_read_are_warned_of() -> None:
-    [told] = check_loss_fn(with_loss("reinforces", loss={"clip_low": 0.1}))
-    assert told.startswith("training.rl.loss does nothing: ") and "has no parameter `config`" in told
-    assert check_loss_fn(with_loss("reinforces", loss={"kl_coef": 0.1})) == []  # the batch has the reference then
+    [told] = check_loss_fn(with_loss("reinforces", loss={"clip_low": 0.1, "kl_coef": 0.1, "ratio_penalty": 0.1}))
+    assert told.startswith("no effect of training.rl.loss.clip_low, training.rl.loss.ratio_penalty: ")
+    assert told.endswith("reinforces has no parameter `config` to read")
     config = Config.model_validate(
         {
             "mode": "rl",
@@ -134,6 +134,18 @@ def test_settings_that_a_loss_does_not_read_are_warned_of() -> None:
     assert find_settings_without_effect(config) == [
         'training.rl.loss.objective "gspo" does nothing with training.rl.loss_fn, which takes its place'
     ]
+
+
+def takes_old_ratio(scores: TokenScores, batch: TrainBatch) -> Returned:
+    assert batch.old_logprobs_BT is not None
+    loss = -((scores.logprobs_BT - batch.old_logprobs_BT).exp() * batch.advantages_BT).sum() / batch.num_loss_tokens
+    return loss, {"loss": loss}
+
+
+@pytest.mark.parametrize("loss", [{"ratio_base": "old"}, {"mismatch": {"mask": "token", "mask_low": 0.5}}])
+def test_settings_that_fill_the_batch_are_not_warned_of(loss: dict[str, Any]) -> None:
+    assert check_loss_fn(with_loss("takes_old_ratio", num_minibatches=2, loss=loss)) == []
+    assert check_loss_fn(with_loss("reinforces", loss={"kl_coef": 0.1})) == []  # the batch has the reference then
 
 
 @pytest.mark.parametrize(("function", "reads"), [("calls_ours", True), ("reinforces", False)])
