@@ -27,8 +27,8 @@ from rollouts_core.user_code.functions import resolve_function
 
 LENGTHS = (2, 5, 3, 7)
 """Tokens of the completions that are tried, of two prompts. With these, means of micro-batches do not add up."""
-MANY_TOKENS, ONE_TOKEN = 1000, 2
-"""Limits of a micro-batch that takes all of them, and of one that takes a single completion."""
+MANY_TOKENS, FEW_TOKENS = 1000, 2
+"""Limits of a micro-batch that takes all of them, and of one that takes a single row."""
 TOLERANCE = 1e-3
 SHIFTS = (-0.3, -4.0, 4.0)
 """Changes of the engine's log-probs, in nats, that show whether a loss reads them."""
@@ -37,21 +37,21 @@ READ_BY_OTHERS = ("aggregation", "count_untrained", "kl_coef", "mismatch", "obje
 
 
 def check_loss_fn(training: RLTrainingConfig) -> list[Caution]:
-    """Call the function of `training.rl.loss_fn` on a batch of four completions, and on each of them by itself.
+    """Call the function of `training.rl.loss_fn` on a batch of four completions, and on each of its rows by itself.
 
     Raises:
         ConfigError: there is no such function, it raised, or it returned something other than `LossFn` describes.
     """
     loss_fn, name = create_policy_loss(training.loss, training.loss_fn), name_of_function(training.loss_fn)
     whole = _losses(loss_fn, name, training, _build_batches(training, max_tokens=MANY_TOKENS))
-    parts = _losses(loss_fn, name, training, _build_batches(training, max_tokens=ONE_TOKEN))
+    parts = _losses(loss_fn, name, training, _build_batches(training, max_tokens=FEW_TOKENS))
     total, sum_of_parts = sum(map(float, whole)), sum(map(float, parts))
     found: list[Caution] = []
     if not math.isclose(total, sum_of_parts, rel_tol=TOLERANCE, abs_tol=TOLERANCE):
         found.append(
             Caution(
                 f"the loss function {name} returned {total:.4g} for a batch, and {sum_of_parts:.4g} in all for its "
-                f"completions one by one: training.rl.max_micro_batch_tokens and the number of GPUs would change the "
+                f"rows one by one: training.rl.max_micro_batch_tokens and the number of GPUs would change the "
                 "result; divide sums over tokens by batch.num_loss_tokens in place of taking means"
             )
         )
@@ -144,7 +144,7 @@ def _build_batches(training: RLTrainingConfig, *, max_tokens: int) -> list[Train
         ref_logprobs=scored if training.with_reference else {},
         values=scored if training.with_values else {},
     )
-    batch, limit = convert_to_batch(samples), {"max_micro_batch_tokens": max_tokens, "packing": max_tokens > ONE_TOKEN}
+    batch, limit = convert_to_batch(samples), {"max_micro_batch_tokens": max_tokens}
     return prepare_grpo_batch(batch, batch.rewards, training.model_copy(update=limit), scores=scores)
 
 

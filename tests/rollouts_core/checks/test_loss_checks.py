@@ -118,6 +118,19 @@ def test_a_loss_whose_micro_batches_do_not_add_up_is_warned_of() -> None:
     assert check_loss_fn(with_loss("reinforces")) == []
 
 
+def takes_means_of_rows(scores: TokenScores, batch: TrainBatch) -> Returned:
+    counts_B = batch.loss_mask_BT.sum(-1)
+    means_B = (scores.logprobs_BT * batch.advantages_BT * batch.loss_mask_BT).sum(-1) / counts_B.clamp(min=1.0)
+    loss = -means_B.sum() / batch.num_samples
+    return loss, {"loss": loss}
+
+
+def test_a_loss_of_rows_adds_up_if_completions_are_not_packed() -> None:
+    [told] = check_loss_fn(with_loss("takes_means_of_rows", packing=True))
+    assert "would change the result" in told
+    assert check_loss_fn(with_loss("takes_means_of_rows", packing=False)) == []
+
+
 def test_settings_that_a_loss_does_not_read_are_warned_of() -> None:
     [told] = check_loss_fn(with_loss("reinforces", loss={"clip_low": 0.1, "kl_coef": 0.1, "ratio_penalty": 0.1}))
     assert told.startswith("no effect of training.rl.loss.clip_low, training.rl.loss.ratio_penalty: ")
