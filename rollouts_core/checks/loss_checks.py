@@ -106,7 +106,7 @@ def _call(
         [read] = read_metrics([metrics])
     except ConfigError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ConfigError(f"the loss function {name} {describe_raised(error)}") from error
     if names is not None:
         names.add(frozenset(read))
@@ -119,7 +119,7 @@ def _gradient(loss: Tensor, scores: TokenScores, name: str) -> Tensor:
         raise ConfigError(f"the loss function {name} returned a loss without a gradient: compute it from scores")
     try:
         [gradient_BT] = torch.autograd.grad(loss, scores.logprobs_BT, allow_unused=True)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ConfigError(f"the gradient of the loss function {name} {describe_raised(error)}") from error
     return torch.zeros_like(scores.logprobs_BT) if gradient_BT is None else gradient_BT
 

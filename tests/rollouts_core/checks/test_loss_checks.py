@@ -62,6 +62,14 @@ def raises(scores: TokenScores, batch: TrainBatch) -> Returned:
     raise KeyError("margin")
 
 
+def exits(scores: TokenScores, batch: TrainBatch) -> Returned:
+    raise SystemExit(3)
+
+
+def takes_places(scores: TokenScores, batch: TrainBatch, config: LossConfig, /) -> Returned:
+    raise AssertionError
+
+
 def takes_one(scores: TokenScores) -> Returned:
     raise AssertionError
 
@@ -96,6 +104,9 @@ def breaks_backward(scores: TokenScores, batch: TrainBatch) -> Returned:
     ("function", "said"),
     [
         ("raises", r"raises raised KeyError: 'margin' \(test_loss_checks\.py, line \d+\)$"),
+        ("exits", r"exits raised SystemExit: 3 \(test_loss_checks\.py, line \d+\)$"),
+        ("torch:add", "the loss function torch:add raised TypeError: "),
+        ("takes_places", "takes_places raised TypeError: .*missing 1 required positional argument: 'config'"),
         ("takes_one", r"takes_one raised TypeError: .*positional argument"),
         ("returns_a_number", "returns_a_number returned float: expected a tensor of one element and a dict"),
         ("has_no_gradient", "has_no_gradient returned a loss without a gradient: compute it from scores$"),
