@@ -33,6 +33,7 @@ __all__ = [
 ]
 
 STAGES = {"sft": SFT, "rl": RL, "select": SELECT, "evaluate": EVALUATE}
+assert [name for name, kind in STAGES.items() if kind.is_graded] == [RL.name], "only RL may be graded so far"
 PIPELINES = {"sft": (SFT, SELECT), "rl": (RL, SELECT), "sft+rl": (SFT, SELECT, RL, SELECT)}
 """The stages of each mode, in order. Every run ends with EVALUATE."""
 TRAININGS = {name: kind for name, kind in STAGES.items() if kind.trains}

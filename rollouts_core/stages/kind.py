@@ -67,7 +67,8 @@ class StageKind:
     needs: tuple[tuple[str, ...], ...] = ()
     """The settings of `data` that a training cannot do without; one of each tuple is enough."""
     is_graded: bool = False
-    """Whether a training learns from completions and their rewards: from engines, or recorded in `data.rollouts`."""
+    """Whether a training learns from completions and their rewards: from engines, or recorded in `data.rollouts`.
+    Only RL may set this so far: the checks of graded modes read `training.rl`, and the job has the fields of RLJob."""
     is_judged: bool = False
     """Whether a run fails if this training does not improve on the model that it started from."""
     rules: str = ""

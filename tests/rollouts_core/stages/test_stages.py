@@ -6,10 +6,12 @@ not be found by runs that are retried.
 
 from __future__ import annotations
 
-from dataclasses import fields
+import runpy
+from dataclasses import fields, replace
 
 import pytest
 
+from rollouts_core import stages
 from rollouts_core.config import Config, SFTTrainingConfig
 from rollouts_core.stages import (
     PIPELINES,
@@ -23,6 +25,7 @@ from rollouts_core.stages import (
     stages_of,
 )
 from rollouts_core.stages.kind import load
+from rollouts_core.stages.sft import SFT
 from tests.small_pipeline import small_settings
 
 
@@ -45,6 +48,13 @@ def test_each_stage_is_found_by_its_name() -> None:
         "sft": "sft", "sft-2": "sft", "select-sft": "select", "select-sft-2": "select", "evaluate": "evaluate",
     }  # fmt: skip
     assert is_training("rl") and not is_training("select-rl") and not is_training("of-another-version")
+
+
+def test_another_graded_stage_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checks and planning would read the settings of RL for it."""
+    monkeypatch.setattr("rollouts_core.stages.sft.SFT", replace(SFT, is_graded=True))
+    with pytest.raises(AssertionError, match="only RL may be graded so far"):
+        runpy.run_path(str(stages.__file__))
 
 
 def test_a_run_selects_after_each_training_and_evaluates_at_its_end() -> None:
