@@ -15,6 +15,7 @@ from rollouts_core import stages
 from rollouts_core.config import Config, SFTTrainingConfig
 from rollouts_core.stages import (
     PIPELINES,
+    SELECT,
     STAGE_NAMES,
     STAGES,
     TRAININGS,
@@ -44,9 +45,11 @@ def test_every_dotted_name_of_a_stage_leads_to_a_function_or_class(name: str) ->
 
 def test_each_stage_is_found_by_its_name() -> None:
     assert all(kind.name == name for name, kind in STAGES.items())
-    assert {name: kind_of(name).name for name in ("sft", "sft-2", "select-sft", "select-sft-2", "evaluate")} == {
-        "sft": "sft", "sft-2": "sft", "select-sft": "select", "select-sft-2": "select", "evaluate": "evaluate",
-    }  # fmt: skip
+    assert {name: kind_of(name).name for name in ("sft", "select-sft", "evaluate")} == {
+        "sft": "sft",
+        "select-sft": "select",
+        "evaluate": "evaluate",
+    }
     assert is_training("rl") and not is_training("select-rl") and not is_training("of-another-version")
 
 
@@ -65,10 +68,14 @@ def test_a_run_selects_after_each_training_and_evaluates_at_its_end() -> None:
     assert [name for name, _ in stages_of("")] == ["evaluate"]
 
 
+def test_a_mode_cannot_have_a_training_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(PIPELINES, "sft+sft", (SFT, SELECT, SFT, SELECT))
+    with pytest.raises(AssertionError, match=r"a stage occurs twice in the mode sft\+sft"):
+        stages_of("sft+sft")
+
+
 def test_a_model_has_the_label_of_the_training_that_left_it() -> None:
-    assert [label_of(name) for name in ("base", "sft", "rl", "sft-2", "production")] == [
-        "Base", "SFT", "RL", "SFT 2", "production",
-    ]  # fmt: skip
+    assert [label_of(name) for name in ("base", "sft", "rl", "production")] == ["Base", "SFT", "RL", "production"]
     assert describe_mode("sft+rl") == "supervised fine-tuning, then reinforcement learning"
     assert describe_mode("of another version") == "of another version"
 
