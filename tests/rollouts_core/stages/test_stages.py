@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import runpy
 from dataclasses import fields, replace
+from typing import Any
 
 import pytest
 
@@ -41,6 +42,13 @@ def test_every_dotted_name_of_a_stage_leads_to_a_function_or_class(name: str) ->
     dotted = [value for value in values if isinstance(value, str) and value.startswith("rollouts_core.")]
     assert len(dotted) >= 9 * STAGES[name].trains
     assert all(callable(load(value)) for value in dotted)
+
+
+@pytest.mark.parametrize("name", ["settings", "job", "plan", "run"])
+def test_a_training_needs_its_settings_and_its_job(name: str) -> None:
+    without: dict[str, Any] = {name: ""}
+    with pytest.raises(AssertionError, match=f"^the training sft lacks {name}$"):
+        replace(SFT, **without)
 
 
 def test_each_stage_is_found_by_its_name() -> None:
