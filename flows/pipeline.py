@@ -79,7 +79,7 @@ from rollouts.tasks.sync import sync_results
 from rollouts.tasks.watch import digest_sources, watched_sources
 from rollouts_core.config import Config
 from rollouts_core.job import InputModel
-from rollouts_core.stages import BASE, SELECT, stages_of
+from rollouts_core.stages import BASE, EVALUATE, SELECT, stages_of
 from rollouts_core.stages.planning import base_model
 from rollouts_core.user_code.code_folders import add_code_folders
 
@@ -175,6 +175,7 @@ def run_stages(
             records.append(run(plan_selection(trained, config, scope, machine)))
             models[trained.stage] = selected_model(trained, records[-1], config)
         else:
+            assert kind == EVALUATE, f"nothing plans the stage {name}"
             records.append(run(plan_evaluation({**models, **rivals}, config, scope, machine)))
     return [*models.values()][-1], records
 

@@ -31,7 +31,8 @@ from rollouts_core.backends.protocol import TrainingBackend, TrainingState
 from rollouts_core.backends.threaded import beside_event_loop, run_with
 from rollouts_core.backends.training_state import SERVED_WEIGHTS
 from rollouts_core.batch import build_batch, place_samples, split_by_sample
-from rollouts_core.config import RLTrainingConfig
+from rollouts_core.checks.loss_checks import reads_rollout_logprobs
+from rollouts_core.config import RLTrainingConfig, name_of_function
 from rollouts_core.data.data_buffer import DataBuffer
 from rollouts_core.engines import InferenceEngine, PublishTarget, memory_handed_over, open_target, publish_weights
 from rollouts_core.engines.weight_sync import EarlierVersion, write_newest_version
@@ -359,14 +360,17 @@ def check_logprobs(samples: Sequence[Sample], config: RLTrainingConfig) -> None:
 
     They would be taken for 0, as if the sampled tokens had been certain.
     """
-    if not config.needs_rollout_logprobs:
+    silent = find_silent(samples)
+    if not silent or not (reads_rollout_logprobs(config) if config.loss_fn else config.needs_rollout_logprobs):
         return
-    if silent := find_silent(samples):
-        raise DataError(
-            f"{len(silent)} of {len(samples)} completions have no rollout_log_probs, one of prompt "
-            f"{silent[0].metadata.get('prompt_id', '?')!r} first: what generates them must say how likely each token "
-            'was when it was sampled; or set training.rl.loss.ratio_base = "old", without loss.mismatch'
-        )
+    other_way = 'set training.rl.loss.ratio_base = "old", without loss.mismatch'
+    if config.loss_fn:
+        other_way = f"change {name_of_function(config.loss_fn)}, which reads batch.rollout_logprobs_BT"
+    raise DataError(
+        f"{len(silent)} of {len(samples)} completions have no rollout_log_probs, one of prompt "
+        f"{silent[0].metadata.get('prompt_id', '?')!r} first: what generates them must say how likely each token "
+        f"was when it was sampled; or {other_way}"
+    )
 
 
 def find_silent(samples: Sequence[Sample]) -> list[Sample]:

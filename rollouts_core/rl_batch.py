@@ -102,7 +102,7 @@ def has_gradient(sample: Sample, advantage: Tensor | float, config: RLTrainingCo
     """Whether a sample changes the weights: something of it is trained, by its advantage or by another term."""
     loss = config.loss
     others = loss.kl_coef > 0 or loss.entropy_coef > 0 or loss.ratio_penalty > 0 or config.with_values
-    others = others or not config.objective.follows_advantage
+    others = others or not config.objective_spec.follows_advantage
     return any(sample.loss_mask[1:]) and (others or is_advantage(advantage))
 
 

@@ -98,7 +98,7 @@ def test_settings_know_the_names_and_forms_show_them(installed: Path) -> None:
     with pytest.raises(ValueError, match=r"'ppo', .* or 'reinforce'"):
         soft_gate()
     with importable(installed):
-        assert soft_gate().objective.has_ratio and not soft_gate().objective.is_clipped
+        assert soft_gate().objective_spec.has_ratio and not soft_gate().objective_spec.is_clipped
         assert check_loss_fn(soft_gate()) == []
         assert LossConfig.model_json_schema()["properties"]["objective"]["enum"] == [*OBJECTIVES, "soft_gate"]
         assert RunOptions.model_json_schema()["properties"]["report_to"]["items"]["enum"][-1] == "text"
@@ -149,7 +149,7 @@ def test_another_machine_finds_the_entry_points_in_what_is_sent(installed: Path,
 
 def test_a_process_that_names_built_in_objects_reads_nothing_that_is_installed(installed: Path) -> None:
     with importable(installed):
-        assert RL.objective is OBJECTIVES["ppo"] and RL.modules_named == {}
+        assert RL.objective_spec is OBJECTIVES["ppo"] and RL.modules_named == {}
         named = RolloutConfig(environment="arithmetic", reward_fn="exact_match")
         resolve_environment(named)
         resolve_reward_fn(named)

@@ -158,8 +158,12 @@ def create_policy_loss(config: LossConfig, loss_fn: FunctionName = "") -> LossFn
 
 
 def takes_config(loss_fn: Callable[..., Any]) -> bool:  # Any: a user's function
-    """Whether a user's loss has a parameter for the settings of `training.rl.loss`."""
-    return "config" in inspect.signature(loss_fn).parameters
+    """Whether a user's loss has a keyword `config` for the settings of `training.rl.loss`."""
+    try:
+        parameter = inspect.signature(loss_fn).parameters.get("config")
+    except (TypeError, ValueError):  # a compiled function without a signature
+        return False
+    return parameter is not None and parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
 
 
 def cross_entropy_loss(scores: TokenScores, batch: TrainBatch) -> tuple[Tensor, LossMetrics]:

@@ -88,8 +88,8 @@ OWN_LOSS = Objective(
     is_capped=True,
     follows_advantage=False,
 )
-"""Stands for `training.rl.loss_fn`, which may read every setting. `checks/loss_checks.py` finds out whether it looks at
-the engine's log-probs."""
+"""Stands for `training.rl.loss_fn`, which may read every setting. This record does not say whether the function reads
+the engine's log-probs: `reads_rollout_logprobs` of `checks/loss_checks.py` calls it to find out."""
 
 
 def describe_objectives() -> str:

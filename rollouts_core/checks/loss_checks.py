@@ -27,56 +27,60 @@ from rollouts_core.user_code.functions import resolve_function
 
 LENGTHS = (2, 5, 3, 7)
 """Tokens of the completions that are tried, of two prompts. With these, means of micro-batches do not add up."""
-MANY_TOKENS, ONE_TOKEN = 1000, 2
-"""Limits of a micro-batch that takes all of them, and of one that takes a single completion."""
+MANY_TOKENS, FEW_TOKENS = 1000, 2
+"""Limits of a micro-batch that takes all of them, and of one that takes a single row."""
 TOLERANCE = 1e-3
-READ_BY_OTHERS = {"kl_coef": 0.0, "count_untrained": False, "aggregation": "token_mean"}
-"""Settings of `training.rl.loss` that act on the batch, whatever the loss is, with values that count as not given."""
+SHIFTS = (-0.3, -4.0, 4.0)
+"""Changes of the engine's log-probs, in nats, that show whether a loss reads them."""
+READ_BY_OTHERS = ("aggregation", "count_untrained", "kl_coef", "mismatch", "objective", "ratio_base")
+"""Settings of `training.rl.loss` that act on the batch, whatever the loss is. no_effect.py warns of `objective`."""
 
 
 def check_loss_fn(training: RLTrainingConfig) -> list[Caution]:
-    """Call the loss on a batch of four completions, and on each of them by itself.
+    """Call the loss on a batch of four completions, and on each of its rows by itself.
 
     Raises:
         ConfigError: there is no such function, it raised, or it returned something other than `LossFn` describes.
     """
     loss_fn = create_policy_loss(training.loss, training.loss_fn)
-    name = name_of_function(training.loss_fn) or training.objective.loss
+    name = name_of_function(training.loss_fn) or training.objective_spec.loss
     whole = _losses(loss_fn, name, training, _build_batches(training, max_tokens=MANY_TOKENS))
-    parts = _losses(loss_fn, name, training, _build_batches(training, max_tokens=ONE_TOKEN))
+    parts = _losses(loss_fn, name, training, _build_batches(training, max_tokens=FEW_TOKENS))
     total, sum_of_parts = sum(map(float, whole)), sum(map(float, parts))
     found: list[Caution] = []
     if not math.isclose(total, sum_of_parts, rel_tol=TOLERANCE, abs_tol=TOLERANCE):
         found.append(
             Caution(
                 f"the loss function {name} returned {total:.4g} for a batch, and {sum_of_parts:.4g} in all for its "
-                f"completions one by one: training.rl.max_micro_batch_tokens and the number of GPUs would change the "
+                f"rows one by one: training.rl.max_micro_batch_tokens and the number of GPUs would change the "
                 "result; divide sums over tokens by batch.num_loss_tokens in place of taking means"
             )
         )
     if training.loss_fn == "":
         return found
     own = resolve_function(training.loss_fn, {}, setting="training.rl.loss_fn")
-    if not takes_config(own) and training.loss.model_copy(update=READ_BY_OTHERS) != LossConfig():
+    usual, given = LossConfig().model_dump(exclude=set(READ_BY_OTHERS)), training.loss.model_dump()
+    unused = [f"training.rl.loss.{setting}" for setting, value in usual.items() if given[setting] != value]
+    if unused and not takes_config(own):
         found.append(
-            Caution(
-                f"training.rl.loss does nothing: {name} takes its place and has no parameter `config` that reads it"
-            )
+            Caution(f"no effect of {', '.join(unused)}: the loss function {name} has no parameter `config` to read")
         )
     return found
 
 
 def reads_rollout_logprobs(training: RLTrainingConfig) -> bool:
-    """Whether the gradient of the user's own loss depends on the engine's log-probs, as a correction for age does."""
+    """Whether the gradient of the user's own loss depends on the engine's log-probs, as a correction for age does.
+
+    A loss may only drop tokens whose log-prob moved far, so large shifts are tried too.
+    """
     loss_fn, name = create_policy_loss(training.loss, training.loss_fn), name_of_function(training.loss_fn)
     [first, *_] = _build_batches(training, max_tokens=MANY_TOKENS)
-    other = replace(first, rollout_logprobs_BT=first.rollout_logprobs_BT - 0.3)
-    scores = [_scores_of(first, training) for _ in range(2)]
-    one, another = (
-        _gradient(_call(loss_fn, name, each, batch), each, name)
-        for batch, each in zip((first, other), scores, strict=True)
-    )
-    return not torch.equal(one, another)
+    gradients = []
+    for shift in (0.0, *SHIFTS):
+        scores = _scores_of(first, training)
+        shifted = replace(first, rollout_logprobs_BT=first.rollout_logprobs_BT + shift)
+        gradients.append(_gradient(_call(loss_fn, name, scores, shifted), scores, name))
+    return not all(torch.equal(gradients[0], each) for each in gradients[1:])
 
 
 def _losses(loss_fn: LossFn, name: str, training: RLTrainingConfig, batches: Sequence[TrainBatch]) -> list[Tensor]:
@@ -105,7 +109,7 @@ def _call(
         [read] = read_metrics([metrics])
     except ConfigError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ConfigError(f"the loss function {name} {describe_raised(error)}") from error
     if names is not None:
         names.add(frozenset(read))
@@ -118,7 +122,7 @@ def _gradient(loss: Tensor, scores: TokenScores, name: str) -> Tensor:
         raise ConfigError(f"the loss function {name} returned a loss without a gradient: compute it from scores")
     try:
         [gradient_BT] = torch.autograd.grad(loss, scores.logprobs_BT, allow_unused=True)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ConfigError(f"the gradient of the loss function {name} {describe_raised(error)}") from error
     return torch.zeros_like(scores.logprobs_BT) if gradient_BT is None else gradient_BT
 
@@ -143,7 +147,7 @@ def _build_batches(training: RLTrainingConfig, *, max_tokens: int) -> list[Train
         ref_logprobs=scored if training.with_reference else {},
         values=scored if training.with_values else {},
     )
-    batch, limit = convert_to_batch(samples), {"max_micro_batch_tokens": max_tokens, "packing": max_tokens > ONE_TOKEN}
+    batch, limit = convert_to_batch(samples), {"max_micro_batch_tokens": max_tokens}
     return prepare_grpo_batch(batch, batch.rewards, training.model_copy(update=limit), scores=scores)
 
 

@@ -138,7 +138,7 @@ def _of_absent_parts(rl: RLTrainingConfig) -> list[str]:
     """Settings of a part of the algorithm that the other settings leave out."""
     loss, shaping, has_values = rl.loss, rl.reward_shaping, rl.with_values
     has_penalty, has_kl_reward, has_kl_loss = shaping.overlong_buffer_tokens > 0, shaping.kl_coef > 0, loss.kl_coef > 0
-    objective, is_chosen = rl.objective, rl.loss_fn == ""
+    objective, is_chosen = rl.objective_spec, rl.loss_fn == ""
     is_constant, is_averaged = rl.advantage.estimator == "constant", loss.aggregation == "constant_length"
     parts = [
         ("advantage", "baseline", is_constant, 'without advantage.estimator = "constant"'),

@@ -115,8 +115,8 @@ class RLTrainingConfig(Record):
         return self.packing and self.policy.takes_masks
 
     @property
-    def objective(self) -> Objective:
-        """What the settings have to know of the loss."""
+    def objective_spec(self) -> Objective:
+        """The record of the objective: what the loss reads and needs. `loss.objective` is its name."""
         return OWN_LOSS if self.loss_fn else ALL_OBJECTIVES[self.loss.objective]
 
     @property
@@ -132,7 +132,7 @@ class RLTrainingConfig(Record):
             return {"training.rl.loss_fn": name} if ":" in name else {}
         record = ALL_OBJECTIVES.locate(self.loss.objective)
         setting = "training.rl.loss.objective"
-        return {setting: record, f"the loss of {setting}": self.objective.loss} if ":" in record else {}
+        return {setting: record, f"the loss of {setting}": self.objective_spec.loss} if ":" in record else {}
 
     @property
     def with_values(self) -> bool:
@@ -142,22 +142,22 @@ class RLTrainingConfig(Record):
     @property
     def with_reference(self) -> bool:
         """Whether something compares with the model that training starts from."""
-        return self.loss.kl_coef > 0 or self.reward_shaping.kl_coef > 0 or self.objective.needs_reference
+        return self.loss.kl_coef > 0 or self.reward_shaping.kl_coef > 0 or self.objective_spec.needs_reference
 
     @property
     def corrects_for_age(self) -> bool:
         """Whether the loss weighs a token by how much likelier it is now than when it was sampled."""
-        has_ratio_to_rollout = self.objective.has_ratio and self.loss.ratio_base == "rollout"
+        has_ratio_to_rollout = self.objective_spec.has_ratio and self.loss.ratio_base == "rollout"
         return has_ratio_to_rollout or self.loss.mismatch.weight != "none"
 
     @property
     def needs_rollout_logprobs(self) -> bool:
-        """Whether the loss compares with what was said of each token when it was sampled."""
+        """Whether the policy loss reads the engine's log-probs. For `loss_fn`, `reads_rollout_logprobs` finds out."""
         loss = self.loss
-        has_ratio = self.objective.has_ratio or loss.drift_mask > 0 or loss.ratio_penalty > 0
+        has_ratio = self.objective_spec.has_ratio or loss.drift_mask > 0 or loss.ratio_penalty > 0
         has_ratio = has_ratio or (loss.kl_coef > 0 and loss.kl_weight == "ratio")
         compares = (loss.ratio_base == "rollout" and has_ratio) or loss.mismatch != MismatchConfig()
-        return compares or self.objective.needs_rollout_logprobs
+        return compares or self.objective_spec.needs_rollout_logprobs
 
     @property
     def needs_old_scores(self) -> bool:

@@ -5,7 +5,6 @@ Not here: the jobs that do a stage (jobs/), where and when they run (tasks, flow
 
 from __future__ import annotations
 
-import re
 from typing import NamedTuple
 
 from rollouts_core.stages.kind import StageKind
@@ -34,6 +33,7 @@ __all__ = [
 ]
 
 STAGES = {"sft": SFT, "rl": RL, "select": SELECT, "evaluate": EVALUATE}
+assert [name for name, kind in STAGES.items() if kind.is_graded] == [RL.name], "only RL may be graded so far"
 PIPELINES = {"sft": (SFT, SELECT), "rl": (RL, SELECT), "sft+rl": (SFT, SELECT, RL, SELECT)}
 """The stages of each mode, in order. Every run ends with EVALUATE."""
 TRAININGS = {name: kind for name, kind in STAGES.items() if kind.trains}
@@ -68,6 +68,8 @@ def stages_of(mode: str) -> tuple[StagePlace, ...]:
     for kind in PIPELINES[mode] if mode else ():
         name = kind.name if kind.trains else selection_of(places[-1].name)
         places.append(StagePlace(name, kind))
+    names = [place.name for place in places]
+    assert len(names) == len(set(names)), f"a stage occurs twice in the mode {mode}: {names}"
     return (*places, StagePlace(EVALUATE.name, EVALUATE))
 
 
@@ -84,7 +86,7 @@ def kind_of(name: str) -> StageKind:
     """
     if is_selection(name):
         return SELECT
-    return STAGES[_without_number(name)]
+    return STAGES[name]
 
 
 def is_selection(name: str) -> bool:
@@ -94,17 +96,14 @@ def is_selection(name: str) -> bool:
 
 def is_training(name: str) -> bool:
     """Whether a stage of this name trains. Stores of other versions may have stages that are unknown here."""
-    return _without_number(name) in TRAININGS
+    return name in TRAININGS
 
 
 def label_of(model: str) -> str:
     """The label of a model of an evaluation: that of the training that left it. Other models keep their names."""
     if model == BASE:
         return "Base"
-    if not is_training(model):
-        return model
-    number = model.removeprefix(kind_of(model).name).removeprefix("-")
-    return f"{kind_of(model).label} {number}".rstrip()
+    return kind_of(model).label if is_training(model) else model
 
 
 def capitalized(title: str) -> str:
@@ -117,8 +116,3 @@ def describe_mode(mode: str) -> str:
     if mode not in PIPELINES:
         return mode
     return ", then ".join(place.kind.title for place in trainings_of(mode))
-
-
-def _without_number(name: str) -> str:
-    """The name of the kind of a stage that occurs several times: sft of sft-2."""
-    return re.sub(r"-\d+$", "", name)

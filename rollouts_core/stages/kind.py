@@ -39,7 +39,7 @@ class LearningRates:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageKind:
-    """A kind of stage: a row of STAGES."""
+    """A kind of stage: a row of STAGES. A training must have `settings`, `job`, `plan` and `run`."""
 
     name: str
     """The stage in settings, directories and records. `training.NAME` has the settings of a training."""
@@ -67,7 +67,8 @@ class StageKind:
     needs: tuple[tuple[str, ...], ...] = ()
     """The settings of `data` that a training cannot do without; one of each tuple is enough."""
     is_graded: bool = False
-    """Whether a training learns from completions and their rewards: from engines, or recorded in `data.rollouts`."""
+    """Whether a training learns from completions and their rewards: from engines, or recorded in `data.rollouts`.
+    Only RL may set this so far: the checks of graded modes read `training.rl`, and the job has the fields of RLJob."""
     is_judged: bool = False
     """Whether a run fails if this training does not improve on the model that it started from."""
     rules: str = ""
@@ -91,6 +92,10 @@ class StageKind:
     """Whether a training writes completions to samples/, which the live page shows."""
     facts: str = ""
     """Function of a training's job and run directory: (what, text) pairs for the report."""
+
+    def __post_init__(self) -> None:
+        missing = [name for name in ("settings", "job", "plan", "run") if self.trains and not getattr(self, name)]
+        assert not missing, f"the training {self.name} lacks {', '.join(missing)}"
 
     @property
     def setting(self) -> str:

@@ -26,14 +26,14 @@ RL = StageKind(
     memory="rollouts_core.checks.resource_needs:rl_memory",
     remedies="rollouts_core.checks.resource_needs:rl_remedies",
     find_unused="rollouts_core.checks.no_effect:rl_without_effect",
-    # Gradients of RL are of few bits, and its start is not to be lost.
+    # Rewards carry little information per step, and large updates would undo what the start model can do.
     learning_rates=LearningRates(of_all="5e-7 to 5e-6", of_adapters="5e-6 to 1e-4", low_for_adapters=2e-6, share=0.1),
     curves=(
         Curve("reward", "Reward", "Mean over the step's rollouts, on training prompts.", is_from_zero=False),
         Curve(
             "reward_unfiltered",
             "Reward before the filter",
-            "With the groups that it dropped: where it leaves out what is solved, that is how the policy gets better.",
+            "With the dropped groups. If the filter drops solved prompts, only this curve shows the progress.",
             is_from_zero=False,
         ),
         Curve("response_tokens", "Completion length", "Mean number of sampled tokens."),

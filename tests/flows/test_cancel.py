@@ -62,7 +62,10 @@ def test_a_run_of_a_terminal_that_lives_is_cancelled_and_waited_for(rollouts: Ro
     assert asking.wait(60) == 0, other.said()
     assert f"{name}: cancelled" in other.said()
     assert process.wait(30) == 130, rollouts.said()
-    assert "rollouts: the run was cancelled in Prefect, or set to an ended state there. Finished work is" in rollouts.said()
+    assert (
+        "rollouts: the run was cancelled in Prefect, or set to an ended state there. Finished work is"
+        in rollouts.said()
+    )
     assert json.loads((sft / "exit-1.json").read_text())["cancelled"]
     verify_checkpoint(list_checkpoints(sft / "checkpoints")[-1])
     assert_nothing_is_left(rollouts)

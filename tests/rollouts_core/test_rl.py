@@ -42,7 +42,7 @@ from rollouts_core.errors import CheckpointError, ConfigError, DataError, NonFin
 from rollouts_core.metrics import EventLog
 from rollouts_core.model.loading import load_hf_model
 from rollouts_core.rewards import RewardFn
-from rollouts_core.rl import describe_rollouts, run_rl_training, score_rollouts, train_on_rollouts
+from rollouts_core.rl import check_logprobs, describe_rollouts, run_rl_training, score_rollouts, train_on_rollouts
 from rollouts_core.rl_batch import prepare_grpo_batch
 from rollouts_core.rollout.generate import create_engine_generate_fn
 from rollouts_core.rollout.manager import AsyncRolloutManager
@@ -589,6 +589,43 @@ def test_samples_that_do_not_say_how_likely_they_were_are_refused_where_the_loss
         metrics = asyncio.run(trained)
         assert metrics["num_updates"] == 1
         assert not {"kl_rollout_policy", "mismatch_kl", "mismatch_ratio_max"} & metrics.keys()
+
+
+def weighs_by_ratio(scores: TokenScores, batch: TrainBatch) -> tuple[Tensor, LossMetrics]:
+    ratio_BT = (scores.logprobs_BT - batch.rollout_logprobs_BT).exp()
+    loss = -(ratio_BT * batch.advantages_BT * batch.loss_mask_BT).sum() / batch.num_loss_tokens
+    return loss, {"loss": loss}
+
+
+def drops_moved_tokens(scores: TokenScores, batch: TrainBatch) -> tuple[Tensor, LossMetrics]:
+    kept_BT = ((scores.logprobs_BT - batch.rollout_logprobs_BT).abs() < 2) * batch.loss_mask_BT
+    loss = -(scores.logprobs_BT * batch.advantages_BT * kept_BT).sum() / batch.num_loss_tokens
+    return loss, {"loss": loss}
+
+
+def reads_no_engine(scores: TokenScores, batch: TrainBatch) -> tuple[Tensor, LossMetrics]:
+    loss = -(scores.logprobs_BT * batch.advantages_BT * batch.loss_mask_BT).sum() / batch.num_loss_tokens
+    return loss, {"loss": loss}
+
+
+@pytest.mark.parametrize("ratio_base", ["rollout", "old"])
+@pytest.mark.parametrize(
+    ("function", "is_needed"), [(weighs_by_ratio, True), (drops_moved_tokens, True), (reads_no_engine, False)]
+)
+def test_a_users_loss_decides_itself_whether_samples_need_log_probs(
+    function: LossFn, is_needed: bool, ratio_base: str
+) -> None:
+    training = RLTrainingConfig.model_validate(
+        {"loss_fn": f"{__name__}:{function.__name__}", "loss": {"ratio_base": ratio_base}}
+    )
+    silent = [replace(sample, rollout_log_probs=None) for sample in make_random_samples(2)]
+    if is_needed:
+        with pytest.raises(
+            DataError, match=rf"or change .*{function.__name__}, which reads batch\.rollout_logprobs_BT"
+        ):
+            check_logprobs(silent, training)
+    else:
+        check_logprobs(silent, training)
 
 
 EXCLUDE: dict[str, object] = {"advantage": {"unscored": "exclude"}}

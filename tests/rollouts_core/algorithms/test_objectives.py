@@ -121,9 +121,9 @@ def test_every_check_and_warning_asks_the_row(monkeypatch: pytest.MonkeyPatch) -
         LossConfig.model_validate({"objective": "toy", "mismatch": {"weight": "token"}})
 
 
-def test_a_loss_of_the_users_counts_as_one_that_reads_everything() -> None:
+def test_a_loss_of_the_users_counts_as_one_that_trains_on_everything() -> None:
     rl = config_of().training.rl.model_copy(update={"loss_fn": "own:loss"})
-    assert rl.objective is OWN_LOSS and rl.needs_rollout_logprobs and not rl.with_reference
+    assert rl.objective_spec is OWN_LOSS and not rl.with_reference
     assert has_gradient(make_sample([1, 2]), 0.0, rl)
 
 

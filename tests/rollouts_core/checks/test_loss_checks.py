@@ -62,6 +62,14 @@ def raises(scores: TokenScores, batch: TrainBatch) -> Returned:
     raise KeyError("margin")
 
 
+def exits(scores: TokenScores, batch: TrainBatch) -> Returned:
+    raise SystemExit(3)
+
+
+def takes_places(scores: TokenScores, batch: TrainBatch, config: LossConfig, /) -> Returned:
+    raise AssertionError
+
+
 def takes_one(scores: TokenScores) -> Returned:
     raise AssertionError
 
@@ -96,6 +104,9 @@ def breaks_backward(scores: TokenScores, batch: TrainBatch) -> Returned:
     ("function", "said"),
     [
         ("raises", r"raises raised KeyError: 'margin' \(test_loss_checks\.py, line \d+\)$"),
+        ("exits", r"exits raised SystemExit: 3 \(test_loss_checks\.py, line \d+\)$"),
+        ("torch:add", "the loss function torch:add raised TypeError: "),
+        ("takes_places", "takes_places raised TypeError: .*missing 1 required positional argument: 'config'"),
         ("takes_one", r"takes_one raised TypeError: .*positional argument"),
         ("returns_a_number", "returns_a_number returned float: expected a tensor of one element and a dict"),
         ("has_no_gradient", "has_no_gradient returned a loss without a gradient: compute it from scores$"),
@@ -118,10 +129,23 @@ def test_a_loss_whose_micro_batches_do_not_add_up_is_warned_of() -> None:
     assert check_loss_fn(with_loss("reinforces")) == []
 
 
+def takes_means_of_rows(scores: TokenScores, batch: TrainBatch) -> Returned:
+    counts_B = batch.loss_mask_BT.sum(-1)
+    means_B = (scores.logprobs_BT * batch.advantages_BT * batch.loss_mask_BT).sum(-1) / counts_B.clamp(min=1.0)
+    loss = -means_B.sum() / batch.num_samples
+    return loss, {"loss": loss}
+
+
+def test_a_loss_of_rows_adds_up_if_completions_are_not_packed() -> None:
+    [told] = check_loss_fn(with_loss("takes_means_of_rows", packing=True))
+    assert "would change the result" in told
+    assert check_loss_fn(with_loss("takes_means_of_rows", packing=False)) == []
+
+
 def test_settings_that_a_loss_does_not_read_are_warned_of() -> None:
-    [told] = check_loss_fn(with_loss("reinforces", loss={"clip_low": 0.1}))
-    assert told.startswith("training.rl.loss does nothing: ") and "has no parameter `config`" in told
-    assert check_loss_fn(with_loss("reinforces", loss={"kl_coef": 0.1})) == []  # the batch has the reference then
+    [told] = check_loss_fn(with_loss("reinforces", loss={"clip_low": 0.1, "kl_coef": 0.1, "ratio_penalty": 0.1}))
+    assert told.startswith("no effect of training.rl.loss.clip_low, training.rl.loss.ratio_penalty: ")
+    assert told.endswith("reinforces has no parameter `config` to read")
     config = Config.model_validate(
         {
             "mode": "rl",
@@ -134,6 +158,18 @@ def test_settings_that_a_loss_does_not_read_are_warned_of() -> None:
     assert find_settings_without_effect(config) == [
         'training.rl.loss.objective "gspo" does nothing with training.rl.loss_fn, which takes its place'
     ]
+
+
+def takes_old_ratio(scores: TokenScores, batch: TrainBatch) -> Returned:
+    assert batch.old_logprobs_BT is not None
+    loss = -((scores.logprobs_BT - batch.old_logprobs_BT).exp() * batch.advantages_BT).sum() / batch.num_loss_tokens
+    return loss, {"loss": loss}
+
+
+@pytest.mark.parametrize("loss", [{"ratio_base": "old"}, {"mismatch": {"mask": "token", "mask_low": 0.5}}])
+def test_settings_that_fill_the_batch_are_not_warned_of(loss: dict[str, Any]) -> None:
+    assert check_loss_fn(with_loss("takes_old_ratio", num_minibatches=2, loss=loss)) == []
+    assert check_loss_fn(with_loss("reinforces", loss={"kl_coef": 0.1})) == []  # the batch has the reference then
 
 
 @pytest.mark.parametrize(("function", "reads"), [("calls_ours", True), ("reinforces", False)])

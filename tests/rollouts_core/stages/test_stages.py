@@ -6,13 +6,17 @@ not be found by runs that are retried.
 
 from __future__ import annotations
 
-from dataclasses import fields
+import runpy
+from dataclasses import fields, replace
+from typing import Any
 
 import pytest
 
+from rollouts_core import stages
 from rollouts_core.config import Config, SFTTrainingConfig
 from rollouts_core.stages import (
     PIPELINES,
+    SELECT,
     STAGE_NAMES,
     STAGES,
     TRAININGS,
@@ -23,6 +27,7 @@ from rollouts_core.stages import (
     stages_of,
 )
 from rollouts_core.stages.kind import load
+from rollouts_core.stages.sft import SFT
 from tests.small_pipeline import small_settings
 
 
@@ -39,12 +44,28 @@ def test_every_dotted_name_of_a_stage_leads_to_a_function_or_class(name: str) ->
     assert all(callable(load(value)) for value in dotted)
 
 
+@pytest.mark.parametrize("name", ["settings", "job", "plan", "run"])
+def test_a_training_needs_its_settings_and_its_job(name: str) -> None:
+    without: dict[str, Any] = {name: ""}
+    with pytest.raises(AssertionError, match=f"^the training sft lacks {name}$"):
+        replace(SFT, **without)
+
+
 def test_each_stage_is_found_by_its_name() -> None:
     assert all(kind.name == name for name, kind in STAGES.items())
-    assert {name: kind_of(name).name for name in ("sft", "sft-2", "select-sft", "select-sft-2", "evaluate")} == {
-        "sft": "sft", "sft-2": "sft", "select-sft": "select", "select-sft-2": "select", "evaluate": "evaluate",
-    }  # fmt: skip
+    assert {name: kind_of(name).name for name in ("sft", "select-sft", "evaluate")} == {
+        "sft": "sft",
+        "select-sft": "select",
+        "evaluate": "evaluate",
+    }
     assert is_training("rl") and not is_training("select-rl") and not is_training("of-another-version")
+
+
+def test_another_graded_stage_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checks and planning would read the settings of RL for it."""
+    monkeypatch.setattr("rollouts_core.stages.sft.SFT", replace(SFT, is_graded=True))
+    with pytest.raises(AssertionError, match="only RL may be graded so far"):
+        runpy.run_path(str(stages.__file__))
 
 
 def test_a_run_selects_after_each_training_and_evaluates_at_its_end() -> None:
@@ -55,10 +76,14 @@ def test_a_run_selects_after_each_training_and_evaluates_at_its_end() -> None:
     assert [name for name, _ in stages_of("")] == ["evaluate"]
 
 
+def test_a_mode_cannot_have_a_training_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(PIPELINES, "sft+sft", (SFT, SELECT, SFT, SELECT))
+    with pytest.raises(AssertionError, match=r"a stage occurs twice in the mode sft\+sft"):
+        stages_of("sft+sft")
+
+
 def test_a_model_has_the_label_of_the_training_that_left_it() -> None:
-    assert [label_of(name) for name in ("base", "sft", "rl", "sft-2", "production")] == [
-        "Base", "SFT", "RL", "SFT 2", "production",
-    ]  # fmt: skip
+    assert [label_of(name) for name in ("base", "sft", "rl", "production")] == ["Base", "SFT", "RL", "production"]
     assert describe_mode("sft+rl") == "supervised fine-tuning, then reinforcement learning"
     assert describe_mode("of another version") == "of another version"
 
