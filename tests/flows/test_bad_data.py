@@ -104,7 +104,7 @@ def test_a_demonstration_that_does_not_fit_is_named_by_its_row(
         ([{"prompt": "1", "answer": "1"}, {"question": "x"}], "row 2: expected `prompt` or `messages`; found question"),
         ([{"prompt": "1", "answer": "1"}, {"prompt": "1" * 40, "answer": "1"}], "row 2: the prompt 'prompts-2' has 43"),
         ([{"id": "a", "prompt": "1"}, {"id": "a", "prompt": "2"}], "row 2: id 'a' is also that of row 1"),
-        ([{"id": "a", "prompt": "1", "solution": "1"}], "prompt 'a' has no `answer`, which arithmetic compares"),
+        ([{"id": "a", "prompt": "1", "solution": "1"}], "prompt 'a' has no `answer`, which arithmetic grades by"),
         ([{"id": None, "prompt": "1", "answer": None}], "prompt 'prompts-1' has no `answer`"),
     ],
 )
