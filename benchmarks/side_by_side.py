@@ -48,7 +48,7 @@ class Turn:
     seconds: float
     """From the permission to the end of the last step."""
     cpu_seconds: float
-    """What the worker's process computed in that time, on all its threads; not that of its children."""
+    """Processor time of the worker's process in that time, on all its threads, without its children."""
     num_steps: int
     """Whole steps."""
     losses: list[float] = field(default_factory=list)
