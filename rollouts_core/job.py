@@ -8,6 +8,7 @@ Inputs are named by path and digest; the digest is part of the job's identity, t
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
@@ -113,9 +114,9 @@ class TrainingJob(Record):
     """Which of the machines this is: 0 leads, and does all but computing; then come `further_trainers`."""
 
     @property
+    @abstractmethod
     def inputs(self) -> dict[str, str]:
         """Digests of what is trained on and from, by the names that checkpoints have for it."""
-        raise NotImplementedError
 
     @property
     def graders(self) -> RolloutConfig | None:
