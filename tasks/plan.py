@@ -16,7 +16,6 @@ from rollouts.tasks.records import EngineRecord, RunScope, Stage, StageRecord
 from rollouts_core.config import (
     Config,
     EngineConfig,
-    RLTrainingConfig,
     RolloutConfig,
     SamplingConfig,
     SFTTrainingConfig,
@@ -32,6 +31,7 @@ from rollouts_core.job import (
     RLJob,
     ServeJob,
     TrainingJob,
+    job_type,
 )
 from rollouts_core.keys import OWN_KEY_VARIABLE
 from rollouts_core.stages import EVALUATE, kind_of, selection_of
@@ -200,9 +200,11 @@ def check_plugins(stage: Stage) -> None:
 
     Engines start in between: what was edited meanwhile would train under the identity of what it was.
     """
-    planned = stage.job.get("plugin_digest")
-    training = RLTrainingConfig.model_validate(stage.job["training"]) if stage.kind == "rl" else None
-    if planned and plugin_digest(RolloutConfig.model_validate(stage.job["rollout"]), training) != planned:
+    if not (planned := stage.job.get("plugin_digest")):
+        return
+    job = job_type(stage.kind).model_validate(stage.job)
+    assert isinstance(job, RLJob | EvalJob), "other jobs have no such digest"
+    if plugin_digest(job.rollout, job.training if isinstance(job, RLJob) else None) != planned:
         raise ConfigError(
             "the code of rewards, environments or the loss, or a model that grades, changed since the stage was "
             "planned: start the run again"
