@@ -347,7 +347,7 @@ def watch(
     """Serve pages with the curves and samples of runs that are under way, until Ctrl-C.
 
     With PREFECT_API_URL also look after the runs of that server whose process was on this machine and is gone: they
-    become Crashed, and are started again, `run.restarts` times.
+    become Crashed, and are started again, `run.restarts` times. Rented machines whose time is over are ended, too.
     """
     is_new = not store.exists()
     check_writable(store)
