@@ -17,9 +17,10 @@ from rollouts.flows.certificate import client_context
 from rollouts.flows.password import basic_authorization
 from rollouts.flows.server import ServerAddress, ServerError
 
-TIMEOUT_S = 30.0
+TIMEOUT = httpx.Timeout(120.0, connect=30.0)
+"""A server that is gone refuses the connection at once. A living one is slow on a busy machine, most when it starts."""
 BUSY_TIMEOUT_S = 30.0
-"""SQLite answers 503 while somebody else writes: so long the question is asked again."""
+"""How long a question is repeated that SQLite answers with 503, because another program writes."""
 OF_PROXIES = (
     httpx.codes.UNAUTHORIZED,
     httpx.codes.FORBIDDEN,
@@ -72,7 +73,7 @@ def _ask_own(address: ServerAddress, method: str, path: str, question: Any) -> h
     deadline = time.monotonic() + BUSY_TIMEOUT_S
     verify = client_context(address.certificate) if address.certificate else True
     headers = {"Authorization": basic_authorization(address.password)} if address.password else {}
-    with httpx.Client(verify=verify, trust_env=False, timeout=TIMEOUT_S, headers=headers) as client:
+    with httpx.Client(verify=verify, trust_env=False, timeout=TIMEOUT, headers=headers) as client:
         while True:
             try:
                 answer = client.request(method, f"{address.api_url}{path}", json=question)
