@@ -139,7 +139,7 @@ def test_another_machine_finds_the_entry_points_in_what_is_sent(installed: Path,
     program = (
         "from rollouts_core.config import RLTrainingConfig\n"
         "from rollouts_core.environments import ALL_ENVIRONMENTS\n"
-        "print(RLTrainingConfig.model_validate({'loss': {'objective': 'soft_gate'}}).objective.loss)\n"
+        "print(RLTrainingConfig.model_validate({'loss': {'objective': 'soft_gate'}}).objective_spec.loss)\n"
         "print(ALL_ENVIRONMENTS['nearness'].__module__)\n"
     )
     environment = clean_environment() | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{SOURCES}"}

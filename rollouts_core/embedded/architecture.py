@@ -82,15 +82,15 @@ def load_architecture(
         UnsupportedModelError: a model that the decoders would compute wrongly.
     """
     config = _read_json(model_dir / "config.json")
-    names = config.get("architectures") or ["(no architecture)"]
     try:
+        names = config["architectures"]
         if unsupported := _find_unsupported(names[0], config):
             found, supported = unsupported
             raise UnsupportedModelError(
                 f"{model_dir}: {runner} does not support {found}; it supports {supported}: {remedy}"
             )
         return _describe(names[0], config, read_end_token_ids(model_dir))
-    except (KeyError, TypeError, AttributeError, ArithmeticError) as error:
+    except (LookupError, TypeError, AttributeError, ArithmeticError) as error:
         raise CheckpointError(
             f"{model_dir}: config.json is not the whole config.json of a model ({error!r}): copy the checkpoint again"
         ) from error
