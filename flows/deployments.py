@@ -241,8 +241,8 @@ def overridden(
         if not separator or not key:
             raise ConfigError(f"{assignment!r} is not of the form key=value, like training.rl.num_steps=10")
         node = settings["node"]
-        if key == "node.provider" and isinstance(node, dict) and text != node.get("provider"):
-            settings["node"] = {}  # the settings of another provider say nothing about this one
+        if key == "node.kind" and isinstance(node, dict) and text != node.get("kind"):
+            settings["node"] = {}  # the settings of another kind say nothing about this one
         *sections, last = key.split(".")
         if (table := key.partition(".")[0]) in TABLES_OF_FLOWS and TABLES_OF_FLOWS[table] != flow:
             raise ConfigError(f"{key}: this deployment has no {table}, {_WHERE_ELSE[table]}")

@@ -5,7 +5,7 @@ Not here: what the settings mean (rollouts_core/config/, infra/node.py).
 A file is the core's `Config` at its top level, with further tables:
 
     mode = "sft+rl"        [model] [data] [training.sft] [rollout] ...     -> Config
-    [node] provider = "local" | "ssh" | "instance" | "provision"          -> NodeSettings
+    [node] kind = "local" | "ssh" | "instance" | "rented"             -> NodeSettings
     [run]  name = "quickstart"                                            -> RunOptions
     [retrain], [schedule]: for `rollouts up`, not for a single run        -> RetrainConfig, ScheduleConfig
     [evaluate] model = "production"                                       -> EvaluateConfig, for `rollouts evaluate`
@@ -63,6 +63,8 @@ OWN_TABLES = ("node", "run", "retrain", "schedule", "evaluate")
 """Tables of a file that are none of the core's."""
 NODE_FILES = ("key_file", "known_hosts", "requirements", "ssh_config")
 """Settings of nodes that name files of this machine."""
+FORMER_KEY, FORMER_KINDS = "provider", {"provision": "rented"}
+"""The name that earlier versions gave `node.kind`, and the kinds that had another name."""
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
 CREDENTIALS_PATTERN = r"^([a-z0-9][a-z0-9-]{0,63})?$"
 """Prefect's names of blocks; empty names none."""
@@ -73,32 +75,35 @@ else:
 
 
 def without_stale(settings: Any) -> Any:  # Any: unchecked input
-    """The form's settings of a node, without leftovers from the tab of another provider.
+    """The form's settings of a node, without leftovers from the tab of another kind.
 
-    Providers share names of fields. A default of the other provider was not meant for this one if it is empty, or if
-    there are fields that only the other provider has.
+    The kinds share names of fields. A default of the other kind was not meant for this one if it is empty, or if
+    there are fields that only the other kind has.
     """
     if not isinstance(settings, dict):
         return settings
-    settings = {"provider": "local", **settings}  # what is asked for over HTTP may leave it out, as a file may
-    if settings["provider"] not in NODE_TYPES:
+    if FORMER_KEY in settings and "kind" not in settings:  # a run that an earlier version began
+        former = settings[FORMER_KEY]
+        settings = {**settings, "kind": FORMER_KINDS.get(former, former)}
+    settings = {"kind": "local", **settings}  # a request over HTTP may leave it out, as a file may
+    if settings["kind"] not in NODE_TYPES:
         return settings
-    own = NODE_TYPES[settings["provider"]].model_fields
+    own = NODE_TYPES[settings["kind"]].model_fields
     stale: set[str] = set()
     for node_type in NODE_TYPES.values():
         other = node_type.model_fields
         was_open = not settings.keys().isdisjoint(other.keys() - own.keys())
         stale |= {
             key
-            for key in settings.keys() & other.keys() & own.keys() - {"provider"}
+            for key in settings.keys() & other.keys() & own.keys() - {"kind"}
             if settings[key] == other[key].default != own[key].default and (was_open or settings[key] == "")
         }
     return {key: value for key, value in settings.items() if key not in stale and key in own}
 
 
 def node_in_sentences(settings: Any, validate: ValidatorFunctionWrapHandler) -> Any:  # Any: unchecked input
-    """The node that is posted, whose keys must be some provider's: the form leaves those of another tab there."""
-    known = {key for node_type in NODE_TYPES.values() for key in node_type.model_fields}
+    """The node that is posted, whose keys must be some kind's: the form leaves those of another tab there."""
+    known = {FORMER_KEY, *(key for node_type in NODE_TYPES.values() for key in node_type.model_fields)}
     unknown = {key: settings[key] for key in settings if key not in known} if isinstance(settings, dict) else {}
     try:
         if not unknown:
@@ -337,13 +342,19 @@ def _read_config(settings: dict[str, Any], path: Path, mistakes: Mistakes) -> Co
 
 
 def _read_node(settings: dict[str, Any], path: Path, mistakes: Mistakes) -> NodeSettings | None:  # Any: unchecked
-    provider = settings.get("provider", "local")
-    if not isinstance(provider, str) or provider not in NODE_TYPES:
-        error = ConfigError(f"{path}: node.provider is {provider!r}: {_expected_provider(provider)}")
-        mistakes.note("node.provider", error, names_place=True)
+    if FORMER_KEY in settings:
+        former = settings[FORMER_KEY]
+        now = FORMER_KINDS.get(former, former) if isinstance(former, str) else "local"
+        error = ConfigError(f'{path}: node.{FORMER_KEY} is now node.kind: write kind = "{now}"')
+        mistakes.note(f"node.{FORMER_KEY}", error, names_place=True)
+        settings = {"kind": now} | {key: value for key, value in settings.items() if key != FORMER_KEY}
+    kind = settings.get("kind", "local")
+    if not isinstance(kind, str) or kind not in NODE_TYPES:
+        error = ConfigError(f"{path}: node.kind is {kind!r}: {_expected_kind(kind)}")
+        mistakes.note("node.kind", error, names_place=True)
         return None
-    node_type = NODE_TYPES[provider]
-    known = _known_keys("node", settings, node_type, path, mistakes, hint=partial(_suggest_node_key, provider=provider))
+    node_type = NODE_TYPES[kind]
+    known = _known_keys("node", settings, node_type, path, mistakes, hint=partial(_suggest_node_key, kind=kind))
     resolved = resolve_node_paths(known, path.parent)
     node: NodeSettings | None = read_record(node_type, resolved, mistakes, source=f"{path}, table node", table="node")
     return node
@@ -373,26 +384,26 @@ def _settings_beside() -> list[str]:
     return list(dict.fromkeys(f"{table}.{name}" for table, record in records for name in record.model_fields))
 
 
-def _suggest_node_key(key: str, *, provider: str) -> str:
-    """A hint that an unknown key of a node belongs into its query, or to other providers; else nothing."""
+def _suggest_node_key(key: str, *, kind: str) -> str:
+    """A hint that an unknown key of a node belongs into its query, or to other kinds; else nothing."""
     others = [name for name, node_type in NODE_TYPES.items() if key in node_type.model_fields]
     is_of_query = not others and key in GPUQuery.model_fields
-    if is_of_query and provider == "provision":
+    if is_of_query and kind == "rented":
         return f"; did you mean node.query.{key}?"
-    wanted = " or ".join(f'"{name}"' for name in (["provision"] if is_of_query else others))
+    wanted = " or ".join(f'"{name}"' for name in (["rented"] if is_of_query else others))
     setting = f"node.query.{key}" if is_of_query else "that"
-    return f'; {setting} is a setting of node.provider = {wanted}, this one is "{provider}"' if wanted else ""
+    return f'; {setting} is a setting of node.kind = {wanted}, this one is "{kind}"' if wanted else ""
 
 
-def _expected_provider(given: object) -> str:
-    """The choices of `node.provider`, after another value was given."""
+def _expected_kind(given: object) -> str:
+    """The choices of `node.kind`, after another value was given."""
     expected = f"expected one of {', '.join(NODE_TYPES)}"
     cloud = given if given in cloud_names() else reached_through(given)
     if not cloud:
         return expected
     return (
-        f'{expected}; to have a machine rented there, set node.provider = "provision" and node.query.providers = '
-        f'["{cloud}"]; for one that you rented yourself, node.provider = "instance"'
+        f'{expected}; to have a machine rented there, set node.kind = "rented" and node.query.providers = '
+        f'["{cloud}"]; for one that you rented yourself, node.kind = "instance"'
     )
 
 

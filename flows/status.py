@@ -194,8 +194,7 @@ def describe_run(
     began = last["start_time"] if is_running and last else run["state"]["timestamp"]
     when = f"for {_clock(run['expected_start_time'])}" if is_foreseen else f"since {_clock(began)}"
     stage = f", {SUFFIX.sub('', last['name'])}" if is_running and last else ""
-    provider = parameter_of(run, "node").get("provider", "local")
-    where = nodes.get(run["id"], provider)
+    where = nodes.get(run["id"], parameter_of(run, "node").get("kind", "local"))
     line = f"{full_name(run):<20} {run['state_name']}{stage} {when} on {where}"
     return shown_lines(line).replace("\n", " ")  # on a server of several people names are what others wrote
 

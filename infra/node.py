@@ -41,8 +41,8 @@ INSTANCE = re.compile(r"(?P<provider>[^:]+):[A-Za-z0-9][A-Za-z0-9_-]{0,127}")
 VARIABLE = r"^([A-Za-z_][A-Za-z0-9_]*)?$"
 """The name of an environment variable, or none."""
 SSH_PORT = 22
-NO_PROVIDER = "none"
-"""The provider of what stands for a machine where none is needed."""
+NO_NODE = "none"
+"""The kind of what stands for a machine where none is needed."""
 RUNS_PROGRAM: JsonDict = {"needs_trust": "program"}
 """Marks a field that names a program, commands, packages to install, or a machine that gets code, data and keys.
 A run that is asked for through Prefect may set such a field only to a value that the operator trusts
@@ -56,7 +56,7 @@ class LocalNode(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="ignore", use_attribute_docstrings=True, title="This machine")
 
-    provider: Literal["local"] = "local"
+    kind: Literal["local"] = "local"
     """Where the stages run: on the machine of the worker itself."""
     root: str = ""
     """Directory in which the run directories lie. Leave it empty to use the store of the pipeline."""
@@ -155,7 +155,7 @@ class SSHNode(SSHMachine):
 
     model_config = ConfigDict(frozen=True, extra="ignore", use_attribute_docstrings=True, title="A machine over SSH")
 
-    provider: Literal["ssh"] = "ssh"
+    kind: Literal["ssh"] = "ssh"
     """Where the stages run: on a machine that is reached over SSH."""
     trainer_nodes: tuple[FurtherNode, ...] = ()
     """Machines that train together with the one above, each with `deployment.trainer_gpu_ranks`, or with
@@ -191,7 +191,7 @@ class InstanceNode(PackageSettings):
         frozen=True, extra="ignore", use_attribute_docstrings=True, title="A machine that you rented"
     )
 
-    provider: Literal["instance"] = "instance"
+    kind: Literal["instance"] = "instance"
     """Where the stages run: on a machine that you rented yourself. Its provider's key is in an environment variable of
     the worker, for example RUNPOD_API_KEY."""
     instance: str
@@ -224,7 +224,7 @@ class RentedNode(PackageSettings):
 
     model_config = ConfigDict(frozen=True, extra="ignore", use_attribute_docstrings=True, title="A rented machine")
 
-    provider: Literal["provision"] = "provision"
+    kind: Literal["rented"] = "rented"
     """Where the stages run: on a machine that is rented for the run. The providers' keys are in environment variables
     of the worker, for example RUNPOD_API_KEY."""
     query: GPUQuery = GPUQuery()
@@ -338,8 +338,8 @@ _FORMS = {
 }
 
 
-NodeSettings = Annotated[LocalNode | SSHNode | InstanceNode | RentedNode, Field(discriminator="provider")]
-"""Any provider's settings."""
+NodeSettings = Annotated[LocalNode | SSHNode | InstanceNode | RentedNode, Field(discriminator="kind")]
+"""The settings of any kind of node."""
 
 
 def without_further_nodes(settings: NodeSettings) -> NodeSettings:
@@ -369,9 +369,9 @@ NODE_TYPES: Mapping[str, type[LocalNode] | type[SSHNode] | type[InstanceNode] | 
     "local": LocalNode,
     "ssh": SSHNode,
     "instance": InstanceNode,
-    "provision": RentedNode,
+    "rented": RentedNode,
 }
-"""The settings of each provider, by its name."""
+"""The settings of each kind of node."""
 
 
 NO_AGENT = "none"
@@ -420,7 +420,8 @@ class Node:
 
     name: str
     """Unique among the nodes of a run; the ledger knows the node by it."""
-    provider: str
+    kind: str
+    """One of NODE_TYPES, or NO_NODE."""
     root: str
     """Absolute directory on the node in which the run directories lie."""
     python: str
@@ -477,4 +478,4 @@ class Node:
 
 def no_machine(store: str) -> Node:
     """What stands for a machine where all results are in the store already: no job can be run there."""
-    return Node(name="no machine", provider=NO_PROVIDER, root=store, python="")
+    return Node(name="no machine", kind=NO_NODE, root=store, python="")

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field
+from pydantic import AliasChoices, Field
 
 from rollouts_core.config import (
     PLACEMENT,
@@ -72,8 +72,8 @@ class InputModel(Record):
 class EngineAddress(Record):
     """An engine that a job may use."""
 
-    provider: EngineKind = "embedded"
-    """What answers there."""
+    kind: EngineKind = Field("embedded", validation_alias=AliasChoices("kind", "provider"))
+    """What answers there. Jobs that earlier versions wrote call it `provider`."""
     url: str
     """Base URL, reachable from the job."""
     lease_file: str

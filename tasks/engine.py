@@ -77,7 +77,7 @@ def launch_engine(rl: Stage, wanted_port: int, scope: RunScope, node: Node, inde
             )
         progress.say(f"{'still answers' if started.attached else 'answers'} at {url}")
     return EngineRecord(
-        provider=job.engine.kind,
+        kind=job.engine.kind,
         url=url,
         run_dir=run_dir,
         node=own.name,

@@ -72,9 +72,7 @@ def with_engines_elsewhere(rollout: RolloutConfig) -> RolloutConfig:
 def with_engines(rl: Stage, engines: Sequence[EngineRecord]) -> Stage:
     """The RL stage with the engines that it may use."""
     addresses = tuple(
-        EngineAddress(
-            provider=engine.provider, url=engine.url, lease_file=engine.lease_file, lease_url=engine.lease_url
-        )
+        EngineAddress(kind=engine.kind, url=engine.url, lease_file=engine.lease_file, lease_url=engine.lease_url)
         for engine in engines
     )
     job = RLJob.model_validate(rl.job).model_copy(update={"engines": addresses})

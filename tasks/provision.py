@@ -33,8 +33,8 @@ def provision(settings: NodeSettings, scope: RunScope) -> Node:
         node = provision_node(settings, Path(scope.store), run_id=scope.run_id, say=progress.say)
         for each in (node, *node.further_nodes):
             key = f" (its key: {each.believed_by})" if each.believed_by else ""
-            kind = "engines' node" if each in node.engine_nodes else "node"
-            progress.say(f"{each.provider} {kind} {each.name}{key}, run directories below {each.root}/stages")
+            noun = "engines' node" if each in node.engine_nodes else "node"
+            progress.say(f"{each.kind} {noun} {each.name}{key}, run directories below {each.root}/stages")
     return node
 
 
@@ -135,9 +135,7 @@ def describe_release(node: Node) -> str:
     names = [node.name, *(each.name for each in node.further_nodes if each.is_rented)]
     nodes = "node" if len(names) == 1 else "nodes"
     return (
-        f"{node.name} is yours, and runs on"
-        if node.is_of_user
-        else f"gave back {node.provider} {nodes} {', '.join(names)}"
+        f"{node.name} is yours, and runs on" if node.is_of_user else f"gave back {node.kind} {nodes} {', '.join(names)}"
     )
 
 

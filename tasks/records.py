@@ -123,7 +123,7 @@ class StageRecord(TaskRecord):
 class EngineRecord(TaskRecord):
     """An engine that answers."""
 
-    provider: EngineKind = "embedded"
+    kind: EngineKind = "embedded"
     url: str
     run_dir: str
     node: str = ""

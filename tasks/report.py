@@ -93,7 +93,7 @@ def judge_training(evaluation: StageRecord, training: StageRecord, config: Confi
 def render_settings(config: Config, node: NodeSettings, scope: RunScope) -> str:
     """The settings of the run as a file for `rollouts run`, without those at their defaults."""
     settings = json.loads(config.model_dump_json(exclude_defaults=True))
-    node_settings = {"provider": node.provider, **node.model_dump(mode="json", exclude_defaults=True)}
+    node_settings = {"kind": node.kind, **node.model_dump(mode="json", exclude_defaults=True)}
     published = {"publish": scope.publish, "publish_checkpoints": scope.publish_checkpoints}
     reported = {"report_to": scope.report_to} if scope.report_to else {}
     run_settings = {"name": scope.run_name} | reported | (published if scope.publish else {})

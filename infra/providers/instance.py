@@ -58,7 +58,7 @@ def provision_instance(settings: InstanceNode, store: Path, say: Say) -> Node:
     say(f"{settings.instance} is yours{price}: nobody here ends it")
     return Node(
         name=settings.instance,
-        provider="instance",
+        kind="instance",
         root=root,
         python=settings.python,
         mirror=str(mirror),

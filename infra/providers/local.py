@@ -24,7 +24,7 @@ def provision_local(settings: LocalNode, store: Path) -> Node:
         raise PermanentInfraError(
             f"the directory {root} for the runs cannot be made ({error.strerror}): choose another root"
         ) from error
-    return Node(name="local", provider="local", root=str(root), python=settings.python or sys.executable)
+    return Node(name="local", kind="local", root=str(root), python=settings.python or sys.executable)
 
 
 def release_local(node: Node) -> None:

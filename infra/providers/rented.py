@@ -1,4 +1,4 @@
-"""Machines that are rented for a run, reached over SSH, and given back: the provider `provision` of a node's settings.
+"""Machines that are rented for a run, reached over SSH, and given back: the kind `rented` of a node's settings.
 
 Not here: renting itself (renting/provision.py), the providers' APIs (runpod.py and its like), SSH (ssh_session.py).
 
@@ -160,7 +160,7 @@ def _node_of(rental: Rental, instance: Instance, settings: RentedNode, mirror: P
         address = instance.private_address or (own_address(session) if settings.num_machines > 1 else "")
     return Node(
         name=rental.name,
-        provider="provision",
+        kind="rented",
         root=root,
         python=settings.python,
         mirror=str(mirror),

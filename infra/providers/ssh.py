@@ -56,7 +56,7 @@ def reach_machine(settings: SSHMachine, store: Path) -> Node:
         believed_by = session.host_key_evidence.value
     return Node(
         name=access.address,
-        provider="ssh",
+        kind="ssh",
         root=root,
         python=settings.python,
         mirror=str(store.expanduser().absolute()),

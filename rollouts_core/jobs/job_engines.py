@@ -105,7 +105,7 @@ def connect_engines(job: RLJob, route: Route | None) -> list[InFlightEngine]:
     clients = [
         create_engine(
             Endpoint(
-                provider=address.provider,
+                provider=address.kind,
                 url=address.url,
                 model=job.model.model.path,
                 api_key_variable=job.rollout.engine.api_key_variable,

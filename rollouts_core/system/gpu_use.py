@@ -109,6 +109,6 @@ def gpus_in_use(job: TrainingJob) -> list[str]:
     """The GPUs of this process, and of the engines that an RL has on this machine; none on the CPU."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")
     gpus = [gpu.strip() for gpu in visible if gpu.strip() not in ("", "-1")]
-    if isinstance(job, RLJob) and any(not ENGINES[each.provider].is_own and not each.lease_url for each in job.engines):
+    if isinstance(job, RLJob) and any(not ENGINES[each.kind].is_own and not each.lease_url for each in job.engines):
         gpus += [str(rank) for rank in job.deployment.engine_gpu_ranks or (0,)]
     return list(dict.fromkeys(gpus))

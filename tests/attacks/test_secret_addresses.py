@@ -93,7 +93,7 @@ def test_a_key_in_the_path_of_a_service_is_refused_and_not_repeated(url: str) ->
 
 @pytest.mark.parametrize("part", ["Tq8ZpLr4WnXs2VbK", "pypi-AbCdEfGhIjKlMnOp1", "%54q8ZpLr4WnXs2VbKc7"])
 def test_a_package_index_with_a_key_in_its_path_is_refused(part: str) -> None:
-    ssh = {"provider": "ssh", "host": "gpu", "python": "/usr/bin/python3"}
+    ssh = {"kind": "ssh", "host": "gpu", "python": "/usr/bin/python3"}
     adapter = TypeAdapter[NodeSettings](NodeSettings)
     for url in (f"https://dl.example/{part}", f"https://dl.example/basic/{part}/org/python/simple/"):
         with pytest.raises(ValidationError) as refusal:
@@ -184,7 +184,7 @@ def test_settings_of_runs_retrainings_and_machines_take_none_either() -> None:
         with pytest.raises((ValidationError, ConfigError)) as refusal:
             model.model_validate(settings)
         assert "kept with runs" in str(refusal.value)
-    ssh = {"provider": "ssh", "host": "gpu", "package_index": "https://host/simple?token=PASSWORD"}
+    ssh = {"kind": "ssh", "host": "gpu", "package_index": "https://host/simple?token=PASSWORD"}
     with pytest.raises(ValidationError) as refused:
         TypeAdapter[NodeSettings](NodeSettings).validate_python(ssh)
     assert "PASSWORD" not in refused.value.errors()[0]["msg"]

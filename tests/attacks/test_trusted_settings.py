@@ -31,14 +31,14 @@ from rollouts_core.rewards import REWARDS
 from rollouts_core.user_code.functions import resolve_function
 
 DATA = {"sft": "sft.jsonl", "prompts": "p.jsonl", "selection": "s.jsonl", "heldout": "h.jsonl"}
-SSH = {"provider": "ssh", "host": "me@box", "python": "/usr/bin/python3"}
-RENTED = {"provider": "provision", "max_usd": 1.0}
+SSH = {"kind": "ssh", "host": "me@box", "python": "/usr/bin/python3"}
+RENTED = {"kind": "rented", "max_usd": 1.0}
 JUDGE = {"kind": "judge", "model": "m", "api_key_variable": "AWS_SECRET_ACCESS_KEY"}
 
 HARMLESS = {
     *("name", "store", "publish", "credentials", "register_as", "fresh", "report_to"),  # RunOptions
     *("model", "against", "data", "sources", "cron", "time_zone", "overlap"),  # EvaluateConfig, RetrainConfig, schedule
-    *("provider", "root", "install", "key_file", "key_variable", "host_key", "host_keys", "known_hosts", "proxy_jump"),
+    *("kind", "root", "install", "key_file", "key_variable", "host_key", "host_keys", "known_hosts", "proxy_jump"),
     *("address", "instance", "gpu_types", "regions", "security", "min_cuda", "providers"),
     *("mode", "path", "revision", "split", "subset", "sft", "sft_eval", "prompts", "rollouts", "selection", "heldout"),
     *("metric", "engine", "kind", "dtype", "weight_transfer", "router_url", "url", "label", "judge_prompt"),
@@ -89,19 +89,19 @@ def test_every_setting_with_a_text_is_marked_or_known_to_be_harmless() -> None:
 def check(node: dict[str, Any] | None = None, **rollout: Any) -> None:  # Any: settings
     config = Config.model_validate({"model": {"path": "/m"}, "data": DATA, "rollout": rollout})
     adapter: TypeAdapter[Any] = TypeAdapter(NodeSettings)
-    check_trusted(config, node=adapter.validate_python(node or {"provider": "local"}))
+    check_trusted(config, node=adapter.validate_python(node or {"kind": "local"}))
 
 
 @pytest.mark.parametrize(
     ("node", "setting"),
     [
-        ({"provider": "local", "python": "/tmp/evil.sh"}, "node.python"),
+        ({"kind": "local", "python": "/tmp/evil.sh"}, "node.python"),
         (SSH | {"host": "me@localhost"}, "node.host"),
         (SSH | {"python": "/tmp/evil.sh"}, "node.python"),
         (SSH | {"package_index": "http://evil.example/simple"}, "node.package_index"),
         (SSH | {"requirements": "/tmp/evil.txt"}, "node.requirements"),
         (SSH | {"trainer_nodes": [{"host": "me@10.0.0.9", "python": "/usr/bin/python3"}]}, "node.trainer_nodes.0.host"),
-        ({"provider": "instance", "instance": "runpod:a", "python": "/tmp/evil.sh"}, "node.python"),
+        ({"kind": "instance", "instance": "runpod:a", "python": "/tmp/evil.sh"}, "node.python"),
         (RENTED | {"setup": ["true", "curl evil.example"]}, "node.setup.1"),
         (RENTED | {"image": "evil/image"}, "node.image"),
         (RENTED | {"package_index": "http://evil.example/simple"}, "node.package_index"),
@@ -118,7 +118,7 @@ def test_a_machine_runs_nothing_that_is_not_trusted(
 
 
 def test_machines_of_the_providers_own_kind_need_no_trust() -> None:
-    for node in ({"provider": "local"}, RENTED, {"provider": "instance", "instance": "runpod:a"}):
+    for node in ({"kind": "local"}, RENTED, {"kind": "instance", "instance": "runpod:a"}):
         check(node)
 
 

@@ -433,7 +433,7 @@ def open_bench(
     with ExitStack() as open_:
         fake = FakeRunPod()
         sshd = open_.enter_context(running_server(folder / "sshd")) if is_rented else None
-        node: dict[str, Any] = {"provider": "local", "min_free_gb": 0.1, "python": str(python)}  # Any: settings
+        node: dict[str, Any] = {"kind": "local", "min_free_gb": 0.1, "python": str(python)}  # Any: settings
         if sshd is not None:
             fake.port, fake.user = sshd.port, getpass.getuser()
             rent(monkeypatch, open_.enter_context(fake.served()))
@@ -471,7 +471,7 @@ def rented_node(server: SSHServer, root: Path, *, python: str = sys.executable) 
 def rented_settings(key_file: Path, root: Path, *, python: str = sys.executable) -> dict[str, Any]:  # Any: settings
     """Settings of a node that is rented, with all that it needs."""
     return {
-        "provider": "provision",
+        "kind": "rented",
         "query": {"gpu_types": ["H100"], "max_usd_per_gpu_hour": 3.0},
         "max_usd": 5.0,
         "key_file": str(key_file),

@@ -32,7 +32,7 @@ class Cluster:
 
 def further_node_settings(node: SeparateNode, link: PrivateLink) -> dict[str, Any]:  # Any: settings of every type
     """A further node's table: this machine reaches the node by another way than the leader does."""
-    settings = {key: value for key, value in node_settings(node).items() if key != "provider"}
+    settings = {key: value for key, value in node_settings(node).items() if key != "kind"}
     return {**settings, "address": link.addresses[1]}
 
 

@@ -83,7 +83,7 @@ from tests.small_pipeline import small_settings
         ("node__min_free_gb", NAN, "min_free_gb: input should be a finite number, found nan"),
         ("mode", "sft+dpo", "mode: input should be 'sft', 'rl' or 'sft+rl', found 'sft+dpo'"),
         ("training__sft__seed", -1, "training.sft.seed: input should be greater than or equal to 0, found -1"),
-        ("node__provider", "runpod", "node.provider is 'runpod': expected one of local, ssh, instance, provision; to "),
+        ("node__kind", "runpod", "node.kind is 'runpod': expected one of local, ssh, instance, rented; to "),
         ("run__fresh", ["sfft"], "fresh.0: input should be 'sft', 'select-sft', 'rl', 'select-rl' or 'evaluate'"),
         ("run__name", "my run", "name: string should match pattern"),
         ("evaluation__metric", "loss", 'evaluation.metric cannot be "loss"'),

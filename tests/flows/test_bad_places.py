@@ -77,7 +77,7 @@ def test_what_a_strange_machine_says_moves_no_cursor(folder: Path) -> None:
     key.touch(mode=0o600)
     key.write_text(make_host_key().private)
     with strange_machine(b"\x1b]0;a title\x07\x1b[2Jhello\r\n" * 200) as port:
-        node = {"provider": "ssh", "host": f"me@127.0.0.1:{port}", "python": "/usr/bin/python3", "key_file": str(key)}
+        node = {"kind": "ssh", "host": f"me@127.0.0.1:{port}", "python": "/usr/bin/python3", "key_file": str(key)}
         shown = CliRunner().invoke(app, ["validate", str(write_config(folder, node=node))]).stderr
     assert "does not answer (hello)" in shown
     assert "\x1b" not in shown
@@ -110,7 +110,7 @@ def test_an_engine_port_in_use_is_named(folder: Path) -> None:
 def test_a_machine_whose_engines_could_not_be_asked_is_named_before_anything_starts(folder: Path) -> None:
     with running_server(folder / "sshd", more_config="AllowTcpForwarding no") as server:
         node = {
-            "provider": "ssh",
+            "kind": "ssh",
             "host": f"{server.access.user}@127.0.0.1:{server.port}",
             "python": sys.executable,
             "root": str(folder / "root"),

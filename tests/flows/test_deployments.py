@@ -93,18 +93,18 @@ def test_a_trigger_changes_what_it_names_and_nothing_else(small: Deployment) -> 
     assert changed["config"] == small.parameters["config"]
 
 
-def test_another_provider_begins_with_its_own_defaults(small: Deployment) -> None:
-    settings = ["node.provider=ssh", "node.host=me@box", "node.python=/opt/bin/python"]
+def test_another_kind_of_node_begins_with_its_own_defaults(small: Deployment) -> None:
+    settings = ["node.kind=ssh", "node.host=me@box", "node.python=/opt/bin/python"]
     node = overridden(small.flow, small.parameters, settings)["node"]
-    assert (node["provider"], node["root"], node["min_free_gb"]) == ("ssh", "~/rollouts", 10.0)
+    assert (node["kind"], node["root"], node["min_free_gb"]) == ("ssh", "~/rollouts", 10.0)
 
 
-def test_a_provider_can_be_named_after_the_whole_table_was_given(small: Deployment) -> None:
-    given = ["node={}", "node.provider=ssh", "node.host=me@box", "node.python=/opt/bin/python"]
+def test_a_kind_can_be_named_after_the_whole_table_was_given(small: Deployment) -> None:
+    given = ["node={}", "node.kind=ssh", "node.host=me@box", "node.python=/opt/bin/python"]
     node = overridden(small.flow, small.parameters, given)["node"]
-    assert (node["provider"], node["host"]) == ("ssh", "me@box")
-    with pytest.raises(ConfigError, match=r"node\.provider: node is a value, not a table"):
-        overridden(small.flow, small.parameters, ["node=3", "node.provider=ssh"])
+    assert (node["kind"], node["host"]) == ("ssh", "me@box")
+    with pytest.raises(ConfigError, match=r"node\.kind: node is a value, not a table"):
+        overridden(small.flow, small.parameters, ["node=3", "node.kind=ssh"])
 
 
 def test_another_algorithm_is_that_one_and_no_mixture_with_the_one_before(small: Deployment) -> None:
@@ -125,7 +125,7 @@ def test_another_algorithm_is_that_one_and_no_mixture_with_the_one_before(small:
         ("training.rl.num_steps=0", "command line: training.rl.num_steps"),
         ("mode.deeper=1", "mode is a value, not a table"),
         ("=3", "not of the form key=value"),
-        ("node.provider=moon", "expected one of local, ssh"),
+        ("node.kind=moon", "expected one of local, ssh"),
         ("schedule.cron=@daily", "this deployment has no schedule, which belongs into the file: change it there"),
         ("retrain.force=true", "this deployment has no retrain, the one whose name ends with -retrain has"),
         ("evaluate.model=base", "this deployment has no evaluate, the one whose name ends with -evaluate has"),

@@ -46,7 +46,7 @@ def test_a_model_goes_from_the_store_to_the_node_and_back_again(
             model__path=f"s3://{bucket}/models/base_model",
             run__publish=f"s3://{bucket}/team",
             node={
-                "provider": "ssh",
+                "kind": "ssh",
                 "host": f"{server.access.user}@127.0.0.1:{server.access.port}",
                 "key_file": server.access.key_file,
                 "host_key": server.access.host_key,

@@ -142,14 +142,14 @@ def test_a_name_that_nobody_uses_is_none_of_another_system() -> None:
 @pytest.mark.parametrize(
     ("node", "meant"),
     [
-        ({"host": "me@box"}, 'that is a setting of node.provider = "ssh", this one is "local"'),
-        ({"max_usd": 5.0}, 'that is a setting of node.provider = "provision", this one is "local"'),
-        ({"key_file": "k"}, 'that is a setting of node.provider = "ssh" or "instance" or "provision", this one is'),
-        ({"gpu_types": ["H100"]}, 'node.query.gpu_types is a setting of node.provider = "provision", this one is'),
-        ({"provider": "provision", "max_usd": 5.0, "gpu_types": ["H100"]}, "did you mean node.query.gpu_types?"),
+        ({"host": "me@box"}, 'that is a setting of node.kind = "ssh", this one is "local"'),
+        ({"max_usd": 5.0}, 'that is a setting of node.kind = "rented", this one is "local"'),
+        ({"key_file": "k"}, 'that is a setting of node.kind = "ssh" or "instance" or "rented", this one is'),
+        ({"gpu_types": ["H100"]}, 'node.query.gpu_types is a setting of node.kind = "rented", this one is'),
+        ({"kind": "rented", "max_usd": 5.0, "gpu_types": ["H100"]}, "did you mean node.query.gpu_types?"),
     ],
 )
-def test_a_setting_of_another_provider_leads_to_that(
+def test_a_setting_of_another_kind_of_node_leads_to_that(
     node: dict[str, Any],  # Any: settings of every type
     meant: str,
 ) -> None:
@@ -159,16 +159,14 @@ def test_a_setting_of_another_provider_leads_to_that(
 
 
 @pytest.mark.parametrize(("provider", "cloud"), [("runpod", "runpod"), ("vast", "vast"), ("aws", "sky")])
-def test_a_cloud_as_the_provider_of_the_node_is_told_how_to_rent(provider: str, cloud: str) -> None:
-    with pytest.raises(
-        ConfigError, match=rf'set node\.provider = "provision" and node\.query\.providers = \["{cloud}"\]'
-    ):
-        parse_small(node__provider=provider)
+def test_a_cloud_as_the_kind_of_the_node_is_told_how_to_rent(provider: str, cloud: str) -> None:
+    with pytest.raises(ConfigError, match=rf'set node\.kind = "rented" and node\.query\.providers = \["{cloud}"\]'):
+        parse_small(node__kind=provider)
 
 
 @pytest.mark.parametrize("cloud", ["aws", "gcp", "google", "azure", "kubernetes"])
 def test_a_cloud_among_the_providers_that_are_asked_leads_to_sky(cloud: str) -> None:
-    node = {"provider": "provision", "max_usd": 1.0, "query": {"providers": ["runpod", cloud]}}
+    node = {"kind": "rented", "max_usd": 1.0, "query": {"providers": ["runpod", cloud]}}
     with pytest.raises(ConfigError) as refused:
         parse_small(node=node)
     assert f"table node: query.providers: {cloud} is reached through SkyPilot: name the provider sky" in str(
@@ -176,8 +174,13 @@ def test_a_cloud_among_the_providers_that_are_asked_leads_to_sky(cloud: str) -> 
     )
 
 
-def test_a_provider_that_is_no_cloud_is_told_what_there_is() -> None:
-    with pytest.raises(
-        ConfigError, match=r"node\.provider is 'slurm': expected one of local, ssh, instance, provision$"
-    ):
-        parse_small(node__provider="slurm")
+@pytest.mark.parametrize(("former", "now"), [("ssh", "ssh"), ("provision", "rented")])
+def test_the_former_name_of_the_kind_of_a_node_is_told_the_present_one(former: str, now: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        parse_small(node={"provider": former})
+    assert f'node.provider is now node.kind: write kind = "{now}"' in str(refused.value)
+
+
+def test_a_kind_of_node_that_is_no_cloud_is_told_what_there_is() -> None:
+    with pytest.raises(ConfigError, match=r"node\.kind is 'slurm': expected one of local, ssh, instance, rented$"):
+        parse_small(node__kind="slurm")

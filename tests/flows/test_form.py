@@ -26,7 +26,7 @@ from rollouts.infra.node import LocalNode, NodeSettings, RentedNode, SSHNode
 
 FORMS = (sft_rl, evaluate_model, retrain_model, reap_machines, finish_run)
 NODE: TypeAdapter[NodeSettings] = TypeAdapter(FormNode)
-SSH = {"provider": "ssh", "host": "me@box", "python": "/opt/bin/python"}
+SSH = {"kind": "ssh", "host": "me@box", "python": "/opt/bin/python"}
 
 
 def fields() -> Iterator[tuple[str, dict[str, Any]]]:  # Any: JSON schema
@@ -60,9 +60,9 @@ def test_what_the_form_keeps_of_the_local_tab_does_not_hinder_ssh() -> None:
 
 
 def test_what_the_form_keeps_of_the_ssh_tab_does_not_move_local_runs() -> None:
-    stale = {**SSHNode.model_validate({**SSH, "python": "/opt/bin/python"}).model_dump(), "provider": "local"}
+    stale = {**SSHNode.model_validate({**SSH, "python": "/opt/bin/python"}).model_dump(), "kind": "local"}
     node = NODE.validate_python(stale)
-    assert (node.provider, node.root) == ("local", "")
+    assert (node.kind, node.root) == ("local", "")
 
 
 def test_machines_for_engines_are_kept_with_ssh_and_dropped_with_other_providers() -> None:
@@ -70,7 +70,7 @@ def test_machines_for_engines_are_kept_with_ssh_and_dropped_with_other_providers
     posted = SSHNode.model_validate({**SSH, "engine_nodes": [engines]}).model_dump(mode="json")
     node = NODE.validate_python(posted)
     assert isinstance(node, SSHNode) and node.engine_nodes[0].host == "me@10.0.0.2"
-    assert isinstance(NODE.validate_python({**posted, "provider": "local"}), LocalNode)
+    assert isinstance(NODE.validate_python({**posted, "kind": "local"}), LocalNode)
 
 
 def test_machines_that_train_together_are_kept_with_ssh() -> None:
@@ -83,28 +83,42 @@ def test_machines_that_train_together_are_kept_with_ssh() -> None:
 def test_what_somebody_wrote_stays() -> None:
     own = {**SSH, "root": "/scratch/me"}
     assert NODE.validate_python(own) == SSHNode.model_validate(own)
-    assert NODE.validate_python({"provider": "local", "root": "/scratch"}).root == "/scratch"
+    assert NODE.validate_python({"kind": "local", "root": "/scratch"}).root == "/scratch"
     assert NODE.validate_python(LocalNode(root="/scratch")).root == "/scratch"
 
 
 def test_what_is_the_default_of_another_provider_may_be_meant_for_this_one() -> None:
-    image = {"provider": "provision", "max_usd": 5.0, "install": "nothing"}
+    image = {"kind": "rented", "max_usd": 5.0, "install": "nothing"}
     assert NODE.validate_python(image) == RentedNode.model_validate(image)
     system = {**SSH, "python": RentedNode(max_usd=5.0).python}
     assert NODE.validate_python(system) == SSHNode.model_validate(system)
 
 
 def test_what_the_form_keeps_of_the_ssh_tab_does_not_keep_packages_from_a_rented_machine() -> None:
-    stale = {**SSHNode.model_validate(SSH).model_dump(), "provider": "provision", "max_usd": 5.0}
+    stale = {**SSHNode.model_validate(SSH).model_dump(), "kind": "rented", "max_usd": 5.0}
     node = NODE.validate_python(stale)
     assert isinstance(node, RentedNode)
     assert (node.install, node.key_file) == ("uv", "~/.ssh/id_ed25519")
 
 
+@pytest.mark.parametrize(
+    ("former", "node"),
+    [
+        ({"provider": "local", "root": "/scratch"}, LocalNode(root="/scratch")),
+        ({"provider": "provision", "max_usd": 5.0}, RentedNode(max_usd=5.0)),
+    ],
+)
+def test_a_run_that_an_earlier_version_began_keeps_its_node(
+    former: dict[str, Any],  # Any: settings of every type
+    node: LocalNode | RentedNode,
+) -> None:
+    assert NODE.validate_python(former) == node
+
+
 def sentences(**changed: Any) -> list[str]:  # Any: what somebody posts
     """What is said of what the form posts, by lines."""
     base = {"mode": "sft", "model": {"path": "/m"}, "data": {"sft": "a", "selection": "b", "heldout": "c"}}
-    posted = {"config": base, "node": {"provider": "local"}, "run": {}, **changed}
+    posted = {"config": base, "node": {"kind": "local"}, "run": {}, **changed}
     with pytest.raises(ParameterTypeError) as refused:
         sft_rl.validate_parameters(posted)
     return str(refused.value).splitlines()[1:]
@@ -148,7 +162,7 @@ def test_a_value_out_of_bounds_is_one_sentence_without_more() -> None:
 
 def test_the_form_names_every_mistake_of_every_table_with_its_place() -> None:
     config = {"mode": "sft", "model": {"path": 3}, "data": {"sft": "a"}, "training": {"sft": {"num_steps": 0}}}
-    node = {"provider": "local", "min_free_gb": "ten", "python": 3}
+    node = {"kind": "local", "min_free_gb": "ten", "python": 3}
     said = sentences(config=config, node=node, run={"restarts": 99, "store": "/s", "publish": 3})
     expected = [
         "the form: model.path: input should be a valid string, found 3",

@@ -18,7 +18,7 @@ from rollouts.infra.node import FurtherNode, LocalNode, SSHNode, without_further
 from rollouts_core.errors import ConfigError
 from tests.small_pipeline import small_settings
 
-TRAINER = {"provider": "ssh", "host": "me@box", "python": "/opt/venv/bin/python"}
+TRAINER = {"kind": "ssh", "host": "me@box", "python": "/opt/venv/bin/python"}
 ENGINES = {"host": "me@10.0.0.2:2222", "python": "/opt/venv/bin/python"}
 SECOND = {"host": "me@10.0.0.3", "python": "/opt/venv/bin/python"}
 
@@ -51,16 +51,16 @@ def test_engines_listen_at_the_address_in_host_unless_another_is_given() -> None
         (node_of({**ENGINES, "host": "far:22"}), "expected user@host"),
         (node_of({"host": "me@10.0.0.2"}), "engine_nodes.0.python is missing"),
         (node_of({**ENGINES, "hosts": "x"}), "unknown key engine_nodes.0.hosts"),
-        (node_of({**ENGINES, "provider": "ssh"}), "unknown key engine_nodes.0.provider"),
-        ({"provider": "local", "engine_nodes": [ENGINES]}, "unknown key node.engine_nodes"),
+        (node_of({**ENGINES, "kind": "ssh"}), "unknown key engine_nodes.0.kind"),
+        ({"kind": "local", "engine_nodes": [ENGINES]}, "unknown key node.engine_nodes"),
         ({**TRAINER, "engine_nodes": "me@10.0.0.2"}, "engine_nodes"),
         ({**TRAINER, "trainer_nodes": [SECOND, SECOND]}, "trainer_nodes: 10.0.0.3:22 is named twice"),
         (node_of(SECOND, trainer_nodes=[SECOND]), "engine_nodes: 10.0.0.3:22 is named twice"),
         ({**TRAINER, "trainer_nodes": [{**SECOND, "host": "me@box:22"}]}, "expected the IP address of box in the"),
         ({**TRAINER, "trainer_nodes": [{**SECOND, "gpus": 2}]}, "unknown key trainer_nodes.0.gpus"),
-        ({"provider": "local", "trainer_nodes": [SECOND]}, "unknown key node.trainer_nodes"),
-        ({"provider": "provision", "max_usd": 1.0, "trainer_nodes": [SECOND]}, "unknown key node.trainer_nodes"),
-        ({"provider": "instance", "instance": "runpod:a", "trainer_nodes": [SECOND]}, "unknown key node.trainer_nodes"),
+        ({"kind": "local", "trainer_nodes": [SECOND]}, "unknown key node.trainer_nodes"),
+        ({"kind": "rented", "max_usd": 1.0, "trainer_nodes": [SECOND]}, "unknown key node.trainer_nodes"),
+        ({"kind": "instance", "instance": "runpod:a", "trainer_nodes": [SECOND]}, "unknown key node.trainer_nodes"),
     ],
 )
 def test_a_misfit_is_one_sentence(node: dict[str, Any], sentence: str) -> None:
@@ -112,7 +112,7 @@ def test_weights_go_only_between_gpus_that_the_way_connects(
 ) -> None:
     """Else SGLang ends at each update: handles of a GPU that it does not see end its scheduler."""
     pipeline = parse(
-        {"provider": "local"}, rollout__engine={"kind": "sglang", "weight_transfer": way}, deployment=deployment
+        {"kind": "local"}, rollout__engine={"kind": "sglang", "weight_transfer": way}, deployment=deployment
     )
     with pytest.raises(ConfigError, match=sentence) if sentence else nullcontext():
         check_weight_transfer(pipeline.config, pipeline.node)

@@ -125,7 +125,7 @@ def test_ctrl_c_while_the_machine_of_a_run_that_is_over_is_given_back_stops_what
     rental, terminate = world.rent(), world.cloud.terminate
     machine = Node(
         name=rental.name,
-        provider="provision",
+        kind="rented",
         root="/root/rollouts",
         python=sys.executable,
         mirror=scope.store,
@@ -148,7 +148,7 @@ def test_ctrl_c_while_the_machine_of_a_run_that_is_over_is_given_back_stops_what
 def test_a_block_that_never_began_gives_everything_back(
     scope: RunScope, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    node = Node(name="local", provider="local", root=str(tmp_path), python=sys.executable)
+    node = Node(name="local", kind="local", root=str(tmp_path), python=sys.executable)
     session, job = LocalSession(sys.executable), tmp_path / "sft-1"
     with Ledger(scope.ledger_path) as ledger:
         ledger.add_lease(str(job), scope.run_id, node.name)

@@ -129,7 +129,7 @@ def test_a_run_on_a_machine_that_somebody_rented_leaves_it_there(
     with open_account("runpod") as cloud:
         mine = cloud.create(cloud.search(GPUQuery())[0], MachineSpec(name="mine", public_key="", disk_gb=10))
     node = {key: value for key, value in rented_node(server, tmp_path / "machine").items() if key not in OF_RENTING}
-    node |= {"provider": "instance", "instance": f"runpod:{mine}"}
+    node |= {"kind": "instance", "instance": f"runpod:{mine}"}
     code, output = rollouts.run("run", str(write_small_pipeline(tmp_path / "small", node=node, **SHORT)))
     assert code == 0, output
     assert f"runpod:{mine} is yours and costs 2.99 USD/h: nobody here ends it" in output

@@ -40,7 +40,7 @@ def node(rollouts: Rollouts, tmp_path: Path) -> Iterator[SeparateNode]:
 
 def node_settings(node: SeparateNode) -> dict[str, Any]:
     return {
-        "provider": "ssh",
+        "kind": "ssh",
         "host": f"{node.access.user}@{node.address}",
         "key_file": node.access.key_file,
         "host_key": node.access.host_key,

@@ -50,7 +50,7 @@ def node_root(tmp_path: Path) -> Path:
 def node_settings(server: SSHServer, root: Path) -> dict[str, Any]:
     access = server.access
     return {
-        "provider": "ssh",
+        "kind": "ssh",
         "host": f"{access.user}@127.0.0.1:{access.port}",
         "key_file": access.key_file,
         "host_key": access.host_key,

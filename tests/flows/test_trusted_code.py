@@ -128,7 +128,7 @@ def test_a_configuration_of_openssh_that_nobody_trusts_is_not_read(
     with pytest.raises(ConfigError, match=r"node\.trainer_nodes\.0\.ssh_config is /home/other/config, which a run"):
         check_trusted(config, node=node)
     machine = {"host": "box", "python": "/usr/bin/python3", "ssh_config": "/home/other/config"}
-    given = {"config": settings(), "node": {"provider": "ssh", **machine}}
+    given = {"config": settings(), "node": {"kind": "ssh", **machine}}
     (tmp_path / "prefect").mkdir()
     save_deployments(tmp_path / "prefect", [Deployment(name="mine", description="", parameters=given)])
     monkeypatch.setenv(STORE_VARIABLE, str(tmp_path))

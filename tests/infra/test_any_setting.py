@@ -132,7 +132,7 @@ def test_an_id_of_a_machine_is_one_part_of_an_address(
 @settings(max_examples=100)
 def test_a_machine_of_yours_is_refused_or_plain(text: str, name: str) -> None:
     for value in (f"{name}:{text}", f"{name}:a{text}"):
-        given = {"provider": "instance", "instance": value}
+        given = {"kind": "instance", "instance": value}
         if accepted(NodeSettings, given, "instance", is_plain=text == PLAIN):
             assert re.fullmatch(r"[a-z]+:[A-Za-z0-9][A-Za-z0-9_-]*", value, re.ASCII)
 
@@ -177,7 +177,7 @@ def test_a_name_of_a_gpu_or_a_region_is_refused_or_not_every_one(names: list[str
 @example(index=f"https://a/{PLAIN}")
 @settings(max_examples=30, deadline=None)
 def test_a_package_index_is_refused_or_one_argument_of_the_installer(index: str) -> None:
-    valid = {"provider": "ssh", "host": "me@node", "python": "/usr/bin/python3", "package_index": index}
+    valid = {"kind": "ssh", "host": "me@node", "python": "/usr/bin/python3", "package_index": index}
     if accepted(NodeSettings, valid, "package_index", is_plain=index == f"https://a/{PLAIN}") is None:
         return
     assume(index)
@@ -229,7 +229,7 @@ def test_arguments_of_an_engine_are_refused_or_arrive(extra_args: list[str], kin
 @settings(max_examples=150)
 def test_a_machine_on_the_way_is_refused_or_one_word(text: str, is_hop: bool) -> None:
     value = f"bastion,{text}" if is_hop else text
-    valid = {"provider": "ssh", "host": "me@node", "python": "/usr/bin/python3", "proxy_jump": value}
+    valid = {"kind": "ssh", "host": "me@node", "python": "/usr/bin/python3", "proxy_jump": value}
     if accepted(NodeSettings, valid, "proxy_jump", is_plain=text == PLAIN):
         assert not value or re.fullmatch(r"[\w.@:\[\],-]+", value, re.ASCII)
         assert not any(hop.startswith("-") for hop in value.split(","))

@@ -212,7 +212,7 @@ def test_a_name_of_a_run_is_refused_or_stays_in_its_place(name: str) -> None:
 @example(text=PLAIN, field="python")
 @settings(max_examples=150)
 def test_a_setting_of_a_node_is_refused_or_one_word_of_a_command(text: str, field: str) -> None:
-    valid = {"provider": "ssh", "host": "me@node", "python": "/usr/bin/python3"}
+    valid = {"kind": "ssh", "host": "me@node", "python": "/usr/bin/python3"}
     plain = f"me@{PLAIN}" if field == "host" else f"/{PLAIN}"
     for value in (text, f"/{text}", f"me@{text}", f"~/{text}"):
         node = accepted(NodeSettings, {**valid, field: value}, field, is_plain=value == plain)

@@ -414,7 +414,7 @@ def test_a_root_that_cannot_be_a_directory_is_reported(tmp_path: Path) -> None:
     bare = tmp_path / "python"
     bare.write_text(f'#!/bin/sh\nexec {sys.executable} -I -S "$@"\n')
     bare.chmod(0o755)
-    node = Node(name="local", provider="local", root=str(tmp_path / "file"), python=str(bare))
+    node = Node(name="local", kind="local", root=str(tmp_path / "file"), python=str(bare))
     with open_session(node) as session:
         assert "File exists" in probe_node(session, node).root_problem
 
@@ -426,8 +426,8 @@ def test_an_interpreter_that_is_none_is_named(tmp_path: Path) -> None:
 
 
 def test_a_local_node_is_plain_json_and_uses_the_store_and_our_interpreter(tmp_path: Path) -> None:
-    node = provision_node(LocalNode.model_validate({"provider": "local", "gpu_type": "of another form"}), tmp_path)
-    assert node == Node(name="local", provider="local", root=str(tmp_path), python=sys.executable)
+    node = provision_node(LocalNode.model_validate({"kind": "local", "gpu_type": "of another form"}), tmp_path)
+    assert node == Node(name="local", kind="local", root=str(tmp_path), python=sys.executable)
     record = json.loads(json.dumps(dataclasses.asdict(node)))
     assert TypeAdapter(Node).validate_python(record) == node
     release_node(node)

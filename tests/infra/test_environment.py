@@ -32,7 +32,7 @@ SMALL = [f"orjson=={metadata.version('orjson')}"]
 
 @pytest.fixture
 def node(tmp_path: Path) -> Node:
-    return Node(name="box", provider="ssh", root=str(tmp_path / "root"), python=sys.executable)
+    return Node(name="box", kind="ssh", root=str(tmp_path / "root"), python=sys.executable)
 
 
 def write_distribution(folder: Path, name: str, version: str, requires: Sequence[str] = ()) -> None:

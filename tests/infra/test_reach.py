@@ -36,7 +36,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[SeparateNod
 def record_of(node: SeparateNode, address: str) -> Node:
     return Node(
         name=node.access.address,
-        provider="ssh",
+        kind="ssh",
         root=str(node.folder / "root"),
         python=sys.executable,
         mirror="/nowhere",

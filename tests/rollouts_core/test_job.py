@@ -64,6 +64,11 @@ def test_a_function_travels_by_name(tmp_path: Path) -> None:
     assert loaded.rollout.reward_fn == "rollouts_core.rewards:exact_match"
 
 
+def test_a_job_that_an_earlier_version_wrote_names_the_kind_of_its_engines_provider() -> None:
+    former = {"provider": "vllm", "url": "http://127.0.0.1:1", "lease_file": "lease"}
+    assert EngineAddress.model_validate(former).kind == "vllm"
+
+
 @pytest.mark.parametrize(
     "content",
     ["", "{", "[]", "{}", '{"kind": "dance"}', '{"kind": "sft"}', JOBS[0].model_dump_json()[:-1] + ', "extra": 1}'],

@@ -52,7 +52,7 @@ def test_a_save_takes_no_more_than_half_of_a_rented_machines_time(
     node = rent(scope, had_s=60.0, left_s=left_s, now=time.time())
     expected = min(stop_timeout_s, max(0.0, left_s / 2))
     assert longest_grace_s(node, scope) == pytest.approx(expected, abs=1.0)
-    own = Node(name="box", provider="ssh", root="/", python="/python", mirror=str(tmp_path))
+    own = Node(name="box", kind="ssh", root="/", python="/python", mirror=str(tmp_path))
     assert longest_grace_s(own, scope) == stop_timeout_s
 
 
@@ -72,12 +72,12 @@ def rent(scope: RunScope, *, had_s: float, left_s: float, now: float) -> Node:
             expires_at=now + left_s,
         )
         add_rental(ledger, row)
-    return Node(name="machine", provider="provision", root="/", python="/python", mirror=scope.store, is_rented=True)
+    return Node(name="machine", kind="rented", root="/", python="/python", mirror=scope.store, is_rented=True)
 
 
 @pytest.mark.slow
 def test_a_training_is_ended_while_it_still_has_its_engine(tmp_path: Path) -> None:
-    node = Node(name="local", provider="local", root=str(tmp_path), python=sys.executable)
+    node = Node(name="local", kind="local", root=str(tmp_path), python=sys.executable)
     scope = RunScope(run_id="run", run_name="small", store=str(tmp_path / "store"))
     rl, engine = (tmp_path / "stages" / name for name in ("rl-1", "engine-1-0"))
     with Ledger(scope.ledger_path) as ledger:

@@ -213,7 +213,7 @@ def test_an_engine_on_a_machine_that_is_lost_is_no_failure_and_one_beside_the_tr
 ) -> None:
     make_key(tmp_path / "key")
     nobody = SSHAccess(host="127.0.0.1", port=1, user="me", key_file=str(tmp_path / "key"))
-    lost = replace(node, name="me@127.0.0.1:1", provider="ssh", access=nobody, address="127.0.0.1")
+    lost = replace(node, name="me@127.0.0.1:1", kind="ssh", access=nobody, address="127.0.0.1")
     record = EngineRecord(url="http://127.0.0.1:2", run_dir="/engine", node=lost.name)
     engine.stop_engine.fn(record, scope, replace(node, engine_nodes=(lost,)))
     said = " ".join(capsys.readouterr().err.split())
@@ -263,7 +263,7 @@ def lost(node: Node, tmp_path: Path) -> Iterator[Node]:
     """A machine whose port takes connections and says nothing."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         access = SSHAccess(host="127.0.0.1", port=silent.getsockname()[1], user="nobody")
-        yield replace(node, name="lost", provider="ssh", mirror=str(tmp_path / "mirror"), access=access)
+        yield replace(node, name="lost", kind="ssh", mirror=str(tmp_path / "mirror"), access=access)
 
 
 def test_engines_are_kept_wherever_they_are_as_long_as_the_run_holds_them(

@@ -32,7 +32,7 @@ pytestmark = pytest.mark.timeout(120)
 
 
 def test_a_job_that_had_failed_by_itself_is_not_said_to_be_ended(tmp_path: Path) -> None:
-    node = Node(name="local", provider="local", root=str(tmp_path), python=sys.executable)
+    node = Node(name="local", kind="local", root=str(tmp_path), python=sys.executable)
     scope = RunScope(run_id="run-a", run_name="small", store=str(tmp_path / "store"))
     session = LocalSession(sys.executable)
     with Ledger(scope.ledger_path) as ledger:
@@ -46,11 +46,11 @@ def test_a_job_that_had_failed_by_itself_is_not_said_to_be_ended(tmp_path: Path)
 
 @pytest.mark.slow
 def test_jobs_end_on_each_machine_of_the_unit_and_one_that_is_lost_is_named(tmp_path: Path) -> None:
-    node = Node(name="trainer", provider="local", root=str(tmp_path), python=sys.executable)
+    node = Node(name="trainer", kind="local", root=str(tmp_path), python=sys.executable)
     make_key(tmp_path / "key")
     nobody = SSHAccess(host="127.0.0.1", port=1, user="me", key_file=str(tmp_path / "key"))
     engines = replace(node, name="engines", address="127.0.0.1")
-    lost = replace(node, name="me@127.0.0.1:1", provider="ssh", mirror=str(tmp_path / "store"), access=nobody)
+    lost = replace(node, name="me@127.0.0.1:1", kind="ssh", mirror=str(tmp_path / "store"), access=nobody)
     scope = RunScope(run_id="run-a", run_name="small", store=str(tmp_path / "store"))
     session = LocalSession(sys.executable)
     with Ledger(scope.ledger_path) as ledger:
@@ -77,8 +77,8 @@ def test_jobs_end_on_each_machine_of_the_unit_and_one_that_is_lost_is_named(tmp_
 def test_a_job_that_could_not_be_ended_is_still_known_and_can_be_ended_later(tmp_path: Path) -> None:
     make_key(tmp_path / "key")
     nobody = SSHAccess(host="127.0.0.1", port=1, user="me", key_file=str(tmp_path / "key"))
-    here = Node(name="me@127.0.0.1:1", provider="local", root=str(tmp_path), python=sys.executable)
-    away = replace(here, provider="ssh", mirror=str(tmp_path / "store"), access=nobody)
+    here = Node(name="me@127.0.0.1:1", kind="local", root=str(tmp_path), python=sys.executable)
+    away = replace(here, kind="ssh", mirror=str(tmp_path / "store"), access=nobody)
     scope = RunScope(run_id="run-a", run_name="small", store=str(tmp_path / "store"))
     run_dir = str(tmp_path / "sft-1")
     start_or_attach(LocalSession(sys.executable), shell_spec(Path(run_dir), "sleep 60"))
@@ -95,8 +95,8 @@ def test_what_is_beside_jobs_that_cannot_be_seen_to_is_left_to_end_by_itself(tmp
     """A run of another store may train on there, and need it."""
     make_key(tmp_path / "key")
     nobody = SSHAccess(host="127.0.0.1", port=1, user="me", key_file=str(tmp_path / "key"))
-    here = Node(name="beside", provider="local", root=str(tmp_path), python=sys.executable, address="127.0.0.1")
-    away = replace(here, name="me@127.0.0.1:1", provider="ssh", mirror=str(tmp_path / "store"), access=nobody)
+    here = Node(name="beside", kind="local", root=str(tmp_path), python=sys.executable, address="127.0.0.1")
+    away = replace(here, name="me@127.0.0.1:1", kind="ssh", mirror=str(tmp_path / "store"), access=nobody)
     scope = RunScope(run_id="run-a", run_name="small", store=str(tmp_path / "store"))
     session, beside = LocalSession(sys.executable), str(tmp_path / "follower-1-1")
     start_or_attach(session, shell_spec(Path(beside), "sleep 60"))
@@ -120,7 +120,7 @@ def rented(store: Path, monkeypatch: pytest.MonkeyPatch, fake: FakeRunPod) -> It
         rental = World(fake, cloud, store / LEDGER_FILE).rent()
         node = Node(
             name=rental.name,
-            provider="provision",
+            kind="rented",
             root="/root/rollouts",
             python="/usr/bin/python3",
             mirror=str(store),

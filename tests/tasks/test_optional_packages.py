@@ -178,9 +178,9 @@ def test_validate_and_run_name_a_package_that_the_stages_lack(folder: Path, tmp_
 @pytest.mark.parametrize(
     "node",
     [
-        {"provider": "provision", "max_usd": 1.0, "install": "uv"},
-        {"provider": "ssh", **SSH},
-        {"provider": "instance", "instance": "runpod:abc123"},
+        {"kind": "rented", "max_usd": 1.0, "install": "uv"},
+        {"kind": "ssh", **SSH},
+        {"kind": "instance", "instance": "runpod:abc123"},
     ],
 )
 def test_jax_is_refused_before_a_machine_is_asked_for(folder: Path, node: dict[str, Any]) -> None:

@@ -67,7 +67,7 @@ def session() -> CountingSession:
 def node(tmp_path: Path) -> Node:
     return Node(
         name="a@b:22",
-        provider="ssh",
+        kind="ssh",
         root=str(tmp_path / "node"),
         python=sys.executable,
         mirror=str(tmp_path / "store"),
@@ -496,7 +496,7 @@ def test_code_that_is_edited_while_it_is_sent_is_not_taken_for_what_it_was_befor
 def test_on_this_machine_nothing_is_copied(
     session: CountingSession, config: Config, scope: RunScope, tmp_path: Path
 ) -> None:
-    node = Node(name="local", provider="local", root=str(tmp_path / "store"), python=sys.executable)
+    node = Node(name="local", kind="local", root=str(tmp_path / "store"), python=sys.executable)
     stage = plan_sft(config, scope, node)
     assert place_stage(session, stage, node) == Placement(stage, "") and session.num_published == 0
 

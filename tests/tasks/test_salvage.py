@@ -24,7 +24,7 @@ from tests.waiting import wait_until
 
 @pytest.fixture
 def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Node:
-    node = Node(name="a", provider="ssh", root=str(tmp_path / "node"), python=sys.executable, mirror=str(tmp_path))
+    node = Node(name="a", kind="ssh", root=str(tmp_path / "node"), python=sys.executable, mirror=str(tmp_path))
     monkeypatch.setattr(salvages, "open_session", lambda node: LocalSession(node.python))
     return node
 

@@ -65,7 +65,7 @@ def shell_jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path
 def node_called(name: str, tmp_path: Path) -> Node:
     """A machine that shares nothing."""
     root, store = str(tmp_path / name), str(tmp_path / "store")
-    return Node(name=name, provider="ssh", root=root, python=sys.executable, mirror=store)
+    return Node(name=name, kind="ssh", root=root, python=sys.executable, mirror=store)
 
 
 def scope_of(run_id: str, tmp_path: Path) -> RunScope:
@@ -210,7 +210,7 @@ def test_a_run_that_cannot_bring_a_stage_to_its_machine_leaves_it_to_others(
 def test_a_run_that_is_interrupted_leaves_what_a_run_of_another_store_does_with_it(
     stage: Stage, shell_jobs: Path, tmp_path: Path
 ) -> None:
-    node = Node(name="local", provider="local", root=str(tmp_path / "shared"), python=sys.executable)
+    node = Node(name="local", kind="local", root=str(tmp_path / "shared"), python=sys.executable)
     shared = stage.model_copy(update={"run_dir": f"{node.root}/stages/rl-f"})
     engine = Path(node.root, "stages/engine-f-0")
     ours = scope_of("run-a", tmp_path)

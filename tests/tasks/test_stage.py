@@ -107,7 +107,7 @@ def with_ranks(kind: str, trainer: tuple[int, ...], engines: tuple[int, ...], **
     )
 
 
-ALONE = Node(name="here", provider="local", root="/nowhere", python="python")
+ALONE = Node(name="here", kind="local", root="/nowhere", python="python")
 WITH_ENGINES_ELSEWHERE = replace(ALONE, engine_nodes=(replace(ALONE, name="there"),))
 
 

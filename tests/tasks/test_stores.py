@@ -76,7 +76,7 @@ def test_a_machine_that_cannot_send_the_checkpoint_leaves_that_to_the_publicatio
     checkpoint = write_results(scope)
     gone = Node(
         name="a@b:1",
-        provider="ssh",
+        kind="ssh",
         root="/root/rollouts",
         python="/usr/bin/python3",
         mirror=scope.store,

@@ -39,7 +39,7 @@ def scope(tmp_path: Path) -> RunScope:
 @pytest.fixture
 def node(tmp_path: Path) -> Node:
     """A machine that leads, with a further one."""
-    leader = Node(name="leader", provider="local", root=str(tmp_path / "leader"), python=sys.executable)
+    leader = Node(name="leader", kind="local", root=str(tmp_path / "leader"), python=sys.executable)
     second = replace(leader, name="second", root=str(tmp_path / "second"), address="127.0.0.1")
     return replace(leader, trainer_nodes=(second,))
 

@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 
 from rollouts.flows.cli import app
 from rollouts.flows.credentials import _key_fields
-from rollouts.flows.form import _expected_provider
+from rollouts.flows.form import _expected_kind
 from rollouts.infra.clouds import CLOUDS, _find_fault, cloud_names, find_cloud
 from rollouts.infra.ledger import LEDGER_FILE, Ledger
 from rollouts.infra.node import InstanceNode, RentedNode
@@ -120,8 +120,8 @@ def test_settings_form_and_credentials_know_it(toy: FakeToy) -> None:
     several = {"query": {"providers": ["toy"]}, "max_usd": 1.0, "num_trainer_nodes": 2}
     assert RentedNode.model_validate(several).num_machines == 2
     assert _key_fields()["toy_api_key"][1].title == "Toy Cloud API key"
-    assert 'node.query.providers = ["toy"]' in _expected_provider("toy")
-    assert 'node.query.providers = ["toy"]' in _expected_provider("toytown")
+    assert 'node.query.providers = ["toy"]' in _expected_kind("toy")
+    assert 'node.query.providers = ["toy"]' in _expected_kind("toytown")
 
 
 @pytest.mark.parametrize("name", ["toy", "", "aws"])

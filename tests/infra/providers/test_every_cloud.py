@@ -70,7 +70,7 @@ class World:
         """The machine as its run knows it."""
         access = SSHAccess(host="203.0.113.1", port=1, user="root")
         mirror = str(self.store)
-        return Node(name=rental.name, provider="provision", root="/r", python="/p", mirror=mirror, access=access)
+        return Node(name=rental.name, kind="rented", root="/r", python="/p", mirror=mirror, access=access)
 
     def find(self, rental: Rental) -> Instance:
         """The machine as its run is told by its provider."""

@@ -87,7 +87,7 @@ def lets_in(fake: FakeRunPod, server: SSHServer) -> None:
     ],
 )
 def test_a_misfit_is_one_sentence(change: dict[str, Any], expected: str) -> None:
-    node = {"provider": "instance", "instance": "runpod:abc123", **change}
+    node = {"kind": "instance", "instance": "runpod:abc123", **change}
     with pytest.raises(ConfigError, match=re.escape(expected)):
         parse_pipeline({"model": {"path": "/model"}, "data": DATA, "node": node}, Path("a.toml"))
 

@@ -31,7 +31,7 @@ from tests.waiting import wait_until
 
 ROOT = Path(__file__).resolve().parents[3]
 DATA = {name: f"/data/{name}.jsonl" for name in ("sft", "prompts", "selection", "heldout")}
-GIVEN = {"provider": "provision", "max_usd": 5.0, "python": "/opt/env/bin/python"}
+GIVEN = {"kind": "rented", "max_usd": 5.0, "python": "/opt/env/bin/python"}
 
 
 def parse(node: dict[str, Any]) -> RentedNode:
@@ -71,7 +71,7 @@ def test_a_misfit_is_one_sentence(change: dict[str, Any], expected: str) -> None
 
 def test_the_money_has_to_be_named() -> None:
     with pytest.raises(ConfigError, match="max_usd is missing"):
-        parse({"provider": "provision", "python": "/p"})
+        parse({"kind": "rented", "python": "/p"})
 
 
 @pytest.fixture

@@ -389,7 +389,7 @@ def test_a_pod_is_reached_through_the_proxy_of_skypilot_and_its_own_key_is_check
     installed.set("address", **address)
     instance = cloud.get("pod")
     assert instance is not None and instance.has_address
-    settings = InstanceNode(provider="instance", instance="sky:pod", key_file=str(ssh_server.client_key_file))
+    settings = InstanceNode(kind="instance", instance="sky:pod", key_file=str(ssh_server.client_key_file))
     known = tmp_path / "known"
     pinned = replace(access_to(instance, settings), host_key=ssh_server.access.host_key)
     with SSHSession(pinned, python=sys.executable, programs_dir=str(tmp_path / "programs")) as session:

@@ -19,7 +19,7 @@ from rollouts.infra.providers.ssh import read_access
 from rollouts_core.errors import ConfigError
 from tests.infra.ssh_server import SSHServer, make_key
 
-GIVEN = {"provider": "ssh", "host": "me@box:2222", "python": "/opt/venv/bin/python"}
+GIVEN = {"kind": "ssh", "host": "me@box:2222", "python": "/opt/venv/bin/python"}
 DATA = {name: f"/data/{name}.jsonl" for name in ("sft", "prompts", "selection", "heldout")}
 
 
@@ -76,10 +76,10 @@ def test_a_misfit_is_one_sentence(setting: str, value: str, expected: str) -> No
 
 def test_unknown_providers_and_keys_are_named() -> None:
     for node, sentence in (
-        ({"provider": "shh"}, "node.provider is 'shh': expected one of local, ssh"),
+        ({"kind": "shh"}, "node.kind is 'shh': expected one of local, ssh"),
         ({**GIVEN, "hots": "x"}, "unknown key node.hots; did you mean host?"),
-        ({"provider": "ssh", "python": "/p"}, "host is missing"),
-        ({"provider": "local", "host": "me@box"}, "unknown key node.host"),
+        ({"kind": "ssh", "python": "/p"}, "host is missing"),
+        ({"kind": "local", "host": "me@box"}, "unknown key node.host"),
     ):
         with pytest.raises(ConfigError, match=sentence.replace(".", r"\.")):
             parse_pipeline({"model": {"path": "/model"}, "data": DATA, "node": node}, Path("a.toml"))
@@ -88,9 +88,9 @@ def test_unknown_providers_and_keys_are_named() -> None:
 def test_the_form_tells_providers_apart() -> None:
     adapter: TypeAdapter[NodeSettings] = TypeAdapter(NodeSettings)
     assert isinstance(adapter.validate_python(GIVEN), SSHNode)
-    assert isinstance(adapter.validate_python({"provider": "local"}), LocalNode)
+    assert isinstance(adapter.validate_python({"kind": "local"}), LocalNode)
     with pytest.raises(ValidationError):
-        adapter.validate_python({"provider": "moon"})
+        adapter.validate_python({"kind": "moon"})
     assert all(field["description"] for field in SSHNode.model_json_schema()["properties"].values())
 
 

@@ -80,7 +80,7 @@ def test_a_machine_that_is_ready_gets_no_files_and_runs_no_installer(ssh_server:
     bare = tmp_path / "python"
     bare.write_text(f'#!/bin/sh\nexec {sys.executable} -I -S "$@"\n')  # which finds no torch, and says so at once
     bare.chmod(0o755)
-    node = Node(name="box", provider="ssh", root=str(tmp_path / "root"), python=str(bare))
+    node = Node(name="box", kind="ssh", root=str(tmp_path / "root"), python=str(bare))
 
     def make_ready(session: NotingSession) -> list[tuple[str, ...]]:
         """As tasks/bootstrap.py does; returns what was asked for."""

@@ -61,7 +61,7 @@ def test_a_further_kind_is_started_and_looked_for_like_the_others(toy: str) -> N
         job_of({"kind": toy, "python": "/opt/toy/python", "dtype": "bfloat16"}), Path("/models/m"), on_gpu=True
     )
     assert command.argv == ("/opt/toy/python", "-m", "toy", "/models/m", "30000", "bfloat16")
-    node = Node(name="here", provider="local", root="/nowhere", python=sys.executable)
+    node = Node(name="here", kind="local", root="/nowhere", python=sys.executable)
     with pytest.raises(PermanentInfraError, match=r"has no toy_engine, which this rollout\.engine\.kind needs"):
         check_installed(LocalSession(sys.executable), node, EngineConfig(kind=toy))
 

@@ -114,7 +114,7 @@ def test_the_gpus_of_an_rl_are_its_own_and_those_of_its_engines(
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     deployment = DeploymentConfig(engine_gpu_ranks=engine_ranks)
     rollout = RolloutConfig.model_validate({"reward_fn": "exact_match", "engine": {"kind": engine}})
-    here = EngineAddress.model_validate({"provider": engine, "url": "http://127.0.0.1:3", "lease_file": "/lease"})
+    here = EngineAddress.model_validate({"kind": engine, "url": "http://127.0.0.1:3", "lease_file": "/lease"})
     job = RLJob(
         model=MODEL,
         prompts=ROWS,
