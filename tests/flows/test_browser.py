@@ -136,9 +136,11 @@ def test_the_ui_asks_nothing_but_this_machine(rollouts: Rollouts, page: Page) ->
         shown = ask(address, "POST", "/artifacts/", artifact)["id"]
         for path in ("dashboard", "deployments", "settings", "automations"):
             page.goto(f"{address.ui_url}/{path}", wait_until="networkidle")
+        page.goto(f"{address.ui_url}/runs/flow-run/{run}", wait_until="networkidle")
         for tab in ("Logs", "Artifacts", "Details", "Parameters"):
-            page.goto(f"{address.ui_url}/runs/flow-run/{run}?tab={tab}", wait_until="networkidle")
+            page.get_by_role("tab", name=tab).click()
             page.get_by_role("tab", name=tab, selected=True).wait_for()
+            page.wait_for_load_state("networkidle")
         page.goto(f"{address.ui_url}/artifacts", wait_until="networkidle")
         page.get_by_text("report-small").first.wait_for()
         page.goto(f"{address.ui_url}/artifacts/artifact/{shown}", wait_until="networkidle")
