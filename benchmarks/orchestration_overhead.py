@@ -22,8 +22,8 @@ from pathlib import Path
 
 import httpx
 
+from rollouts.flows.own_server.lend import local_server
 from rollouts.flows.prefect_api import ask
-from rollouts.flows.server import local_server
 
 STAGES = ("sft", "select-sft", "rl", "select-rl", "evaluate")
 ENGINE_START_TIMEOUT_S = 60.0

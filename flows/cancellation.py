@@ -13,7 +13,7 @@ A user or a program may also set a state while the process lives. Prefect then t
 
     Cancelled, Failed, Completed  ──> the process gives back what it holds and ends; the state stays
     Crashed                       ──> the process ends and leaves its jobs, as a crashed one does
-    Crashed by silent_runs.py     ──> Running: the server had not heard of a process that lives
+    Crashed by automations.py     ──> Running: the server had not heard of a process that lives
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from prefect.logging.loggers import flow_run_logger
 from prefect.states import Cancelled, Running
 from pydantic import BaseModel, TypeAdapter
 
+from rollouts.flows.automations import was_silent
 from rollouts.flows.credentials import run_with_credentials
 from rollouts.flows.form import HeldNode
-from rollouts.flows.silent_runs import was_silent
 from rollouts.flows.store import with_store
 from rollouts.infra.errors import InfraError, PermanentInfraError, TransientInfraError
 from rollouts.infra.interrupts import interrupted_if

@@ -22,11 +22,11 @@ from typing import IO
 from prefect import task
 from pydantic import TypeAdapter
 
+from rollouts.flows.commands.terminal import told_progress
 from rollouts.flows.evaluate_settings import EvaluateConfig
 from rollouts.flows.form import FormNode, Pipeline, RunOptions
 from rollouts.flows.preflight import check_evaluation, check_pipeline
 from rollouts.flows.retrain_settings import RetrainConfig
-from rollouts.flows.terminal import told_progress
 from rollouts.flows.trusted_code import check_trusted
 from rollouts.infra.errors import InfraError, PermanentInfraError, TransientInfraError
 from rollouts.infra.node import NodeSettings

@@ -1,6 +1,6 @@
 """The `rollouts` command: run a pipeline, try the quickstart, check a configuration, open the UI, serve a model.
 
-Not here: what a pipeline does (pipeline.py), the Prefect server (server.py), the form of a configuration (form.py).
+Not here: what a pipeline does (pipeline.py), the Prefect server (own_server/), the form of a configuration (form.py).
 
 Exit codes: 0 done, 1 failed, 2 something that the user must change, 3 RL did not improve, 130 interrupted.
 """
@@ -29,32 +29,39 @@ from typing import TYPE_CHECKING, Annotated, Any, ParamSpec, TypeVar, cast
 
 import typer
 
-from rollouts.flows.cancel import cancel
+from rollouts.flows.automations import LEAST_MINUTES, SILENT_MINUTES, mark_silent_runs
 from rollouts.flows.command import INTERRUPTED_CODE, NO_IMPROVEMENT_CODE
-from rollouts.flows.credentials_cli import credentials, with_credentials
+from rollouts.flows.commands.cancel import cancel
+from rollouts.flows.commands.credentials import credentials, with_credentials
+from rollouts.flows.commands.fetch import pull
+from rollouts.flows.commands.finish import finish
+from rollouts.flows.commands.machines import add_machine_commands
+from rollouts.flows.commands.models import add_model_commands
+from rollouts.flows.commands.notify import notify
+from rollouts.flows.commands.plugins import plugins
+from rollouts.flows.commands.prefect_yaml import prefect_yaml
+from rollouts.flows.commands.preset import preset
+from rollouts.flows.commands.prune import prune
+from rollouts.flows.commands.terminal import DEFAULT_STORE, LOOKING_FOR_SERVER, Port, Store, console, show_checks
+from rollouts.flows.commands.trigger import trigger_run
+from rollouts.flows.commands.up import down, status, up
 from rollouts.flows.deployments import evaluation_options
 from rollouts.flows.evaluate_settings import EvaluateConfig
-from rollouts.flows.finish import finish
 from rollouts.flows.form import Pipeline, RunOptions, load_pipeline
 from rollouts.flows.live import find_live_pages, served_live_pages
-from rollouts.flows.machines_cli import add_machine_commands
-from rollouts.flows.models_cli import add_model_commands
 from rollouts.flows.no_improvement import NoImprovementError
-from rollouts.flows.notify import notify
-from rollouts.flows.password import own_password
-from rollouts.flows.plugins_cli import plugins
-from rollouts.flows.prefect_yaml import prefect_yaml
+from rollouts.flows.own_server.lend import (
+    ServerAddress,
+    ServerError,
+    local_server,
+    named_url,
+    prefect_environment,
+    run_url,
+)
+from rollouts.flows.own_server.password import own_password
 from rollouts.flows.preflight import check_evaluation, check_files, check_pipeline, check_writable, load_checkable
-from rollouts.flows.preset import preset
-from rollouts.flows.prune_cli import prune
 from rollouts.flows.quickstart_files import CONFIG_NAME, quickstart_folder, write_quickstart
-from rollouts.flows.server import ServerAddress, ServerError, local_server, named_url, prefect_environment, run_url
-from rollouts.flows.silent_runs import LEAST_MINUTES, SILENT_MINUTES, mark_silent_runs
 from rollouts.flows.store import STORE_VARIABLE, from_home
-from rollouts.flows.stores_cli import pull
-from rollouts.flows.terminal import DEFAULT_STORE, LOOKING_FOR_SERVER, Port, Store, console, show_checks
-from rollouts.flows.trigger import trigger_run
-from rollouts.flows.up import down, status, up
 from rollouts.flows.upkeep import look_after
 from rollouts.infra.errors import JobFailedError, MachineGoneError, PermanentInfraError, TransientInfraError
 from rollouts.infra.foreign_text import shown_lines

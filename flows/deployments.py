@@ -20,7 +20,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from rollouts.flows.form import Pipeline, RunOptions, load_pipeline, name_of, parse_pipeline
-from rollouts.flows.server import named_url
+from rollouts.flows.own_server.lend import named_url
 from rollouts.flows.store import STORE_VARIABLE
 from rollouts.flows.tools import TOOLS
 from rollouts.infra.ledger import LEDGER_FILE, Ledger

@@ -7,7 +7,7 @@ another name, of another resource, so that no automation takes them for states.
     Crashed ── server is started again ──> AwaitingRetry (waits for Crashed) -> ... -> Completed (waits)
                                             the id of Crashed comes again ──> all of them are handled
 
-Not here: a store's own server, which waits for seconds (keeper.py).
+Not here: a store's own server, which waits for seconds (own_server/server_process.py).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from prefect.client.orchestration import get_client
 from prefect.events import emit_event
 from prefect.exceptions import PrefectException
 
-from rollouts.flows.server import named_url
+from rollouts.flows.own_server.lend import named_url
 
 EVENT = "rollouts.flow-run.earlier-state"
 MAX_STATES = 20

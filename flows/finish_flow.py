@@ -1,6 +1,6 @@
 """The `finish` flow: have a run that trains go on with what it has, from Prefect's UI.
 
-Not here: what that means, and the command that does the same (finish.py).
+Not here: what that means, and the command that does the same (commands/finish.py).
 """
 
 # No postponed annotations here: the process of a served run gets the flow by value, without the names of this module.
@@ -12,7 +12,7 @@ from prefect import flow, get_run_logger
 from prefect.client.schemas.objects import State
 from prefect.states import Completed
 
-from rollouts.flows.finish import finish_training
+from rollouts.flows.commands.finish import finish_training
 from rollouts.flows.run_ends import known_tool, with_noted_end
 from rollouts.flows.tools import FINISH_FLOW, FinishConfig
 

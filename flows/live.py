@@ -24,15 +24,15 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rollouts.flows.password import basic_authorization, own_password
+from rollouts.flows.own_server.password import basic_authorization, own_password
 from rollouts.infra.jobs import JobExit, describe_exit, describe_saved
 from rollouts.infra.ledger import LEDGER_FILE, Ledger, StageUse
 from rollouts.infra.process_identity import ProcessIdentity, identify
 from rollouts.infra.renting.rentals import all_rentals, usd_spent
 from rollouts.infra.secret_file import own_folder
 from rollouts.infra.session import LOOPBACK
-from rollouts.tasks.places import EVALUATION_FILE
 from rollouts.tasks.spending import RUN_FILE
+from rollouts.tasks.store_paths import EVALUATION_FILE
 from rollouts_core.report.live import LiveRun, LiveStage, render_live, render_runs
 from rollouts_core.run_directory import RunDirectory
 from rollouts_core.system.files import write_json

@@ -8,7 +8,7 @@ a run that stays Running can neither be retried nor cancelled.
     Cancelling and no process  ->  its jobs end, Cancelled
     Cancelled, Failed or Completed  while no process of it lives  ->  its jobs end
     Crashed    by a signal     ->  AwaitingRetry, `run.restarts` times; it attaches to its jobs
-    Crashed    by the server   ->  the same (silent_runs.py)
+    Crashed    by the server   ->  the same (automations.py)
     Crashed    by a lost slot  ->  the same: Prefect ends a run that stood still for minutes, as on a suspended machine
     AwaitingRetry  without a deployment  ->  Crashed: nothing would ever start it
     Running, Cancelling or Crashed, although the process noted another end  ->  that end (run_ends.py)
@@ -42,12 +42,12 @@ from prefect.exceptions import ObjectNotFound, PrefectException
 from prefect.logging.loggers import flow_run_logger
 from prefect.states import Cancelled, Crashed, Scheduled
 
+from rollouts.flows.automations import was_silent
 from rollouts.flows.cancellation import release_for
 from rollouts.flows.earlier_states import recall_states
 from rollouts.flows.form import RunOptions
+from rollouts.flows.own_server.lend import named_url
 from rollouts.flows.run_ends import RunEnd, forget_end, read_end, read_ends
-from rollouts.flows.server import named_url
-from rollouts.flows.silent_runs import was_silent
 from rollouts.infra.errors import TransientInfraError
 from rollouts.infra.ledger import Ledger
 from rollouts.infra.renting.rentals import open_rentals

@@ -45,9 +45,9 @@ from rollouts.flows.deployments import FLOW, folders_of_deployment
 from rollouts.flows.form import FormConfig, FormNode, FormRun, RunOptions
 from rollouts.flows.live import find_live_pages
 from rollouts.flows.no_improvement import NO_IMPROVEMENT, NoImprovementError
+from rollouts.flows.own_server.lend import held_server
 from rollouts.flows.retrain_settings import RetrainConfig
 from rollouts.flows.run_ends import with_noted_end
-from rollouts.flows.server import held_server
 from rollouts.infra.errors import BudgetUsedUpError, JobFailedError
 from rollouts.infra.interrupts import interrupted_afterwards, noted_interrupts, uninterrupted
 from rollouts.infra.ledger import Ledger
@@ -60,7 +60,6 @@ from rollouts.tasks.candidate import register_candidate
 from rollouts.tasks.engine import KeptEngine, any_lapsed, kept_alive, launch_engine, stop_engine
 from rollouts.tasks.finished import RunStage, placeholder_if_finished, trainings_begun
 from rollouts.tasks.inputs import named_urls
-from rollouts.tasks.places import note_named
 from rollouts.tasks.plan import (
     engine_ports,
     plan_evaluation,
@@ -74,8 +73,8 @@ from rollouts.tasks.provision import provision, release, release_now, release_un
 from rollouts.tasks.records import EngineRecord, RunScope, Stage, StageRecord, artifact_key
 from rollouts.tasks.report import write_report
 from rollouts.tasks.stage_tasks import run_task
-from rollouts.tasks.stores import publish_results, reach_stores, send_from_machine
-from rollouts.tasks.sync import sync_results
+from rollouts.tasks.store_paths import note_named
+from rollouts.tasks.sync import publish_results, reach_stores, send_from_machine, sync_results
 from rollouts.tasks.watch import digest_sources, watched_sources
 from rollouts_core.config import Config
 from rollouts_core.job import InputModel

@@ -1,9 +1,9 @@
 """Questions to a Prefect server over HTTP.
 
-A store's own server is asked without importing prefect, for which commands would wait; a server of PREFECT_API_URL by
-Prefect's own client (named_client.py), which knows the user's settings for it.
-
-Not here: what the answers mean (status.py, trigger.py), the server (server.py).
+A store's own server is asked without importing prefect, which takes seconds. A server of PREFECT_API_URL is asked by
+Prefect's own client, which knows the user's settings for it: the password or key, also in a profile; a private
+certificate authority (PREFECT_API_SSL_CERT_FILE); headers that a proxy wants (PREFECT_CLIENT_CUSTOM_HEADERS); tokens
+against forged requests (CSRF); and proxies.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import Any
 
 import httpx
 
-from rollouts.flows.certificate import client_context
-from rollouts.flows.password import basic_authorization
-from rollouts.flows.server import ServerAddress, ServerError
+from rollouts.flows.own_server.https import client_context
+from rollouts.flows.own_server.lend import ServerAddress, ServerError
+from rollouts.flows.own_server.password import basic_authorization
 
 TIMEOUT = httpx.Timeout(120.0, connect=30.0)
 """A server that is gone refuses the connection at once. A living one is slow on a busy machine, most when it starts."""
@@ -51,7 +51,7 @@ def ask(address: ServerAddress, method: str, path: str, question: Any = None) ->
 
 
 def _ask_named(address: ServerAddress, method: str, path: str, question: Any) -> httpx.Response:  # Any: JSON
-    from rollouts.flows.named_client import FAILURES, describe_failure, request_named
+    from rollouts.flows.prefect_api import FAILURES, describe_failure, request_named
 
     try:
         answer = request_named(address.api_url, method, path, question, password=address.password)
@@ -97,3 +97,48 @@ def _reason(answer: httpx.Response) -> str:
     if not isinstance(content, dict):
         return str(content)[:300]
     return str(content.get("detail") or content.get("exception_message") or content)[:600]
+
+
+RETRIES = 4
+"""Attempts after the first one, 30 s in all. A request from a terminal has a user who waits."""
+FAILURES = (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError)
+"""Errors of a server that cannot be asked, and of settings that Prefect's client refuses."""
+
+
+def request_named(
+    api_url: str, method: str, path: str, question: Any = None, *, password: str = ""
+) -> httpx.Response:  # Any: JSON
+    """Return what the server answers, whatever its status.
+
+    Prefect reads its logging settings when it is imported, which is here: set the environment before.
+
+    Raises:
+        One of FAILURES: the server cannot be asked.
+    """
+    from prefect.client.orchestration import SyncPrefectClient
+    from prefect.context import root_settings_context
+    from prefect.exceptions import PrefectHTTPStatusError
+    from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
+
+    with (
+        root_settings_context() as context,  # the environment of now, not that of the import
+        temporary_settings({PREFECT_CLIENT_MAX_RETRIES: RETRIES}),
+    ):
+        api = context.settings.api
+        own_password = api.auth_string.get_secret_value() if api.auth_string else ""
+        key = api.key.get_secret_value() if api.key else None
+        with SyncPrefectClient(api_url, auth_string=password or own_password or None, api_key=key) as client:
+            try:
+                return client.request(method, path, json=question)  # type: ignore[arg-type]  # any route
+            except PrefectHTTPStatusError as error:
+                return error.response
+
+
+def describe_failure(error: Exception) -> str:
+    """The fault, in words that lead to a setting."""
+    if "CERTIFICATE_VERIFY_FAILED" in str(error):
+        return (
+            f"its certificate is not trusted ({error}): set PREFECT_API_SSL_CERT_FILE to that of the authority that "
+            "signed it"
+        )
+    return str(error)

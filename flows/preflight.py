@@ -17,7 +17,7 @@ from typing import Any, TypeGuard
 import httpx
 
 from rollouts.flows.form import Pipeline, read_draft
-from rollouts.flows.server import check_path
+from rollouts.flows.own_server.lend import check_path
 from rollouts.infra.bootstrap import check_disk
 from rollouts.infra.errors import PermanentInfraError, TransientInfraError
 from rollouts.infra.node import (

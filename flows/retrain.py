@@ -57,8 +57,7 @@ from rollouts.tasks.plan_node import with_enough_memory
 from rollouts.tasks.records import RunScope, StageRecord, artifact_key
 from rollouts.tasks.report import write_report
 from rollouts.tasks.retraining import Answer, Compared, Rules, retrain_once
-from rollouts.tasks.stores import publish_results
-from rollouts.tasks.sync import sync_results
+from rollouts.tasks.sync import publish_results, sync_results
 from rollouts.tasks.watch import digest_sources, watched_sources
 from rollouts_core.config import Config
 from rollouts_core.report.markdown import escaped

@@ -23,7 +23,7 @@ from prefect.exceptions import Pause, TerminationSignal
 from prefect.runtime import flow_run
 
 from rollouts.flows.earlier_states import recall_states
-from rollouts.flows.server import held_server
+from rollouts.flows.own_server.lend import held_server
 from rollouts.infra.ledger import LEDGER_FILE, Ledger
 from rollouts_core.config.messages import first_line
 from rollouts_core.system.files import write_json

@@ -1,6 +1,6 @@
 """The process that serves a store's deployments: each run that is asked for becomes a process of its own.
 
-Not here: what is served (deployments.py), how this process is started and ended (up.py), the flow (pipeline.py),
+Not here: what is served (deployments.py), the start and end of this process (commands/up.py), the flow (pipeline.py),
 looking after its runs (upkeep.py).
 
     rollouts up ──starts──> serving ──shared lock──> the Prefect server, which stays as long as this process
@@ -8,7 +8,7 @@ looking after its runs (upkeep.py).
                                └─ a tool that trains nothing ──> the same, without waiting for a slot
 
     serving.lock   held as long as this process lives
-    gpu_slots      how many runs go at once; a change takes effect within a second (gpu_slots.py)
+    gpu_slots      how many runs go at once; a change takes effect within a second (store.py)
     serving.json   written when every deployment is registered: pid, process, since, deployments with their digests,
                    gpu_slots, named_url
     serving.log    what this process and its flows said
@@ -35,10 +35,9 @@ from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
 from rollouts.flows.deployments import EVALUATE_FLOW, FLOW, RETRAIN_FLOW, load_deployments, offered_name, parameters_for
-from rollouts.flows.gpu_slots import load_gpu_slots
 from rollouts.flows.live import served_live_pages
-from rollouts.flows.server import ServerAddress, ServerError, local_server, named_url, prefect_environment
-from rollouts.flows.store import STORE_VARIABLE
+from rollouts.flows.own_server.lend import ServerAddress, ServerError, local_server, named_url, prefect_environment
+from rollouts.flows.store import STORE_VARIABLE, load_gpu_slots
 from rollouts.flows.tools import FINISH_FLOW, REAP_FLOW, TOOLS
 from rollouts.flows.upkeep import look_after
 from rollouts.infra.process_identity import identify

@@ -1,6 +1,7 @@
-"""Which folder keeps everything, where nobody says.
+"""Which folder is the store when no setting names it, and how many runs of its deployments may go at the same time.
 
-Not here: what lies in it (docs/run_directory.md).
+Not here: what lies in a store (docs/run_directory.md), and the GPUs that jobs take (infra/supervisor/gpu_slots.py).
+This module does not import prefect, because it runs before Prefect's environment is set.
 """
 
 from __future__ import annotations
@@ -9,6 +10,9 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from rollouts_core.errors import ConfigError
+from rollouts_core.system.files import write_atomically
 
 STORE_VARIABLE = "ROLLOUTS_STORE"
 """Names it for commands, and in what `rollouts up` serves for runs that are asked for without it."""
@@ -33,3 +37,27 @@ def from_home(path: Path | None) -> Path | None:
         return path and path.expanduser()
     except RuntimeError:  # of somebody whom this machine does not know
         return path
+
+
+DEFAULT_GPU_SLOTS = 5
+FILE = "gpu_slots"
+
+
+def save_gpu_slots(home: Path, number: int) -> None:
+    """Have it so from now on, and from the next `rollouts up` on."""
+    write_atomically(home / FILE, f"{number}\n")
+
+
+def load_gpu_slots(home: Path) -> int:
+    """The number that was asked for last.
+
+    Raises:
+        ConfigError: the file is not one that `save_gpu_slots` wrote.
+    """
+    path = home / FILE
+    if not path.is_file():
+        return DEFAULT_GPU_SLOTS
+    text = path.read_text().strip()
+    if not text.isdigit() or int(text) == 0:
+        raise ConfigError(f"{path} is not a number of slots: delete it, or give one to rollouts up --gpu-slots")
+    return int(text)

@@ -31,7 +31,7 @@ from rollouts.flows.store import STORE_VARIABLE
 from rollouts.infra.node import SYSTEM_PYTHON, NodeSettings
 from rollouts.infra.stores.object_store import is_url
 from rollouts.tasks.model_names import BASE
-from rollouts.tasks.places import RUNS, STAGES
+from rollouts.tasks.store_paths import RUNS, STAGES
 from rollouts_core.config import Config, name_of_function
 from rollouts_core.errors import ConfigError
 

@@ -3,7 +3,7 @@
     installed here ──> name==version, ... ──> <root>/environments/<digest>/ on the node: env/, log.txt, result.json
 
 A supervised job builds it, so that several runs that need the same build it once, and a connection that breaks ends
-nothing. Not here: the node's side (environment_builder.py), the code of the project itself (tasks/placement.py).
+nothing. Not here: the node's side (environment_builder.py), the code of the project itself (tasks/upload_inputs.py).
 """
 
 import hashlib

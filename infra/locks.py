@@ -1,7 +1,7 @@
 """Locks of files that the kernel frees when their process is gone, on kill -9 too.
 
 Also sent to nodes, as part of the supervisor: standard library only. Not here: what a lock means (ledger.py,
-supervisor/, tasks/trainer_nodes.py, flows/server.py).
+supervisor/, tasks/trainer_nodes.py, flows/own_server/lend.py).
 """
 
 from __future__ import annotations

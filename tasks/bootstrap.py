@@ -30,8 +30,8 @@ from rollouts.infra.reach import check_both_ways
 from rollouts.infra.session import Session
 from rollouts.tasks.installed_engines import check_installed, check_router, leads_engines
 from rollouts.tasks.optional_packages import check_packages
-from rollouts.tasks.placement import place_code
 from rollouts.tasks.progress import StageProgress
+from rollouts.tasks.upload_inputs import place_code
 from rollouts_core.checks.needed_part import describe_parts
 from rollouts_core.checks.resource_needs import (
     check_kernels_without_gpu,

@@ -7,7 +7,7 @@ A stage that ended early is whole only for the run that asked. Another run with 
 the stage in another directory, whose name follows from that of the first. It begins with the checkpoints of the first:
 only the rest is trained, and nothing that the first run still uses is touched.
 
-Not here: the training's side (rollouts_core/saving.py), who may ask (flows/finish.py).
+Not here: the training's side (rollouts_core/saving.py), who may ask (flows/commands/finish.py).
 """
 
 from __future__ import annotations

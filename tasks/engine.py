@@ -24,12 +24,12 @@ from rollouts.infra.session import Session
 from rollouts.infra.supervisor.files import parse_object
 from rollouts.tasks.leases import LEASE_S, LeasedJob, lease_renewed
 from rollouts.tasks.node_job import GRACE_S, gpus_of, gpus_of_engines, job_spec, running_job
-from rollouts.tasks.placement import place_stage
 from rollouts.tasks.plan import plan_engine
 from rollouts.tasks.progress import StageProgress
 from rollouts.tasks.records import EngineRecord, RunScope, Stage
 from rollouts.tasks.stage import claim_stage
 from rollouts.tasks.unit_keys import own_keys
+from rollouts.tasks.upload_inputs import place_stage
 from rollouts_core.engine_log import explain_engine_log
 from rollouts_core.job import ServeJob
 from rollouts_core.keys import read_key

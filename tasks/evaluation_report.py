@@ -15,10 +15,10 @@ from prefect.cache_policies import NO_CACHE
 
 from rollouts.infra.foreign_text import shown_line
 from rollouts.tasks.model_names import NamedModel, find_named_model, with_heldout
-from rollouts.tasks.places import EVALUATION_FILE, note_named
 from rollouts.tasks.progress import StageProgress
 from rollouts.tasks.records import RunScope, StageRecord, artifact_key
 from rollouts.tasks.retries import TRIED_AGAIN
+from rollouts.tasks.store_paths import EVALUATION_FILE, note_named
 from rollouts_core.comparison import compare_paired
 from rollouts_core.config import Config
 from rollouts_core.fingerprint import digest_model

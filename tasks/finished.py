@@ -3,7 +3,7 @@
 A run with the settings and data of an earlier one, an evaluation of models that were scored before: their stages are
 finished, and a machine would cost money for nothing.
 
-Not here: taking what is finished (caching.py), which stages there are (flows/pipeline.py).
+Not here: taking what is finished (stage_tasks.py), which stages there are (flows/pipeline.py).
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from rollouts.infra.errors import InfraError, StoreUnavailableError
 from rollouts.infra.ledger import LEDGER_FILE, Ledger
 from rollouts.infra.stores.download import WantedFile, digest_of, download, find_wanted
 from rollouts.infra.stores.object_store import ObjectStore, is_url
-from rollouts.tasks.places import INPUTS
+from rollouts.tasks.store_paths import INPUTS
 from rollouts_core.config import Config
 from rollouts_core.mistakes import Mistakes
 from rollouts_core.system.files import write_json

@@ -13,7 +13,7 @@ from pathlib import Path
 from rollouts.infra.ledger import LEDGER_FILE, Ledger
 from rollouts.infra.registry import Alias, Model, current, models
 from rollouts.infra.run_ids import short_id
-from rollouts.tasks.places import RUNS, places_in
+from rollouts.tasks.store_paths import RUNS, places_in
 from rollouts_core.system.files import write_atomically
 
 

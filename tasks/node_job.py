@@ -1,6 +1,6 @@
 """A stage as a job of a node: its command, variables and GPUs, and what of it is under way.
 
-Not here: what the stage is (plan.py), bringing it there (placement.py), running it to its end (stage.py).
+Not here: what the stage is (plan.py), bringing it there (upload_inputs.py), running it to its end (stage.py).
 """
 
 from __future__ import annotations

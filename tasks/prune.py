@@ -1,6 +1,6 @@
 """Find what lies in a store that nothing refers to any more, and remove it.
 
-Not here: the command (flows/prune_cli.py), checkpoints that a stage itself deletes while it trains.
+Not here: the command (flows/commands/prune.py), checkpoints that a stage itself deletes while it trains.
 
     stages/<stage>             a stage with all it made
     runs/<run>/checkpoint      the copy of a run's final checkpoint; its report and settings are small, and stay
@@ -11,9 +11,9 @@ Not here: the command (flows/prune_cli.py), checkpoints that a stage itself dele
     old       everything else that was last used longer ago than asked for
     large     and, oldest use first, as much more as is needed to fit
 
-A run notes that it uses something before it looks for it (caching.py, inputs.py, places.py), and what is removed is
-moved away under the ledger's lock, after a last look at these notes: a run finds it whole, or not at all, and then does
-it again.
+A run notes a use before it looks for the thing (stage_tasks.py, inputs.py, store_paths.py). Removal looks at these
+notes for the last time under the ledger's lock, and moves the thing away. So a run finds it whole, or not at all, and
+then makes it again.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from rollouts.infra.registry import Model, models, select_models
 from rollouts.infra.run_ids import short_id
 from rollouts.infra.stores.download import is_being_fetched
 from rollouts.infra.supervisor.status import is_supervised
-from rollouts.tasks.places import INPUTS, NAMES, RUNS, STAGES, is_place, places_in
+from rollouts.tasks.store_paths import INPUTS, NAMES, RUNS, STAGES, is_place, places_in
 from rollouts_core.run_directory import RunDirectory
 from rollouts_core.system.files import remove_partial_directories
 

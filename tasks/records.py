@@ -76,7 +76,7 @@ class Stage(TaskRecord):
     fingerprint: str
     """Identity of the work."""
     run_dir: str
-    """Absolute path of the run directory: here, also where the stage runs on a node and is mirrored (placement.py)."""
+    """Absolute path of the run directory on this machine. A node's directory is mirrored to it (upload_inputs.py)."""
     job: dict[str, Any]  # Any: JSON
     """The content of job.json."""
     num_steps: int

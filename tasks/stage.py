@@ -41,13 +41,13 @@ from rollouts.tasks.earlier_scores import take_earlier_scores
 from rollouts.tasks.early_end import begin_with_earlier, check_own_end, read_early_end, requests_passed_on
 from rollouts.tasks.leases import has_lease
 from rollouts.tasks.node_job import GRACE_S, USER_ERROR_CODE, gpus_of, job_spec, longest_grace_s
-from rollouts.tasks.placement import place_stage
 from rollouts.tasks.plan import check_plugins
 from rollouts.tasks.progress import StageProgress
 from rollouts.tasks.records import How, RunScope, Stage, StageRecord
 from rollouts.tasks.tracking import tracked
 from rollouts.tasks.trainer_nodes import start_in_turn, trainers_beside
 from rollouts.tasks.unit_keys import own_keys
+from rollouts.tasks.upload_inputs import place_stage
 from rollouts_core.backends.unit import MACHINE_LOST_CODE
 from rollouts_core.errors import InputError
 from rollouts_core.report.results import describe_found

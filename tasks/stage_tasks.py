@@ -1,17 +1,80 @@
-"""The stages of a run as Prefect tasks. Prefect's pages know them by the names of their kinds.
+"""The stages of a run as Prefect tasks, and when a retry or another run takes the record that Prefect remembers.
 
-Not here: what a stage does (plan.py), how its job is run (stage.py).
+Prefect's pages know the tasks by the names of their kinds.
+
+Not here: how a stage's job is run (stage.py), and the other safeguard, the run directory itself (artifacts.py).
 """
 
 from __future__ import annotations
 
-from prefect import task
+from pathlib import Path
+from typing import Any
 
+from prefect import Task, task
+from prefect.cache_policies import CacheKeyFnPolicy
+from prefect.context import TaskRunContext
+
+from rollouts.infra.ledger import Ledger
 from rollouts.infra.node import Node
-from rollouts.tasks.caching import STAGE_OPTIONS, run_cached
+from rollouts.tasks.artifacts import is_finished
+from rollouts.tasks.progress import StageProgress
 from rollouts.tasks.records import RunScope, Stage, StageRecord
-from rollouts.tasks.stage import run_stage
+from rollouts.tasks.retries import is_worth_a_retry
+from rollouts.tasks.stage import run_stage, why_so
+from rollouts.tasks.tracking import tracked
+from rollouts_core.report.results import describe_found
+from rollouts_core.run_directory import RunDirectory
 from rollouts_core.stages import STAGES, kind_of
+
+
+def cache_key(context: TaskRunContext, parameters: dict[str, Any]) -> str:  # Any: Prefect's signature
+    """The identity of the stage: neither the run nor the task's source is part of it."""
+    stage: Stage = parameters["stage"]
+    return f"{stage.name}-{stage.fingerprint}"
+
+
+STAGE_OPTIONS: dict[str, Any] = {  # Any: keywords of prefect.task
+    "cache_policy": CacheKeyFnPolicy(cache_key_fn=cache_key),
+    "persist_result": True,
+    "result_serializer": "json",
+    "retries": 2,
+    "retry_delay_seconds": 5,
+    "retry_condition_fn": is_worth_a_retry,
+}
+
+
+def run_cached(
+    task: Task[[Stage, RunScope, Node], StageRecord], stage: Stage, scope: RunScope, node: Node
+) -> StageRecord:
+    """The record of a stage task, from Prefect's cache only while everything that the record names is whole."""
+    with Ledger(scope.ledger_path) as ledger:  # before looking: what is not there then, was pruned, and is done again
+        use = Path(stage.run_dir).name
+        ledger.note_use(use, scope.run_id, run=scope.output_dir.name, num_steps=stage.num_steps)
+    # Without this a deleted or damaged checkpoint would be found much later, by the stage that loads it.
+    fitting = task.with_options(refresh_cache=not is_finished(stage), task_run_name=stage.name)
+    state = fitting(stage, scope, node, return_state=True)
+    kept: object = state.result()
+    if not isinstance(kept, StageRecord):  # Prefect kept it with a class name of earlier code
+        return task.with_options(refresh_cache=True, task_run_name=stage.name)(stage, scope, node)
+    return _reuse(kept, stage, scope) if state.name == "Cached" else kept
+
+
+def _reuse(record: StageRecord, stage: Stage, scope: RunScope) -> StageRecord:
+    """Show a stage that Prefect remembers as one that a run came to."""
+    with (
+        StageProgress(stage.name) as progress,
+        tracked(stage, scope, progress.say),
+    ):
+        # The directory that was just verified counts: the store may have been moved, or a flow killed after its
+        # job replaced a damaged result and before Prefect took note of the new one.
+        result = RunDirectory(Path(stage.run_dir)).read_result() or record.result
+        if warning := result.get("warning"):
+            progress.say(warning)
+        if stage.kind == "eval":
+            progress.say(describe_found(Path(stage.run_dir), stage.name))
+        progress.say(f"reused from {stage.run_dir}")
+    reused = {"how": "reused", "why": why_so("reused", stage, scope, result), "began_at": 0.0, "seconds": 0.0}
+    return record.model_copy(update={**reused, "run_dir": stage.run_dir, "result": result})
 
 
 def do_stage(stage: Stage, scope: RunScope, node: Node) -> StageRecord:

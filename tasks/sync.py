@@ -1,4 +1,9 @@
-"""Publish what the run made into the store's folder of this run: verified, all at once."""
+"""Move results of a run to its folder of the store and to object stores, and fetch inputs from object stores.
+
+    machine ── files of the checkpoint, where it can ──> the store <── what it lacks, and the records ── here
+
+Not here: which inputs are fetched (inputs.py), how a publication is laid out (infra/stores/publication.py).
+"""
 
 from __future__ import annotations
 
@@ -8,11 +13,22 @@ from pathlib import Path
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
+from rollouts.infra.errors import InfraError
+from rollouts.infra.node import Node
+from rollouts.infra.providers import open_session
 from rollouts.infra.session import LocalSession
+from rollouts.infra.stores.direct import send_checkpoint_from_node
+from rollouts.infra.stores.object_store import ObjectStore
+from rollouts.infra.stores.presigned import can_presign
+from rollouts.infra.stores.publication import check_writable_store, publish_run
 from rollouts.infra.sync.push import publish_directory
 from rollouts.tasks.candidate import keep_registered
+from rollouts.tasks.inputs import bring_inputs
 from rollouts.tasks.progress import StageProgress
 from rollouts.tasks.records import RunScope
+from rollouts.tasks.retries import TRIED_AGAIN
+from rollouts.tasks.upload_inputs import exists_on_node
+from rollouts_core.config import Config
 from rollouts_core.job import InputModel
 
 
@@ -27,3 +43,55 @@ def sync_results(model: InputModel, scope: RunScope) -> str:
         report = publish_directory(session, Path(model.model.path), str(destination))
         progress.say(f"{model.name}, {report.num_bytes / 1e6:.1f} MB in {report.num_files} verified files")
     return str(destination)
+
+
+RECORDS = ("report.html", "run.json", "config.toml")
+
+
+@task(name="reach-stores", **TRIED_AGAIN)
+def reach_stores(config: Config, scope: RunScope) -> Config:
+    """The configuration with the inputs in the store; also returns only if results can be published."""
+    with StageProgress("inputs") as progress:
+        if scope.publish:
+            check_writable_store(ObjectStore(scope.publication_url))
+            progress.say(f"results will be published at {scope.publication_url}")
+        return bring_inputs(config, Path(scope.store), progress.say)
+
+
+@task(name="send", cache_policy=NO_CACHE)
+def send_from_machine(final: InputModel, checkpoint_path: str, machine: Node, scope: RunScope) -> None:
+    """Let the machine that has the final checkpoint send its files, so that publishing finds them there.
+
+    Publishing sends the files that the machine cannot send: nothing here fails the run.
+
+    Args:
+        checkpoint_path: a copy of it here.
+    """
+    store, source = ObjectStore(scope.publication_url), machine.path_on_node(final.model.path)
+    if not can_presign(store):
+        return
+    with StageProgress("send") as progress:
+        try:
+            with open_session(machine) as session:
+                if not exists_on_node(session, source):  # another machine made it
+                    return
+                num_bytes = send_checkpoint_from_node(session, store, Path(checkpoint_path), source)
+        except (InfraError, OSError) as error:
+            progress.say(f"the checkpoint is sent from here, because the node cannot send it to {store.url} ({error})")
+            return
+        if num_bytes:
+            progress.say(f"the node sent {num_bytes / 1e6:.1f} MB to {store.url} itself")
+
+
+@task(name="publish", **TRIED_AGAIN)
+def publish_results(checkpoint_path: str, scope: RunScope) -> str:
+    """Publish the final checkpoint and the run's records; returns the URL that `rollouts pull` takes."""
+    with StageProgress("publish") as progress:
+        num_sent_bytes = publish_run(
+            ObjectStore(scope.publication_url),
+            run_id=scope.run_id,
+            checkpoint=Path(checkpoint_path),
+            records={name: scope.output_dir / name for name in RECORDS},
+        )
+        progress.say(f"{scope.publication_url}, {num_sent_bytes / 1e6:.1f} MB that were not there yet")
+    return scope.publication_url

@@ -27,10 +27,10 @@ from rollouts.infra.providers import open_session
 from rollouts.infra.session import Session
 from rollouts.tasks.leases import LEASE_S, LeasedJob, lease_renewed
 from rollouts.tasks.node_job import GRACE_S, gpus_of, job_spec, running_job
-from rollouts.tasks.placement import place_stage
 from rollouts.tasks.plan import plan_follower
 from rollouts.tasks.records import RunScope, Stage
 from rollouts.tasks.unit_keys import own_keys
+from rollouts.tasks.upload_inputs import place_stage
 from rollouts_core.job import FurtherTrainer
 
 GPU_POLL_S = 2.0

@@ -5,7 +5,7 @@
     sent      parts are put together from here, or given up; what came of it the publication compares, as always
 
 No credential is on the node, and its URLs are good for single objects and an hour. Not here: making them
-(presigned.py), what is done where a node cannot (tasks/placement.py, tasks/stores.py).
+(presigned.py), what is done where a node cannot (tasks/upload_inputs.py, tasks/sync.py).
 """
 
 import json

@@ -2,7 +2,7 @@
 
 And standard streams that were never there: some schedulers and daemons start programs without them.
 
-Not here: what is written (tasks/progress.py, flows/terminal.py).
+Not here: what is written (tasks/progress.py, flows/commands/terminal.py).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Which files are the user's own code that settings name as `package.module:function`.
 
-They are part of a stage's identity (fingerprint.py) and are brought to other machines (tasks/placement.py). Not here:
-importing the functions (functions.py), what their errors say (failures.py).
+They are part of a stage's identity (fingerprint.py) and are brought to other machines (tasks/upload_inputs.py).
+Not here: importing the functions (functions.py), what their errors say (failures.py).
 
     module of a setting ── its top-level name ── on sys.path ──┬── a package: its folder
                                                                ├── a folder without __init__.py: its Python files

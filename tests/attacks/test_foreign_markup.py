@@ -9,7 +9,7 @@ import jinja2.sandbox
 import pytest
 from markdown_it import MarkdownIt
 
-from rollouts.flows.notify import BODY, SUBJECT
+from rollouts.flows.commands.notify import BODY, SUBJECT
 from rollouts.flows.reap import table_of
 from rollouts.infra.foreign_text import shown_line
 from rollouts.infra.renting.reaper import ReapReport

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from rollouts.flows.certificate import client_context
 from rollouts.flows.cli import app
-from rollouts.flows.password import basic_authorization
-from rollouts.flows.server import ServerAddress, local_server
+from rollouts.flows.own_server.https import client_context
+from rollouts.flows.own_server.lend import ServerAddress, local_server
+from rollouts.flows.own_server.password import basic_authorization
 
 pytestmark = pytest.mark.slow
 

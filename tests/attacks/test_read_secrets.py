@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from rollouts.flows.certificate import own_certificate
-from rollouts.flows.password import own_password
+from rollouts.flows.own_server.https import own_certificate
+from rollouts.flows.own_server.password import own_password
 from rollouts.infra.errors import PermanentInfraError
 from rollouts.infra.secret_file import own_folder, own_secret
 from rollouts.tasks.unit_keys import own_unit_key

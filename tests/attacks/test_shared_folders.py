@@ -21,7 +21,7 @@ from rollouts.infra.stores.download import digest_of, download, find_wanted
 from rollouts.infra.stores.object_store import ObjectStore
 from rollouts.infra.sync.push import publish_files
 from rollouts.tasks.inputs import bring_input
-from rollouts.tasks.placement import files_below
+from rollouts.tasks.upload_inputs import files_below
 
 
 @pytest.fixture

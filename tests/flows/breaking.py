@@ -26,8 +26,8 @@ from typing import Any
 import pytest
 import tomli_w
 
-from rollouts.flows.server import ServerAddress, local_server
-from rollouts.flows.up import find_serving
+from rollouts.flows.commands.up import find_serving
+from rollouts.flows.own_server.lend import ServerAddress, local_server
 from rollouts_core.metrics import read_json_lines
 from tests.flows.conftest import Rollouts, pids_of
 from tests.flows.test_faults import events_of, exits_of, program_of

@@ -17,8 +17,8 @@ from pathlib import Path
 
 import pytest
 
+from rollouts.flows.own_server.lend import local_server
 from rollouts.flows.quickstart_files import quickstart_folder, write_missing_quickstart
-from rollouts.flows.server import local_server
 from rollouts.infra.locks import locked
 from rollouts_core.checkpoint import verify_checkpoint
 from tests.processes import dies_with_us

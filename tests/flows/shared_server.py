@@ -22,8 +22,8 @@ from typing import Any
 
 import pytest
 
+from rollouts.flows.own_server.lend import ServerAddress, ServerError
 from rollouts.flows.prefect_api import ask
-from rollouts.flows.server import ServerAddress, ServerError
 from tests.flows.conftest import clean_environment
 from tests.processes import dies_with_us
 from tests.waiting import wait_until

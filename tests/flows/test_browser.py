@@ -18,8 +18,8 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from rollouts.flows.own_server.lend import local_server
 from rollouts.flows.prefect_api import ask
-from rollouts.flows.server import local_server
 from rollouts.infra.ssh.login_keys import read_public_key
 from tests.flows.conftest import Rollouts
 from tests.flows.test_faults import LONG, exits_of, program_of, run_dir

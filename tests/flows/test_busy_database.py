@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from rollouts.flows.busy_database import patient
+from rollouts.flows.own_server.middleware import asked_again_when_busy
 
 
 def ask(num_refusals: int, *, patience_s: float) -> tuple[httpx.Response, list[bytes]]:
@@ -33,7 +33,7 @@ def ask(num_refusals: int, *, patience_s: float) -> tuple[httpx.Response, list[b
     app = Starlette(routes=[Route("/", write, methods=["POST"])], exception_handlers={Exception: refuse})
 
     async def post() -> httpx.Response:
-        transport = httpx.ASGITransport(patient(app, patience_s=patience_s), raise_app_exceptions=False)
+        transport = httpx.ASGITransport(asked_again_when_busy(app, patience_s=patience_s), raise_app_exceptions=False)
         async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
             return await client.post("/", content=b"form")
 

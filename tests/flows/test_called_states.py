@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from rollouts.flows.commands.up import find_serving
+from rollouts.flows.own_server.lend import local_server
 from rollouts.flows.prefect_api import ask
-from rollouts.flows.server import local_server
-from rollouts.flows.up import find_serving
 from rollouts.infra.ledger import LEDGER_FILE, Ledger
 from rollouts_core.checkpoint import list_checkpoints, verify_checkpoint
 from tests.flows.conftest import Rollouts

@@ -17,11 +17,11 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from rollouts.flows.cancel import find_deleted_run, find_flow_run, is_left_alone
 from rollouts.flows.cancellation import NOT_PAUSED
 from rollouts.flows.cli import app
+from rollouts.flows.commands.cancel import find_deleted_run, find_flow_run, is_left_alone
+from rollouts.flows.own_server.lend import ServerAddress, local_server
 from rollouts.flows.prefect_api import ask
-from rollouts.flows.server import ServerAddress, local_server
 from rollouts.infra.ledger import LEDGER_FILE, Ledger
 from rollouts.infra.renting.rentals import Rental, RentalState, add_rental
 from rollouts_core.checkpoint import list_checkpoints, verify_checkpoint
@@ -196,7 +196,7 @@ def test_a_machine_that_is_of_no_run_hinders_the_cancelling_of_none(
         asked.append(question)
         return []
 
-    monkeypatch.setattr("rollouts.flows.cancel.ask", no_runs)
+    monkeypatch.setattr("rollouts.flows.commands.cancel.ask", no_runs)
     address = ServerAddress(api_url="", ui_url="")
     with Ledger(tmp_path / LEDGER_FILE) as ledger, ledger.living_run(str(uuid.uuid4())):
         row = Rental(

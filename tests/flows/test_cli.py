@@ -29,8 +29,8 @@ from typer.testing import CliRunner
 
 from rollouts.flows.cli import app, explain_server, render_curl, run_pipeline
 from rollouts.flows.form import Pipeline, load_pipeline
+from rollouts.flows.own_server.lend import ServerAddress
 from rollouts.flows.pipeline import PipelineResult
-from rollouts.flows.server import ServerAddress
 from rollouts.infra.ledger import LEDGER_FILE, Ledger
 from rollouts.infra.ledger_file import LedgerFile
 from rollouts.infra.node import SSHNode

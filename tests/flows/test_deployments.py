@@ -14,6 +14,7 @@ import pytest
 import tomli_w
 from pydantic import TypeAdapter
 
+from rollouts.flows.commands.up import up
 from rollouts.flows.deployments import (
     EVALUATE_FLOW,
     FLOW,
@@ -30,7 +31,6 @@ from rollouts.flows.deployments import (
 )
 from rollouts.flows.form import RunOptions, load_pipeline
 from rollouts.flows.tools import overridden_tool
-from rollouts.flows.up import up
 from rollouts.infra.node import NodeSettings
 from rollouts_core.config import Config, algorithm_preset
 from rollouts_core.errors import ConfigError

@@ -21,8 +21,8 @@ from typing import Any
 import pytest
 import tomli_w
 
+from rollouts.flows.own_server.lend import local_server
 from rollouts.flows.prefect_api import ask
-from rollouts.flows.server import local_server
 from rollouts_core.checkpoint import list_checkpoints, load_manifest
 from rollouts_core.metrics import read_json_lines, read_metrics
 from tests.flows.conftest import Rollouts, join_home, processes_of

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from rollouts.flows.gpu_slots import DEFAULT_GPU_SLOTS, load_gpu_slots, save_gpu_slots
+from rollouts.flows.store import DEFAULT_GPU_SLOTS, load_gpu_slots, save_gpu_slots
 from rollouts_core.errors import ConfigError
 from tests.flows.conftest import Rollouts
 from tests.flows.test_faults import LONG, paused, program_of

@@ -17,24 +17,24 @@ ROOT = Path(__file__).parents[2]
 LOCKS_THAT_FAIL = """
 import sys, threading, time
 from pathlib import Path
-import rollouts.flows.keeper as keeper
-from rollouts.flows.pulse import Pulse
+import rollouts.flows.own_server.server_process as keeper
+from rollouts.flows.own_server.scheduler_watchdog import SchedulerWatchdog
 
 def fail(*_):
     raise OSError("no locks any more")
 
 keeper.try_lock, keeper.POLL_S = fail, 0.01
-threading.Thread(target=keeper._watch, args=(Path(sys.argv[1]), Pulse()), daemon=True).start()
+threading.Thread(target=keeper._watch, args=(Path(sys.argv[1]), SchedulerWatchdog()), daemon=True).start()
 time.sleep(60)
 """
 
 BEGUN_ANEW = """
 import os, sys
-import rollouts.flows.keeper as keeper
-from rollouts.flows.pulse import Pulse
+import rollouts.flows.own_server.server_process as keeper
+from rollouts.flows.own_server.scheduler_watchdog import SchedulerWatchdog
 
 os.execv = lambda *_: sys.exit(7)
-keeper._begin_anew(Pulse())
+keeper._begin_anew(SchedulerWatchdog())
 """
 
 

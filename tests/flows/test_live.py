@@ -16,7 +16,7 @@ import httpx
 import pytest
 
 from rollouts.flows.live import MAX_RUNS, find_live_pages, served_live_pages
-from rollouts.flows.password import own_password
+from rollouts.flows.own_server.password import own_password
 from rollouts.infra.ledger import LEDGER_FILE, Ledger
 from rollouts_core.report.live import (
     MAX_EVENTS,

@@ -18,7 +18,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from rollouts.flows.cli import app
-from rollouts.flows.machines_cli import render_offers
+from rollouts.flows.commands.machines import render_offers
 from rollouts.infra.clouds import cloud_names, find_cloud
 from rollouts.infra.ledger import LEDGER_FILE, Ledger
 from rollouts.infra.node import InstanceNode, RentedNode

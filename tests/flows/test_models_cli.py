@@ -132,7 +132,7 @@ def test_a_rollback_does_not_put_back_what_was_replaced_while_it_looked(
         with Ledger(store / LEDGER_FILE) as ledger:
             promote(ledger, third, by="run small", reason="better")
 
-    monkeypatch.setattr("rollouts.flows.models_cli.check_whole", look_while_another_is_promoted)
+    monkeypatch.setattr("rollouts.flows.commands.models.check_whole", look_while_another_is_promoted)
     result = call(store, "models", "rollback")
     assert (result.exit_code, production(store)) == (2, "small-3"), "small-2 is what was to go"
     assert result.stderr == "rollouts: production of small changed meanwhile: look at it, and roll back again\n"

@@ -18,8 +18,8 @@ from pathlib import Path
 
 import pytest
 
-from rollouts.flows.certificate import own_certificate, server_context
-from rollouts.flows.password import basic_authorization
+from rollouts.flows.own_server.https import own_certificate, server_context
+from rollouts.flows.own_server.password import basic_authorization
 from tests.flows.conftest import ROOT, clean_environment, copy_home
 from tests.flows.shared_server import free_port
 from tests.flows.test_models_cli import register

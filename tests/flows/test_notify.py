@@ -23,8 +23,7 @@ from typer.testing import CliRunner
 
 from rollouts.flows.automations import delete_automation, find_automations
 from rollouts.flows.cli import app
-from rollouts.flows.keeper import EARLIER_EVENT_WAIT
-from rollouts.flows.notify import (
+from rollouts.flows.commands.notify import (
     BODY,
     DEFAULT_STATES,
     EARLIER_BODIES,
@@ -34,8 +33,9 @@ from rollouts.flows.notify import (
     render_automation,
     renew_notifications,
 )
+from rollouts.flows.own_server.lend import ServerAddress, local_server, prefect_environment, run_url
+from rollouts.flows.own_server.server_process import EARLIER_EVENT_WAIT
 from rollouts.flows.prefect_api import ask
-from rollouts.flows.server import ServerAddress, local_server, prefect_environment, run_url
 from tests.flows.conftest import Rollouts
 from tests.flows.shared_server import AUTH, SharedServer, free_port
 from tests.flows.test_models_cli import register

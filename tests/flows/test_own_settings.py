@@ -21,9 +21,9 @@ from pathlib import Path
 
 import pytest
 
-from rollouts.flows.certificate import HOST, own_certificate, server_context
+from rollouts.flows.own_server.https import HOST, own_certificate, server_context
+from rollouts.flows.own_server.lend import ServerError, local_server, prefect_environment
 from rollouts.flows.prefect_api import ask
-from rollouts.flows.server import ServerError, local_server, prefect_environment
 from tests.flows.conftest import ROOT, Rollouts, clean_environment, copy_home
 from tests.flows.test_server import is_healthy, keeper_pid
 from tests.waiting import wait_until
@@ -82,7 +82,9 @@ def test_a_database_in_the_environment_is_ignored_and_named(
         with local_server(store) as address:
             ask(address, "POST", "/flows/", {"name": f"of-{store.name}"})
             flows[store.name] = [flow["name"] for flow in ask(address, "POST", "/flows/filter", {})]
-        (warning,) = [record.getMessage() for record in caplog.records if record.name == "rollouts.flows.server"]
+        (warning,) = [
+            record.getMessage() for record in caplog.records if record.name == "rollouts.flows.own_server.lend"
+        ]
         assert name in warning
         assert "PREFECT_SERVER_API_BASE_PATH" in warning
         assert "HEARTBEAT" not in warning
@@ -136,7 +138,7 @@ def test_a_program_at_the_port_of_a_killed_server_is_sent_no_password(
     with local_server(store, port=port) as address:
         environment = clean_environment() | prefect_environment(store, address)
         monkeypatch.setattr(
-            "rollouts.flows.server._start_keeper", lambda *_, **__: None
+            "rollouts.flows.own_server.lend._start_process", lambda *_, **__: None
         )  # it would have the port first
         os.kill(keeper_pid(store), signal.SIGKILL)
         wait_until(lambda: not is_healthy(address), what="the end of the server")

@@ -19,10 +19,9 @@ from prefect.client.schemas.schedules import CronSchedule
 from typer.testing import CliRunner
 
 from rollouts.flows.cli import app
-from rollouts.flows.cron import check_cron
 from rollouts.flows.deployments import Deployment, deployments_of, load_deployments, overridden, save_deployments
 from rollouts.flows.form import load_pipeline
-from rollouts.flows.retrain_settings import ScheduleConfig
+from rollouts.flows.retrain_settings import ScheduleConfig, check_cron
 from rollouts.flows.schedules import build_schedule
 from rollouts_core.errors import InputError
 from tests.flows.conftest import Rollouts

@@ -21,10 +21,8 @@ from pathlib import Path
 
 import pytest
 
-from rollouts.flows.certificate import HOST, client_context
-from rollouts.flows.password import own_password, password_file
-from rollouts.flows.prefect_api import ask
-from rollouts.flows.server import (
+from rollouts.flows.own_server.https import HOST, client_context
+from rollouts.flows.own_server.lend import (
     OWN_API_URL,
     ServerAddress,
     ServerError,
@@ -32,6 +30,8 @@ from rollouts.flows.server import (
     prefect_environment,
     run_url,
 )
+from rollouts.flows.own_server.password import own_password, password_file
+from rollouts.flows.prefect_api import ask
 from tests.flows.conftest import copy_home
 from tests.mounts import fill, mounted_tmpfs
 from tests.waiting import wait_until
@@ -42,7 +42,7 @@ GONE_TIMEOUT_S = 15.0
 STAYING_USER = """
 import sys, time
 from pathlib import Path
-from rollouts.flows.server import local_server
+from rollouts.flows.own_server.lend import local_server
 with local_server(Path(sys.argv[1])) as address:
     print(address.api_url, flush=True)
     sys.stdin.read()
@@ -51,14 +51,14 @@ with local_server(Path(sys.argv[1])) as address:
 STANDSTILL_S = 3.0
 SOON_IMPATIENT = """
 import datetime
-import rollouts.flows.keeper, rollouts.flows.pulse
-rollouts.flows.keeper.ASLEEP_S = 2.0
-rollouts.flows.pulse.BEAT_EVERY, rollouts.flows.pulse.STANDSTILL_S = datetime.timedelta(seconds=0.5), 3.0
+from rollouts.flows.own_server import scheduler_watchdog, server_process
+server_process.ASLEEP_S = 2.0
+scheduler_watchdog.BEAT_EVERY, scheduler_watchdog.STANDSTILL_S = datetime.timedelta(seconds=0.5), 3.0
 """
 STANDING_STILL = """
 import asyncio, datetime, pathlib
-import rollouts.flows.pulse
-rollouts.flows.pulse.BEAT_EVERY, rollouts.flows.pulse.STANDSTILL_S = datetime.timedelta(seconds=0.5), 3.0
+from rollouts.flows.own_server import scheduler_watchdog
+scheduler_watchdog.BEAT_EVERY, scheduler_watchdog.STANDSTILL_S = datetime.timedelta(seconds=0.5), 3.0
 once = pathlib.Path({once!r})
 if not once.exists():
     import burner_redis
@@ -71,7 +71,7 @@ if not once.exists():
 FLOW_USER = """
 import logging, os, sys
 from pathlib import Path
-from rollouts.flows.server import local_server, prefect_environment
+from rollouts.flows.own_server.lend import local_server, prefect_environment
 store = Path(sys.argv[1])
 with local_server(store) as address:
     os.environ.update(prefect_environment(store, address))
@@ -347,7 +347,7 @@ def test_nobody_is_answered_without_the_password_which_only_the_owner_can_read(s
 
 
 def test_of_many_that_make_a_password_at_once_all_have_the_same(tmp_path: Path) -> None:
-    program = "import sys; from pathlib import Path; from rollouts.flows.password import own_password; "
+    program = "import sys; from pathlib import Path; from rollouts.flows.own_server.password import own_password; "
     program += "print(own_password(Path(sys.argv[1])))"
     command = [sys.executable, "-c", program, str(tmp_path)]
     processes = [subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) for _ in range(8)]
@@ -465,7 +465,7 @@ def test_a_store_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
 
 
 def test_the_module_does_not_import_prefect() -> None:
-    command = "import rollouts.flows.server, sys; sys.exit('prefect' in sys.modules)"
+    command = "import rollouts.flows.own_server.lend, sys; sys.exit('prefect' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", command], cwd=ROOT, check=False).returncode == 0
 
 

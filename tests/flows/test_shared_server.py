@@ -22,10 +22,10 @@ from typing import Any
 import pytest
 import yaml
 
+from rollouts.flows.automations import SILENT, mark_silent_runs
+from rollouts.flows.commands.prefect_yaml import render_prefect_yaml
 from rollouts.flows.deployments import RETRAIN_FLOW, Deployment, deployments_of
 from rollouts.flows.lost_runs import GONE
-from rollouts.flows.prefect_yaml import render_prefect_yaml
-from rollouts.flows.silent_runs import SILENT, mark_silent_runs
 from rollouts.infra.ledger import Ledger
 from rollouts_core.errors import ConfigError
 from tests.flows.conftest import Rollouts, pids_of, processes_of

@@ -12,8 +12,8 @@ import pytest
 from typer.testing import CliRunner
 
 from rollouts.flows.cli import app
+from rollouts.flows.commands.fetch import pull
 from rollouts.flows.form import load_pipeline
-from rollouts.flows.stores_cli import pull
 from rollouts_core.checkpoint import verify_checkpoint
 from rollouts_core.errors import InputError
 from tests.flows.conftest import Rollouts

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from rollouts.flows.commands.up import find_serving
 from rollouts.flows.lost_runs import NO_DEPLOYMENT, STARTED_AGAIN
-from rollouts.flows.up import find_serving
 from tests.flows.conftest import ROOT, Rollouts, clean_environment
 from tests.flows.test_faults import LONG
 from tests.flows.test_up import api, flows_of, served, state_of, trigger, up, wait_for_checkpoint  # noqa: F401

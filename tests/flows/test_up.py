@@ -21,9 +21,9 @@ from typing import Any
 
 import pytest
 
+from rollouts.flows.commands.up import find_serving, is_starting
+from rollouts.flows.own_server.lend import ServerAddress, running_server
 from rollouts.flows.prefect_api import ask
-from rollouts.flows.server import ServerAddress, running_server
-from rollouts.flows.up import find_serving, is_starting
 from rollouts.infra.ledger import Ledger
 from rollouts_core.checkpoint import list_checkpoints, verify_checkpoint
 from tests.flows.conftest import ROOT, Rollouts, clean_environment, pids_of, processes_of

@@ -19,7 +19,7 @@ from prefect.client.schemas.objects import FlowRun
 from prefect.exceptions import ObjectNotFound
 
 from rollouts.flows.lost_runs import mark_of_gone, was_killed
-from rollouts.flows.server import local_server, prefect_environment
+from rollouts.flows.own_server.lend import local_server, prefect_environment
 from rollouts.flows.upkeep import look_after
 from tests.flows.conftest import Rollouts
 

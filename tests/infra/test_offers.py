@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from rollouts.flows.machines_cli import OPTIONS
+from rollouts.flows.commands.machines import OPTIONS
 from rollouts.infra.offers import GPUQuery, Offer, describe_closest, is_gpu_type, is_same_model
 
 OFFER = Offer(

@@ -20,8 +20,8 @@ from rollouts.infra.ledger import LEDGER_FILE, Ledger
 from rollouts.infra.registry import register_model, reject
 from rollouts.infra.session import LocalSession
 from rollouts.tasks.inputs import bring_input
-from rollouts.tasks.places import NAMES, note_named
 from rollouts.tasks.prune import DAY_S, FoundFolder, plan_prune, remove_folders
+from rollouts.tasks.store_paths import NAMES, note_named
 from tests.infra.shell_jobs import shell_spec
 
 NOW = 1_000 * DAY_S

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from rollouts.flows.status import going_jobs
+from rollouts.flows.commands.status import going_jobs
 from rollouts.infra.errors import CompletedCommand, TransientInfraError
 from rollouts.infra.jobs import JobSpec, JobState, job_status, start_or_attach
 from rollouts.infra.ledger import Ledger
@@ -26,10 +26,10 @@ from rollouts.infra.locks import is_locked
 from rollouts.infra.node import Node
 from rollouts.infra.session import LocalSession, Session
 from rollouts.tasks import stage as stages
-from rollouts.tasks.placement import Placement, bring_earlier_work
 from rollouts.tasks.progress import StageProgress
 from rollouts.tasks.provision import give_back
 from rollouts.tasks.records import How, RunScope, Stage
+from rollouts.tasks.upload_inputs import Placement, bring_earlier_work
 from tests.infra.shell_jobs import shell_spec
 from tests.tasks.test_plan import checkpoint
 from tests.tasks.test_stage import with_ranks

@@ -14,7 +14,7 @@ from rollouts.infra.node import Node, SSHAccess
 from rollouts.infra.stores.object_store import ObjectStore
 from rollouts.infra.stores.publication import read_publication
 from rollouts.tasks.records import RunScope
-from rollouts.tasks.stores import RECORDS, publish_results, reach_stores, send_from_machine
+from rollouts.tasks.sync import RECORDS, publish_results, reach_stores, send_from_machine
 from rollouts_core.config import Config, ModelConfig
 from rollouts_core.job import InputModel
 from tests.infra.stores.s3_server import S3Server

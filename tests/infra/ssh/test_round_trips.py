@@ -20,7 +20,7 @@ from rollouts.infra.node_agent import ISOLATED
 from rollouts.infra.ssh.agent_call import AgentCall, JsonObject
 from rollouts.infra.ssh.agents import Agents, Purpose
 from rollouts.infra.ssh.ssh_session import SSHSession
-from rollouts.tasks.placement import place_code
+from rollouts.tasks.upload_inputs import place_code
 from tests.infra.shell_jobs import shell_spec
 from tests.infra.ssh.counting_port import CountingPort
 from tests.infra.ssh_server import SSHServer

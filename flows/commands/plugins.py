@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from rollouts.flows.machines_cli import render_table
+from rollouts.flows.commands.machines import render_table
 from rollouts.infra.clouds import ALL_CLOUDS
 from rollouts.tasks.trackers import ALL_TRACKERS
 from rollouts_core.algorithms.objectives import ALL_OBJECTIVES

@@ -20,10 +20,10 @@ from typing import Annotated, Any
 
 import typer
 
-from rollouts.flows.machines_cli import Explained, at, open_ledger, render_table
-from rollouts.flows.notify import RunState, tell_by_hand
+from rollouts.flows.commands.machines import Explained, at, open_ledger, render_table
+from rollouts.flows.commands.notify import RunState, tell_by_hand
+from rollouts.flows.commands.terminal import DEFAULT_STORE
 from rollouts.flows.store import STORE_VARIABLE, from_home
-from rollouts.flows.terminal import DEFAULT_STORE
 from rollouts.infra.ledger import Ledger
 from rollouts.infra.registry import (
     Alias,

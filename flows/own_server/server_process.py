@@ -1,8 +1,8 @@
 """The process of a store's Prefect server: serve until no process uses it any more.
 
-A server whose services stand still (pulse.py) becomes a new one, in the same process and at the same socket.
+A server whose services stand still (scheduler_watchdog.py) is replaced in the same process, at the same socket.
 
-Not here: its users, and the locks' meaning (server.py). It is started by `server._start_keeper` alone.
+Not here: its users, and the locks' meaning (lend.py). It is started by `lend._start_process` alone.
 """
 
 import asyncio
@@ -22,9 +22,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import cast
 
-from rollouts.flows.both_protocols import accept_both
-from rollouts.flows.certificate import HOST, server_context
-from rollouts.flows.pulse import Pulse
+from rollouts.flows.own_server.https import HOST, accept_both, server_context
+from rollouts.flows.own_server.scheduler_watchdog import SchedulerWatchdog
 from rollouts.infra.locks import open_lock, try_lock
 from rollouts_core.system.files import write_json
 
@@ -62,24 +61,23 @@ def _write_address(home: Path, port: int) -> None:
 def _keep(home: Path, listener: socket.socket) -> None:
     """Serve Prefect until nobody is left or SIGTERM comes."""
     signal.signal(signal.SIGTERM, lambda _signal, _frame: sys.exit(0))
-    pulse = Pulse()
-    threading.Thread(target=_watch, args=(home, pulse), daemon=True).start()
+    watchdog = SchedulerWatchdog()
+    threading.Thread(target=_watch, args=(home, watchdog), daemon=True).start()
     _write_address(home, listener.getsockname()[1])
     try:
-        _serve(home, listener, pulse)
+        _serve(home, listener, watchdog)
     finally:
         (home / "server.json").unlink(missing_ok=True)
 
 
-def _serve(home: Path, listener: socket.socket, pulse: Pulse) -> None:
+def _serve(home: Path, listener: socket.socket, watchdog: SchedulerWatchdog) -> None:
     cores = _stay_on_one_core()
     gc.disable()  # collecting costs 0.3 s of the imports' 3, and 1 s of the 6 in which a new database is migrated
     import uvicorn
     from prefect.server.api.server import create_app
     from prefect.server.events.ordering import memory
 
-    from rollouts.flows.busy_database import patient
-    from rollouts.flows.own_requests import asking_here_alone
+    from rollouts.flows.own_server.middleware import asked_again_when_busy, with_browser_policy
 
     tls = server_context(home)
 
@@ -91,7 +89,7 @@ def _serve(home: Path, listener: socket.socket, pulse: Pulse) -> None:
             gc.freeze()
             gc.enable()
             _use_cores(cores)
-            pulse.begin()
+            watchdog.begin()
 
         async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
             self._accepting.cancel()
@@ -102,8 +100,8 @@ def _serve(home: Path, listener: socket.socket, pulse: Pulse) -> None:
             return make(config=self.config, server_state=self.server_state, app_state=self.lifespan.state)
 
     memory.PRECEDING_EVENT_LOOKBACK = EARLIER_EVENT_WAIT  # type: ignore[attr-defined]  # imported there
-    pulse.register()
-    app = asking_here_alone(patient(create_app(final=True)))
+    watchdog.register()
+    app = with_browser_policy(asked_again_when_busy(create_app(final=True)))
     config = uvicorn.Config(app, log_config=None, log_level="warning", access_log=False, timeout_graceful_shutdown=2)
     Server(config).run(sockets=[listener])
 
@@ -128,10 +126,10 @@ def _use_cores(cores: set[int]) -> None:
             os.sched_setaffinity(int(thread.name), cores)
 
 
-def _watch(home: Path, pulse: Pulse) -> None:
+def _watch(home: Path, watchdog: SchedulerWatchdog) -> None:
     """End this process when nobody uses it any more, or what looks after that fails: nobody else would end it."""
     try:
-        _wait_until_unused(home, pulse)
+        _wait_until_unused(home, watchdog)
     except Exception:  # noqa: BLE001 - whatever it is
         with suppress(OSError):  # the log's disk may be full
             traceback.print_exc()
@@ -140,7 +138,7 @@ def _watch(home: Path, pulse: Pulse) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _wait_until_unused(home: Path, pulse: Pulse) -> None:
+def _wait_until_unused(home: Path, watchdog: SchedulerWatchdog) -> None:
     """Return once the lock of the users was free for UNUSED_S; begin anew where the services stand still."""
     users_lock = open_lock(home / "users.lock")
     start_lock = open_lock(home / "start.lock")
@@ -148,12 +146,12 @@ def _wait_until_unused(home: Path, pulse: Pulse) -> None:
     while True:
         time.sleep(POLL_S)
         if time.monotonic() - looked_at > ASLEEP_S:
-            pulse.pardon()
+            watchdog.pardon()
         looked_at = time.monotonic()
         if os.fstat(sys.stderr.fileno()).st_size > MAX_LOG_BYTES:
             os.ftruncate(sys.stderr.fileno(), 0)
-        if pulse.has_stopped:
-            _begin_anew(pulse)
+        if watchdog.has_stopped:
+            _begin_anew(watchdog)
         if not try_lock(start_lock, fcntl.LOCK_EX):
             used_at = time.monotonic()
             continue
@@ -166,11 +164,11 @@ def _wait_until_unused(home: Path, pulse: Pulse) -> None:
         fcntl.flock(start_lock, fcntl.LOCK_UN)
 
 
-def _begin_anew(pulse: Pulse) -> None:
+def _begin_anew(watchdog: SchedulerWatchdog) -> None:
     """Become a new server; the locks and the socket are kept, so that those who call wait for a moment."""
     with suppress(OSError):  # the disk may be full, which may be why
         sys.stderr.write(
-            f"the services of Prefect's server stand still: it is started anew. What waited:\n{pulse.describe()}\n"
+            f"the services of Prefect's server stand still: it is started anew. What waited:\n{watchdog.describe()}\n"
         )
         sys.stderr.flush()
     os.execv(sys.executable, sys.orig_argv)

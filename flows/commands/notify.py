@@ -23,10 +23,10 @@ from urllib.parse import urlsplit
 import typer
 
 from rollouts.flows.automations import EACH_RUN_OF_OURS, Automation, delete_automation, find_automations, put_automation
+from rollouts.flows.commands.terminal import DEFAULT_STORE, Store, console
+from rollouts.flows.own_server.lend import ServerAddress, ServerError, local_server, named_url, use_prefect
 from rollouts.flows.prefect_api import RefusedError, ask
 from rollouts.flows.preflight import check_writable
-from rollouts.flows.server import ServerAddress, ServerError, local_server, named_url, use_prefect
-from rollouts.flows.terminal import DEFAULT_STORE, Store, console
 from rollouts_core.config.messages import closest_name, first_line
 from rollouts_core.errors import ConfigError, InputError
 

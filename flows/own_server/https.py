@@ -1,13 +1,18 @@
-"""The certificate by which a store's Prefect server proves itself before a client sends the password.
+"""HTTPS at the port of a store's Prefect server: its certificate, and how one socket answers HTTP and HTTPS.
 
-Another program may listen on the port of a server that was killed. Clients therefore connect by TLS and accept this
-certificate alone. Its private key is in a file that only the owner of the store can read.
-
-Not here: the password (password.py), the socket at which both HTTP and HTTPS are answered (both_protocols.py).
+Another program may listen on the port of a server that was killed. Clients therefore connect by TLS and accept the
+store's certificate alone, before they send the password. Its private key is in a file that only the owner of the store
+can read. Browsers would warn of a certificate that no authority has signed, so they use HTTP at the same port. The
+first byte of a connection tells which of both it is.
 """
 
+from __future__ import annotations
+
+import asyncio
 import ipaddress
+import socket
 import ssl
+from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -85,3 +90,50 @@ def _make_certificate() -> str:
         serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     )
     return (private + builder.sign(key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)).decode()
+
+
+BEGINS_TLS = b"\x16"
+"""The first byte of every TLS connection. Every request in plain HTTP begins with a letter."""
+PAUSE_S = 1.0
+"""Pause after the system refused a connection, usually because this process has too many open files."""
+
+
+async def accept_both(
+    listener: socket.socket, make_protocol: Callable[[], asyncio.Protocol], tls: ssl.SSLContext
+) -> None:
+    """Accept connections of both kinds, until cancelled."""
+    loop = asyncio.get_running_loop()
+    listener.setblocking(False)
+    beginning: set[asyncio.Task[None]] = set()
+    try:
+        while True:
+            try:
+                connection, _ = await loop.sock_accept(listener)
+            except OSError:
+                await asyncio.sleep(PAUSE_S)
+                continue
+            task = asyncio.create_task(_begin(connection, make_protocol, tls))
+            beginning.add(task)
+            task.add_done_callback(beginning.discard)
+    finally:
+        for task in beginning:
+            task.cancel()
+
+
+async def _begin(connection: socket.socket, make_protocol: Callable[[], asyncio.Protocol], tls: ssl.SSLContext) -> None:
+    """Hand a connection to a protocol as soon as its first byte is there."""
+    loop = asyncio.get_running_loop()
+    has_begun = asyncio.Event()
+    loop.add_reader(connection, has_begun.set)
+    try:
+        await has_begun.wait()
+        is_tls = connection.recv(1, socket.MSG_PEEK) == BEGINS_TLS
+    except (OSError, asyncio.CancelledError):
+        loop.remove_reader(connection)
+        connection.close()
+        return
+    loop.remove_reader(connection)
+    try:
+        await loop.connect_accepted_socket(make_protocol, connection, ssl=tls if is_tls else None)
+    except OSError:  # a failed handshake, too
+        connection.close()

@@ -26,11 +26,11 @@ from rollouts.infra.stores.object_store import ObjectStore
 from rollouts.infra.stores.publication import publish_run
 from rollouts.infra.sync.mirror import pull_run
 from rollouts.infra.sync.push import publish_files
-from rollouts.tasks import placement
+from rollouts.tasks import upload_inputs
 from rollouts.tasks.inputs import bring_inputs
-from rollouts.tasks.placement import NodeInputs, Placement, place_code, place_stage
 from rollouts.tasks.plan import plan_engine, plan_evaluation, plan_selection
 from rollouts.tasks.records import RunScope, Stage
+from rollouts.tasks.upload_inputs import NodeInputs, Placement, place_code, place_stage
 from rollouts_core import sft as sft_module
 from rollouts_core.checkpoint import list_checkpoints, load_manifest
 from rollouts_core.config import Config, ModelConfig
@@ -265,7 +265,7 @@ def test_what_is_edited_while_it_is_sent_does_not_stay_there(
         publish_files(*arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(placement, "publish_files", edit_and_send)
+        patch.setattr(upload_inputs, "publish_files", edit_and_send)
         with pytest.raises(TransientInfraError, match="was edited while it was sent"):
             inputs.place_file(planned)
     rows.write_bytes(content)

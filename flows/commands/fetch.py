@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from rollouts.flows.terminal import console
+from rollouts.flows.commands.terminal import console
 from rollouts.infra.stores.download import download, find_wanted
 from rollouts.infra.stores.object_store import ObjectStore, is_url
 from rollouts_core.errors import InputError

@@ -21,10 +21,10 @@ from typing import Annotated, Any
 import typer
 from pydantic import ValidationError
 
-from rollouts.flows.credentials_cli import CredentialsName, with_credentials
+from rollouts.flows.commands.credentials import CredentialsName, with_credentials
+from rollouts.flows.commands.terminal import DEFAULT_STORE
 from rollouts.flows.expired_machines import looked_for
 from rollouts.flows.store import STORE_VARIABLE, from_home
-from rollouts.flows.terminal import DEFAULT_STORE
 from rollouts.infra.cloud import Cloud, look_up
 from rollouts.infra.clouds import CloudName, cloud_names, explain_reached_through, find_cloud
 from rollouts.infra.errors import InfraError, PermanentInfraError, TransientInfraError

@@ -20,13 +20,13 @@ from typing import Annotated, Any
 
 import typer
 
-from rollouts.flows.finish import MIN_ID_CHARS
-from rollouts.flows.models_cli import open_registry
+from rollouts.flows.commands.finish import MIN_ID_CHARS
+from rollouts.flows.commands.models import open_registry
+from rollouts.flows.commands.status import FLOWS, NOT_ENDED, full_name, name_of_run, of_store, without_later_looks
+from rollouts.flows.commands.terminal import DEFAULT_STORE, Store, console
+from rollouts.flows.commands.up import check_server, find_serving
+from rollouts.flows.own_server.lend import ServerAddress, local_server, named_url, prefect_environment, run_url
 from rollouts.flows.prefect_api import ask
-from rollouts.flows.server import ServerAddress, local_server, named_url, prefect_environment, run_url
-from rollouts.flows.status import FLOWS, NOT_ENDED, full_name, name_of_run, of_store, without_later_looks
-from rollouts.flows.terminal import DEFAULT_STORE, Store, console
-from rollouts.flows.up import check_server, find_serving
 from rollouts.infra.jobs import MAX_GRACE_S
 from rollouts.infra.ledger import Ledger
 from rollouts.infra.renting.rentals import open_rentals

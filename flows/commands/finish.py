@@ -10,8 +10,8 @@ from typing import Annotated
 
 import typer
 
-from rollouts.flows.models_cli import open_registry
-from rollouts.flows.terminal import DEFAULT_STORE, Store
+from rollouts.flows.commands.models import open_registry
+from rollouts.flows.commands.terminal import DEFAULT_STORE, Store
 from rollouts.infra.ledger import Ledger
 from rollouts.tasks.early_end import ask_run_to_finish
 from rollouts_core.errors import InputError

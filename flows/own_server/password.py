@@ -1,6 +1,6 @@
 """The password of a store's Prefect server: made once, in a file that only its owner can read.
 
-Not here: the server that asks for it (server.py). A configuration names functions, so starting a run means running any
+Not here: the server that asks for it (lend.py). A configuration names functions, so starting a run means running any
 program as the owner of the server. Other users of the machine, and web pages in the owner's browser, must not be able
 to.
 """

@@ -2,7 +2,7 @@
 
     stages/<stage>-<fingerprint>     runs/<name>-<run id>     inputs/<digest>
 
-Not here: which stages a run comes to (caching.py), what is removed (prune.py). This module does not import prefect.
+Not here: which stages a run comes to (stage_tasks.py), what is removed (prune.py). This module does not import prefect.
 """
 
 from __future__ import annotations

@@ -12,9 +12,9 @@ from typing import Annotated
 
 import typer
 
-from rollouts.flows.machines_cli import at, render_table
-from rollouts.flows.models_cli import open_registry
-from rollouts.flows.terminal import DEFAULT_STORE, Store
+from rollouts.flows.commands.machines import at, render_table
+from rollouts.flows.commands.models import open_registry
+from rollouts.flows.commands.terminal import DEFAULT_STORE, Store
 from rollouts.tasks.prune import FoundFolder, plan_prune, remove_folders
 
 GB = 1e9

@@ -1,7 +1,11 @@
-"""Ask Prefect's server again, inside its process, when its database was busy.
+"""Two layers around Prefect's application in a store's server: patience with SQLite, and a policy for browsers.
 
-Not here: the server (keeper.py). SQLite refuses a transaction that wants to write while another one does; the server
-answers 503 then, having changed nothing. Prefect's clients ask again, its UI does not: a form was lost.
+SQLite refuses a transaction that wants to write while another one writes. Prefect's server then answers 503 and has
+changed nothing. Prefect's clients ask again, its UI does not and loses a form. So the application is asked again here.
+The lock error comes from SQLite: https://www.sqlite.org/rescode.html#busy
+
+The UI's login page asks a service for usage statistics how to collect them, although analytics are off: the UI can read
+that setting only after the login. A Content-Security-Policy on each answer makes the browser refuse such requests.
 """
 
 from __future__ import annotations
@@ -11,16 +15,17 @@ import time
 from typing import TYPE_CHECKING
 
 from sqlalchemy.exc import DBAPIError
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 if TYPE_CHECKING:
-    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+    pass
 
 BUSY = 503
 PATIENCE_S = 15.0
 PAUSE_S = 0.1
 
 
-def patient(app: ASGIApp, *, patience_s: float = PATIENCE_S) -> ASGIApp:
+def asked_again_when_busy(app: ASGIApp, *, patience_s: float = PATIENCE_S) -> ASGIApp:
     """Return an application that answers as `app` does, but 503 only after asking it for `patience_s`."""
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
@@ -69,3 +74,23 @@ async def _read_body(receive: Receive) -> bytes:
         parts.append(message.get("body", b""))
         if message["type"] != "http.request" or not message.get("more_body"):
             return b"".join(parts)
+
+
+OWN = "'self' http://127.0.0.1:* http://localhost:* ws://127.0.0.1:* ws://localhost:*"
+"""A page that was opened as localhost asks the API at 127.0.0.1, and a forwarded port may be another one."""
+POLICY = f"default-src {OWN} data: blob: 'unsafe-inline' 'unsafe-eval'; object-src 'none'; base-uri 'self'"
+"""Prefect's UI has inline styles, draws its graph by code that it compiles, and edits JSON in workers."""
+
+
+def with_browser_policy(app: ASGIApp) -> ASGIApp:
+    """The application, with the policy on each of its answers."""
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_with_policy(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message.get("headers", ()), (b"content-security-policy", POLICY.encode())]
+            await send(message)
+
+        await app(scope, receive, send_with_policy if scope["type"] == "http" else send)
+
+    return answer

@@ -9,11 +9,11 @@ from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 
+from rollouts.flows.commands.up import require_serving
 from rollouts.flows.deployments import EVALUATE_FLOW, FLOW, load_deployments, offered_name, overridden
+from rollouts.flows.own_server.lend import local_server, run_url
 from rollouts.flows.prefect_api import RefusedError, ask
-from rollouts.flows.server import local_server, run_url
 from rollouts.flows.tools import TOOLS, overridden_tool
-from rollouts.flows.up import require_serving
 from rollouts_core.config.messages import closest_name
 from rollouts_core.errors import ConfigError
 

@@ -3,7 +3,8 @@
 They plan the runs of schedules, mark late ones and note who polls, as tasks of one worker in the server's event loop.
 In two of forty starts on a machine with much else to do (Prefect 3.8.8, pydocket 0.27.0, burner-redis 0.1.7), that
 worker took up no task any more after some seconds, without a word in the log: no schedule would ever have fired. So one
-of these tasks is ours and says that it was done; keeper.py starts the server anew when that is not heard any more.
+of these tasks is ours and notes the time. When it stops, server_process.py starts the server anew. Upstream:
+https://github.com/chrisguidry/docket.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ STANDSTILL_S = 60.0
 """After so long without a beat nothing is expected any more: a busy machine delays one by some seconds."""
 
 
-class Pulse:
+class SchedulerWatchdog:
     """When a service of the server was last done."""
 
     def __init__(self) -> None:

@@ -19,11 +19,11 @@ from typing import Annotated
 
 import typer
 
+from rollouts.flows.commands.terminal import DEFAULT_STORE, Store, console
 from rollouts.flows.credential_variables import check_carried
 from rollouts.flows.form import CREDENTIALS_PATTERN
+from rollouts.flows.own_server.lend import local_server, prefect_environment, use_prefect
 from rollouts.flows.preflight import check_writable
-from rollouts.flows.server import local_server, prefect_environment, use_prefect
-from rollouts.flows.terminal import DEFAULT_STORE, Store, console
 from rollouts_core.errors import ConfigError, InputError
 
 CredentialsName = Annotated[

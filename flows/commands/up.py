@@ -1,6 +1,6 @@
 """`rollouts up`, `down` and `status`: a Prefect server with deployments, which outlives the terminal.
 
-Not here: the process that is started (serving.py), the server (server.py), what is offered (deployments.py).
+Not here: the process that is started (serving.py), the server (own_server/), and the deployments (deployments.py).
 
     up     joins or starts the server, then the serving process, which keeps the server
     down   ends the serving process and its flows; the server follows, jobs go on
@@ -23,6 +23,9 @@ from typing import Annotated
 
 import typer
 
+from rollouts.flows.commands.notify import renew_notifications
+from rollouts.flows.commands.status import describe_machines, describe_reports, describe_runs, going_jobs
+from rollouts.flows.commands.terminal import DEFAULT_STORE, LOOKING_FOR_SERVER, Port, Store, console
 from rollouts.flows.deployments import (
     Deployment,
     check_names,
@@ -34,13 +37,8 @@ from rollouts.flows.deployments import (
     save_deployments,
     tool_deployments,
 )
-from rollouts.flows.gpu_slots import DEFAULT_GPU_SLOTS, save_gpu_slots
 from rollouts.flows.live import find_live_pages
-from rollouts.flows.notify import renew_notifications
-from rollouts.flows.password import password_file
-from rollouts.flows.preflight import check_writable
-from rollouts.flows.quickstart_files import quickstart_folder, write_missing_quickstart
-from rollouts.flows.server import (
+from rollouts.flows.own_server.lend import (
     ROOT,
     ServerAddress,
     ServerError,
@@ -50,9 +48,11 @@ from rollouts.flows.server import (
     remember_port,
     running_server,
 )
-from rollouts.flows.server_log import log_tail
-from rollouts.flows.status import describe_machines, describe_reports, describe_runs, going_jobs
-from rollouts.flows.terminal import DEFAULT_STORE, LOOKING_FOR_SERVER, Port, Store, console
+from rollouts.flows.own_server.password import password_file
+from rollouts.flows.own_server.server_log import log_tail
+from rollouts.flows.preflight import check_writable
+from rollouts.flows.quickstart_files import quickstart_folder, write_missing_quickstart
+from rollouts.flows.store import DEFAULT_GPU_SLOTS, save_gpu_slots
 from rollouts.flows.tools import TOOLS
 from rollouts.infra.locks import is_locked, lock_file, open_lock, try_lock
 from rollouts.infra.process_identity import ProcessIdentity

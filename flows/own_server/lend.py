@@ -6,7 +6,7 @@ Not here: what runs on the server (the other files of flows), which store is mea
     user B ---- shared flock ---- <store>/prefect/users.lock     the kernel frees it, on kill -9 too
                                        ^
                                        |  twice a second: is it free?  then stop the server and exit
-    keeper = the server's process (keeper.py), in a session of its own, reached by no Ctrl-C of a terminal;
+    keeper = the server's process (server_process.py), in a session of its own, reached by no Ctrl-C of a terminal;
              its users look once a second whether it lives, and start another one where it was killed
 
     start.lock   held by a user while it looks for or starts the keeper, and by the keeper from its decision
@@ -39,10 +39,10 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
-from rollouts.flows.certificate import HOST, client_context, own_certificate
-from rollouts.flows.keeper import base_url
-from rollouts.flows.password import own_password
-from rollouts.flows.server_log import describe_death, log_tail, set_log_aside
+from rollouts.flows.own_server.https import HOST, client_context, own_certificate
+from rollouts.flows.own_server.password import own_password
+from rollouts.flows.own_server.server_log import describe_death, log_tail, set_log_aside
+from rollouts.flows.own_server.server_process import base_url
 from rollouts.infra.locks import lock_file, open_lock, try_lock
 from rollouts.infra.ports import check_loopback
 from rollouts.infra.repeating import repeating
@@ -68,7 +68,9 @@ AGAIN_S = 30.0
 """A server that was started again is given this long before the next one: it may die of what the first one died of."""
 
 ROOT = Path(__file__).absolute().parents[2]
-KEEPER_PROGRAM = "import sys; sys.path.append(sys.argv.pop(1)); from rollouts.flows.keeper import main; main()"
+SERVER_PROGRAM = (
+    "import sys; sys.path.append(sys.argv.pop(1)); from rollouts.flows.own_server.server_process import main; main()"
+)
 """This package need not be installed; where it lies comes last, and with -P, so that it shadows no module."""
 
 OWN_LOGGERS = ("rollouts", "rollouts_core")
@@ -312,7 +314,7 @@ def _used_server(
 
 def _named_status(api_url: str, path: str) -> int:
     """Return the code with which the server that the user named answers."""
-    from rollouts.flows.named_client import FAILURES, describe_failure, request_named
+    from rollouts.flows.prefect_api import FAILURES, describe_failure, request_named
 
     try:
         return request_named(api_url, "GET", path).status_code
@@ -380,7 +382,7 @@ def _join_or_start(
                 try:
                     if has_started:
                         raise ServerError(describe_death(f"the Prefect server of {home}", home / LOG_FILE))
-                    _start_keeper(home, keeper_lock, port=port)
+                    _start_process(home, keeper_lock, port=port)
                     has_started = True
                 finally:
                     os.close(keeper_lock)
@@ -413,7 +415,7 @@ def _started_again(home: Path, address: ServerAddress) -> Iterator[None]:
                 return
             started_at = time.monotonic()
             try:
-                _start_keeper(home, keeper_lock, port=port)
+                _start_process(home, keeper_lock, port=port)
             finally:
                 os.close(keeper_lock)
 
@@ -439,14 +441,14 @@ def _is_kept(home: Path, address: ServerAddress) -> bool:
         return False
 
 
-def _start_keeper(home: Path, keeper_lock: int, *, port: int) -> None:
+def _start_process(home: Path, keeper_lock: int, *, port: int) -> None:
     """Start the keeper, which inherits the taken lock and port, so that neither can be lost to others."""
     known_port = _port_of_killed(home) or remembered_port(home)
     (home / "server.json").unlink(missing_ok=True)
     set_log_aside(home / LOG_FILE)
     with _listen(port, preferred=known_port) as listener, open_own_log(home / LOG_FILE) as log:
         launcher = subprocess.Popen(
-            [sys.executable, "-P", "-c", KEEPER_PROGRAM, str(ROOT), str(home), str(listener.fileno())],
+            [sys.executable, "-P", "-c", SERVER_PROGRAM, str(ROOT), str(home), str(listener.fileno())],
             cwd=home,
             env=_server_environment(home, listener.getsockname()[1]),
             stdin=subprocess.DEVNULL,

@@ -15,8 +15,8 @@ from typing import Any
 
 from rollouts.flows.deployments import EVALUATE_FLOW, FLOW, RETRAIN_FLOW
 from rollouts.flows.live import load_run, verdict_of
+from rollouts.flows.own_server.lend import ServerAddress, run_url
 from rollouts.flows.prefect_api import ask
-from rollouts.flows.server import ServerAddress, run_url
 from rollouts.infra.errors import PermanentInfraError, TransientInfraError
 from rollouts.infra.foreign_text import shown_line, shown_lines
 from rollouts.infra.jobs import JobState, job_status
