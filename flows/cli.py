@@ -42,7 +42,17 @@ from rollouts.flows.commands.plugins import plugins
 from rollouts.flows.commands.prefect_yaml import prefect_yaml
 from rollouts.flows.commands.preset import preset
 from rollouts.flows.commands.prune import prune
-from rollouts.flows.commands.terminal import DEFAULT_STORE, LOOKING_FOR_SERVER, Port, Store, console, show_checks
+from rollouts.flows.commands.runs import logs, report, runs, samples, show
+from rollouts.flows.commands.terminal import (
+    DEFAULT_STORE,
+    LOOKING_FOR_SERVER,
+    Port,
+    Store,
+    console,
+    describe_finding,
+    emit,
+    show_checks,
+)
 from rollouts.flows.commands.trigger import trigger_run
 from rollouts.flows.commands.up import down, status, up
 from rollouts.flows.deployments import evaluation_options
@@ -83,6 +93,9 @@ if TYPE_CHECKING:
     from rollouts.flows.pipeline import PipelineResult
 
 FAILED_CODE, USER_ERROR_CODE = 1, 2
+
+ERROR_CODES = {FAILED_CODE: "failed", USER_ERROR_CODE: "user_error", NO_IMPROVEMENT_CODE: "no_improvement"}
+"""Names of exit codes in the output of --json."""
 
 GOES_ON = "Finished work is kept: the same command continues from there."
 """Said when a run ends before its end and the user need not change anything."""
@@ -162,6 +175,8 @@ def explained(function: Callable[P, None]) -> Callable[P, None]:
             function(*args, **kwargs)
         except (RolloutsError, PermanentInfraError, TransientInfraError, ServerError) as error:
             said = "\n".join([str(error), *getattr(error, "__notes__", ())])
+            if kwargs.get("as_json"):
+                emit([{"kind": "error", "code": ERROR_CODES[exit_code_of(error)], "message": shown_lines(said)}])
             console.print(f"rollouts: {shown_lines(said)}", markup=False)
             raise typer.Exit(exit_code_of(error)) from error
         except PermissionError as error:
@@ -296,15 +311,15 @@ def validate(
     show: Annotated[
         int, typer.Option(min=0, max=1000, help="Print so many rows of each data file as they will be trained on.")
     ] = 0,
-    as_json: Annotated[bool, typer.Option("--json", help="With --show: a JSON object per row, and no checks.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="A JSON object per finding; with --show one per row, and no checks.")
+    ] = False,
 ) -> None:
     """Check everything about CONFIG that can be checked without training.
 
     Says what it found, warnings last: a run would start in spite of them. With --show N, first prints rows: text
     between [[ and ]] enters the loss.
     """
-    if as_json and not show:
-        raise InputError("--json goes with --show N: say how many rows of each file")
     pipeline = load_checkable(config, reads_rows=True)
     place = store or Path(pipeline.run.store)
     if show:
@@ -312,7 +327,10 @@ def validate(
         if as_json:
             return
     with with_credentials(pipeline.run.credentials, place):
-        show_checks(lambda: check_pipeline(pipeline, place), fact="ok    ", caution="warn  ")
+        if as_json:
+            emit(describe_finding(each) for each in check_pipeline(pipeline, place))
+        else:
+            show_checks(lambda: check_pipeline(pipeline, place), fact="ok    ", caution="warn  ")
 
 
 def print_rows(config: Config, store: Path, num_rows: int, *, as_json: bool) -> None:
@@ -324,7 +342,10 @@ def print_rows(config: Config, store: Path, num_rows: int, *, as_json: bool) -> 
     check_files(config.data, mistakes)
     mistakes.check()
     for shown in show_rows(bring_inputs(config, store, lambda line: typer.echo(line, err=True)), num_rows):
-        typer.echo(json.dumps(asdict(shown)) if as_json else f"{shown_lines(describe_row(shown))}\n")
+        if as_json:
+            emit([{"kind": "row", **asdict(shown)}])
+        else:
+            typer.echo(f"{shown_lines(describe_row(shown))}\n")
 
 
 def ui(store: Store = DEFAULT_STORE, port: Port = 0) -> None:
@@ -543,6 +564,7 @@ def announce_at(address: ServerAddress) -> Any:  # Any: a hook for flows of ever
 
 PANELS: dict[str, tuple[Callable[..., None], ...]] = {
     "Pipelines": (quickstart, preset, validate, run, evaluate, status, finish, cancel),
+    "Runs": (runs, show, samples, logs, report),
     "Prefect": (up, down, ui, watch, notify, credentials, prefect_yaml),
     "Models and files": (serve, pull, prune, plugins),
 }

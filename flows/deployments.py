@@ -19,7 +19,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from rollouts.flows.form import Pipeline, RunOptions, load_pipeline, name_of, parse_pipeline
+from rollouts.flows.form import Pipeline, RunOptions, load_pipeline, name_of, parse_pipeline, with_present_kind
 from rollouts.flows.own_server.lend import named_url
 from rollouts.flows.store import STORE_VARIABLE
 from rollouts.flows.tools import TOOLS
@@ -184,8 +184,12 @@ def load_deployments(home: Path) -> dict[str, Deployment]:
     for path in sorted((home / "deployments").glob("*.json")):
         try:
             content = json.loads(path.read_text())
-            found[path.stem] = Deployment(**{**content, "code_folders": tuple(content.get("code_folders", ()))})
-        except (ValueError, TypeError) as error:
+            parameters = content["parameters"]
+            if "node" in parameters:  # an earlier version may have written it
+                parameters = {**parameters, "node": with_present_kind(parameters["node"])}
+            folders = tuple(content.get("code_folders", ()))
+            found[path.stem] = Deployment(**{**content, "parameters": parameters, "code_folders": folders})
+        except (ValueError, TypeError, LookupError) as error:
             raise ConfigError(f"{path} is not a deployment ({error}): delete it") from error
     return found
 

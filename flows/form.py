@@ -74,6 +74,15 @@ else:
     StageName = Literal[STAGE_NAMES]
 
 
+def with_present_kind(node: dict[str, Any]) -> dict[str, Any]:  # Any: unchecked input
+    """The settings of a node of a run that an earlier version began, with the present name of its kind."""
+    if FORMER_KEY not in node or "kind" in node:
+        return node
+    former = node[FORMER_KEY]
+    others = {key: value for key, value in node.items() if key != FORMER_KEY}
+    return {"kind": FORMER_KINDS.get(former, former), **others}
+
+
 def without_stale(settings: Any) -> Any:  # Any: unchecked input
     """The form's settings of a node, without leftovers from the tab of another kind.
 
@@ -82,10 +91,7 @@ def without_stale(settings: Any) -> Any:  # Any: unchecked input
     """
     if not isinstance(settings, dict):
         return settings
-    if FORMER_KEY in settings and "kind" not in settings:  # a run that an earlier version began
-        former = settings[FORMER_KEY]
-        settings = {**settings, "kind": FORMER_KINDS.get(former, former)}
-    settings = {"kind": "local", **settings}  # a request over HTTP may leave it out, as a file may
+    settings = {"kind": "local", **with_present_kind(settings)}  # a request over HTTP may leave it out, as a file may
     if settings["kind"] not in NODE_TYPES:
         return settings
     own = NODE_TYPES[settings["kind"]].model_fields

@@ -1,6 +1,6 @@
 """Pages about the runs of a store that change while one looks at them: curves, samples, events, money.
 
-Not here: what a page shows (rollouts_core/report/live.py), which stages a run came to (infra/ledger.py).
+Not here: what a page shows (rollouts_core/report/live.py), which stages a run came to (store_runs.py).
 
     GET /             the runs, the latest first
     GET /runs/<run>   a run; the page asks for itself again every few seconds; /runs/<run>/report when there is one
@@ -17,24 +17,28 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, fields
-from datetime import datetime
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rollouts.flows.own_server.password import basic_authorization, own_password
-from rollouts.infra.jobs import JobExit, describe_exit, describe_saved
-from rollouts.infra.ledger import LEDGER_FILE, Ledger, StageUse
+from rollouts.flows.store_runs import (
+    describe_run_state,
+    find_run,
+    lives,
+    living_runs,
+    load_run,
+    report_path,
+    runs_by_use,
+    stage_name,
+)
+from rollouts.infra.ledger import StageUse
 from rollouts.infra.process_identity import ProcessIdentity, identify
-from rollouts.infra.renting.rentals import all_rentals, usd_spent
 from rollouts.infra.secret_file import own_folder
 from rollouts.infra.session import LOOPBACK
-from rollouts.tasks.spending import RUN_FILE
-from rollouts.tasks.store_paths import EVALUATION_FILE
-from rollouts_core.report.live import LiveRun, LiveStage, render_live, render_runs
-from rollouts_core.run_directory import RunDirectory
+from rollouts_core.report.live import render_live, render_runs
 from rollouts_core.system.files import write_json
 
 if TYPE_CHECKING:
@@ -153,143 +157,18 @@ def looked_again(render: Callable[[], str]) -> str:
     return render()
 
 
-def runs_by_use(store: Path) -> list[list[StageUse]]:
-    """The stages that each run came to, in order; the run that came to one last is the first."""
-    runs: dict[str, list[StageUse]] = {}
-    with Ledger(store / LEDGER_FILE) as ledger:
-        for use in ledger.stage_uses():
-            runs.setdefault(use.run, []).append(use)
-    runs.pop("", None)
-    return sorted(runs.values(), key=lambda uses: uses[-1].used_at, reverse=True)
-
-
-def find_run(store: Path, name: str) -> list[StageUse] | None:
-    """The stages of one run, by the name of its folder of results."""
-    return next((uses for uses in runs_by_use(store) if uses[0].run == name), None)
-
-
-def report_path(store: Path, uses: Sequence[StageUse]) -> Path:
-    """The path of a run's report."""
-    return store / "runs" / uses[0].run / "report.html"
-
-
 def list_runs(store: Path) -> list[dict[str, str]]:
     """The lines of the list of runs."""
     listed = runs_by_use(store)[:MAX_RUNS]
-    living = _living_runs(store)
-    return [describe_run(store, uses, is_alive=_lives(uses, living)) for uses in listed]
+    living = living_runs(store)
+    return [describe_run(store, uses, is_alive=lives(uses, living)) for uses in listed]
 
 
 def describe_run(store: Path, uses: Sequence[StageUse], *, is_alive: bool) -> dict[str, str]:
     """A run's line in the list."""
     began = time.strftime("%Y-%m-%d %H:%M", time.localtime(uses[0].used_at))
     state = describe_run_state(store, uses, is_alive=is_alive)
-    return {"key": uses[0].run, "name": uses[0].run, "stage": _stage_name(uses[-1]), "state": state, "began": began}
-
-
-def describe_run_state(store: Path, uses: Sequence[StageUse], *, is_alive: bool) -> str:
-    """Whether a run is under way, or what it left; its stages may be those of other runs, too."""
-    if is_alive:
-        return "running"
-    report = report_path(store, uses)
-    if report.is_file():
-        return "has a report"
-    if report.with_name(EVALUATION_FILE).is_file():
-        return "has its scores"
-    last = store / "stages" / uses[-1].stage
-    _, ended = ("", "") if RunDirectory(last).result.is_file() else describe_end(last)
-    return ended or "not running, no report"
-
-
-def load_run(store: Path, uses: Sequence[StageUse]) -> LiveRun:
-    """A run as far as it has come."""
-    is_followed = _lives(uses, _living_runs(store))
-    path = report_path(store, uses)
-    labels = labels_of(path.with_name(EVALUATION_FILE))
-    stages = []
-    for use in uses:
-        run_dir = store / "stages" / use.stage
-        ended_attempt, ended = describe_end(run_dir)
-        stages.append(
-            LiveStage(
-                name=_stage_name(use),
-                run_dir=run_dir,
-                num_steps=use.num_steps,
-                began_at=use.used_at,
-                ended=ended,
-                ended_attempt=ended_attempt,
-                is_followed=is_followed,
-                labels=labels,
-            )
-        )
-    return LiveRun(
-        name=uses[0].run,
-        stages=tuple(stages),
-        state=describe_run_state(store, uses, is_alive=is_followed),
-        usd=_usd_of(store, uses),
-        has_report=path.is_file(),
-        verdict=verdict_of(path.with_name(RUN_FILE)),
-    )
-
-
-def describe_end(run_dir: Path) -> tuple[int, str]:
-    """The last attempt of a stage that has an exit record, and how it ended in a few words; 0 and "" without one."""
-    attempts = [int(path.stem[5:]) for path in run_dir.glob("exit-*.json") if path.stem[5:].isdecimal()]
-    if not attempts:
-        return 0, ""
-    attempt = max(attempts)
-    if (run_dir / ".job" / f"meta-{attempt + 1}.json").is_file():  # a later attempt is under way
-        return 0, ""
-    try:
-        record = json.loads((run_dir / f"exit-{attempt}.json").read_text())
-        at = datetime.fromisoformat(record["ended_at"]).astimezone().strftime("%Y-%m-%d %H:%M:%S")
-        exit_record = JobExit(**{each.name: record[each.name] for each in fields(JobExit) if each.name in record})
-    except (OSError, ValueError, TypeError, KeyError, RecursionError):
-        return 0, ""
-    if exit_record.cancelled:
-        return attempt, f"cancelled at {at}{describe_saved(exit_record)}"
-    return attempt, f"ended at {at}: {describe_exit(exit_record).rstrip('.')}"
-
-
-def verdict_of(record: Path) -> str:
-    """The verdict in a run.json; empty without a record or a verdict."""
-    try:
-        return str(json.loads(record.read_text(encoding="utf-8")).get("verdict", ""))
-    except (OSError, ValueError, AttributeError, RecursionError):
-        return ""
-
-
-def labels_of(record: Path) -> dict[str, str]:
-    """The user's names of the models of an evaluation, by their names in its stage; empty without its record."""
-    try:
-        models = json.loads(record.read_text(encoding="utf-8"))["models"]
-        return {name: str(model["named"]) for name, model in models.items()}
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
-        return {}
-
-
-def _living_runs(store: Path) -> Collection[str]:
-    """The ids of living runs, asked for once: the look at each run locks the folder of all of them."""
-    with Ledger(store / LEDGER_FILE) as ledger:
-        return ledger.living_runs().keys()
-
-
-def _lives(uses: Sequence[StageUse], living: Collection[str]) -> bool:
-    """Whether a process lives of a run, whose stages may have been done by several attempts with ids of their own."""
-    return any(use.run_id in living for use in uses)
-
-
-def _stage_name(use: StageUse) -> str:
-    return use.stage.rpartition("-")[0]
-
-
-def _usd_of(store: Path, uses: Sequence[StageUse]) -> float | None:
-    """The cost of the run's machines; None if it rented no machine."""
-    ids = {use.run_id for use in uses}
-    with Ledger(store / LEDGER_FILE) as ledger:
-        if not any(rental.run_id in ids for rental in all_rentals(ledger)):
-            return None
-        return sum(usd_spent(ledger, run_id, time.time()) for run_id in ids)
+    return {"key": uses[0].run, "name": uses[0].run, "stage": stage_name(uses[-1]), "state": state, "began": began}
 
 
 def _listener(port: int) -> socket.socket:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from rollouts.flows.deployments import PRESETS
+from rollouts_core.system.files import write_atomically
 
 CONFIG_NAME = "quickstart.toml"
 
@@ -24,11 +25,17 @@ def write_quickstart(folder: Path, *, seed: int) -> None:
 
     silence_progress_bars()
     write_quickstart_files(folder, size=QuickstartSize(), seed=seed)
-    (folder / CONFIG_NAME).write_text((PRESETS / CONFIG_NAME).read_text())
+    _write_config(folder)
 
 
 def write_missing_quickstart(folder: Path) -> Path:
     """The folder, with the files of seed 0 in it."""
-    if not (folder / CONFIG_NAME).is_file():
+    if (folder / CONFIG_NAME).is_file():
+        _write_config(folder)  # an earlier version may have written it
+    else:
         write_quickstart(folder, seed=0)
     return folder
+
+
+def _write_config(folder: Path) -> None:
+    write_atomically(folder / CONFIG_NAME, (PRESETS / CONFIG_NAME).read_text())

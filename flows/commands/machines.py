@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,7 +23,7 @@ import typer
 from pydantic import ValidationError
 
 from rollouts.flows.commands.credentials import CredentialsName, with_credentials
-from rollouts.flows.commands.terminal import DEFAULT_STORE
+from rollouts.flows.commands.terminal import DEFAULT_STORE, AsJson, emit
 from rollouts.flows.expired_machines import looked_for
 from rollouts.flows.store import STORE_VARIABLE, from_home
 from rollouts.infra.cloud import Cloud, look_up
@@ -119,6 +120,7 @@ def gpus(
     limit: Annotated[int, typer.Option(min=1, help="How many offers to show.")] = 30,
     credentials: CredentialsName = "",
     store: Store = DEFAULT_STORE,
+    as_json: AsJson = False,
 ) -> None:
     """Search the offers of all providers whose keys are in the environment, cheapest first."""
     query = build_query(
@@ -138,21 +140,24 @@ def gpus(
         with open_clouds(names) as clouds:
             offered, failures = search_in_parallel(query, clouds)
     offers = offered.fitting
-    if offers:
+    if as_json:
+        emit({"kind": "offer", **asdict(offer)} for offer in offers[:limit])
+    elif offers:
         typer.echo(render_offers(offers[:limit]))
     if len(offers) > limit:
-        typer.echo(f"and {len(offers) - limit} more: --limit shows them")
+        typer.echo(f"and {len(offers) - limit} more: --limit shows them", err=as_json)
     others = clouds_with_keys(query.providers)[1]
     if others:
         endpoints = [find_cloud(name).endpoint for name in others]
         variables = ", ".join(f"{endpoint.title} ({endpoint.key_variable})" for endpoint in endpoints)
-        typer.echo(f"not asked, for want of a key: {variables}")
+        typer.echo(f"not asked, for want of a key: {variables}", err=as_json)
     for failure in failures:
         typer.echo(shown_lines(failure), err=True)
     if len(failures) == len(names):
         raise TransientInfraError("no provider answered")
     if not offers:
-        typer.echo(f"nothing on offer fits: {describe_closest(query, offered.others, OPTIONS.__getitem__)}")
+        closest = describe_closest(query, offered.others, OPTIONS.__getitem__)
+        typer.echo(f"nothing on offer fits: {closest}", err=as_json)
 
 
 def build_query(**fields: Any) -> GPUQuery:  # Any: values of every type
@@ -231,25 +236,29 @@ def list_unless_asked(explained: Explained) -> Callable[..., None]:
     """`rollouts nodes` without a command of its own lists."""
 
     @explained
-    def listed(store: Path, everything: bool) -> None:
-        list_nodes(store, everything=everything)
+    def listed(store: Path, everything: bool, as_json: bool) -> None:
+        list_nodes(store, everything=everything, as_json=as_json)
 
     def callback(
         context: typer.Context,
         store: Store = DEFAULT_STORE,
         everything: Annotated[bool, typer.Option("--all", help="Also those that are gone.")] = False,
+        as_json: AsJson = False,
     ) -> None:
         if context.invoked_subcommand is None:
-            listed(store, everything)
+            listed(store, everything, as_json)
 
     return callback
 
 
-def list_nodes(store: Path, *, everything: bool) -> None:
-    """Print what the ledger knows, and what providers have beside it."""
+def list_nodes(store: Path, *, everything: bool, as_json: bool) -> None:
+    """Print the machines in the ledger, and for people also those that providers have beside it."""
     with open_ledger(store) as ledger:
         rentals = all_rentals(ledger) if everything else open_rentals(ledger)
         now = time.time()
+        if as_json:
+            emit({"kind": "machine", **asdict(rental), "usd": rental.usd(now)} for rental in rentals)
+            return
         typer.echo(render_rentals(rentals, now) if rentals else "nothing is rented, says the ledger")
         total_usd = sum(rental.usd(now) for rental in all_rentals(ledger))
         typer.echo(f"spent by this store so far: {total_usd:.2f} USD")

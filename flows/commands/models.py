@@ -15,6 +15,7 @@ from __future__ import annotations
 import getpass
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,7 +23,7 @@ import typer
 
 from rollouts.flows.commands.machines import Explained, at, open_ledger, render_table
 from rollouts.flows.commands.notify import RunState, tell_by_hand
-from rollouts.flows.commands.terminal import DEFAULT_STORE
+from rollouts.flows.commands.terminal import DEFAULT_STORE, AsJson, emit
 from rollouts.flows.store import STORE_VARIABLE, from_home
 from rollouts.infra.ledger import Ledger
 from rollouts.infra.registry import (
@@ -73,30 +74,36 @@ def add_model_commands(app: typer.Typer, explained: Explained, *, panel: str) ->
 def _list_unless_asked(explained: Explained) -> Callable[..., None]:
     """`rollouts models` without a command of its own lists."""
 
-    def callback(context: typer.Context, store: Store = DEFAULT_STORE) -> None:
+    def callback(context: typer.Context, store: Store = DEFAULT_STORE, as_json: AsJson = False) -> None:
         if context.invoked_subcommand is None:
-            explained(list_models)(store)
+            explained(list_models)(store, as_json=as_json)
 
     return callback
 
 
-def list_models(store: Path) -> None:
+def list_models(store: Path, *, as_json: bool = False) -> None:
     """Print every model, oldest first."""
     with open_registry(store) as ledger:
         every = models(ledger)
         aliases = {
             (line, alias): current(ledger, line, alias) for line in {each.line for each in every} for alias in Alias
         }
+    if as_json:
+        emit({"kind": "model", **asdict(model), "aliases": aliases_of(model, aliases)} for model in every)
+        return
     typer.echo(render_models(every, aliases) if every else NO_MODELS)
 
 
-def show_history(line: Line = "", store: Store = DEFAULT_STORE) -> None:
+def show_history(line: Line = "", store: Store = DEFAULT_STORE, as_json: AsJson = False) -> None:
     """Print what was registered, promoted and rolled back, oldest first."""
     with open_registry(store) as ledger:
         names = {model.id: model.name for model in models(ledger)}
         changes = history(ledger, line)
         if line and not changes:
             only_line(ledger, line)  # says which there are
+    if as_json:
+        emit({"kind": "change", **asdict(change), "model": names.get(change.model_id or 0)} for change in changes)
+        return
     rows = [
         (
             at(change.changed_at),
@@ -192,18 +199,22 @@ def render_models(every: Sequence[Model], aliases: Mapping[tuple[str, Alias], Mo
     head = ("NAME", "ID", "ALIASES", "SCORE", "AGAINST", "MADE (UTC)", "CHECKPOINT")
     rows = []
     for model in every:
-        named = [alias.value for (line, alias), each in aliases.items() if line == model.line and each == model]
         rows.append(
             (
                 model.name,
                 str(model.id),
-                " ".join(sorted(named)) or "-",
+                " ".join(aliases_of(model, aliases)) or "-",
                 *_figures(model.evaluation),
                 at(model.registered_at),
                 model.checkpoint,
             )
         )
     return render_table(head, rows)
+
+
+def aliases_of(model: Model, aliases: Mapping[tuple[str, Alias], Model | None]) -> list[str]:
+    """The aliases that stand for a model."""
+    return sorted(alias.value for (line, alias), each in aliases.items() if line == model.line and each == model)
 
 
 def _figures(evaluation: Mapping[str, Any]) -> tuple[str, str]:  # Any: JSON

@@ -7,23 +7,23 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from rollouts.flows.deployments import EVALUATE_FLOW, FLOW, RETRAIN_FLOW
-from rollouts.flows.live import load_run, verdict_of
 from rollouts.flows.own_server.lend import ServerAddress, run_url
 from rollouts.flows.prefect_api import ask
+from rollouts.flows.store_runs import load_run, verdict_of
 from rollouts.infra.errors import PermanentInfraError, TransientInfraError
 from rollouts.infra.foreign_text import shown_line, shown_lines
 from rollouts.infra.jobs import JobState, job_status
 from rollouts.infra.ledger import LEDGER_FILE, Lease, Ledger, StageUse
 from rollouts.infra.node import LocalNode
 from rollouts.infra.providers import open_session, provision_node
-from rollouts.infra.renting.rentals import describe_keeping, open_rentals
+from rollouts.infra.renting.rentals import Rental, describe_keeping, open_rentals
 from rollouts.infra.run_ids import short_id
 from rollouts.tasks.early_end import read_early_end
 from rollouts.tasks.model_aliases import models_of_runs
@@ -75,11 +75,7 @@ class GoingJob:
 
 def describe_runs(address: ServerAddress, store: Path) -> list[list[str]]:
     """The lines about every run that has not ended, and about the latest that have."""
-    latest = {**ENDED, "sort": "END_TIME_DESC", "limit": LATEST if address.is_local else MANY}
-    ended = of_store(address, store, ask(address, "POST", "/flow_runs/filter", latest))[:LATEST]
-    # From the earliest on: what schedules foresee is more than the server answers at once, and comes last.
-    under_way = ask(address, "POST", "/flow_runs/filter", {**NOT_ENDED, "sort": "EXPECTED_START_TIME_ASC"})
-    runs = of_store(address, store, without_later_looks(under_way))[::-1]
+    runs, ended = _runs_of_store(address, store)
     tasks: list[dict[str, Any]] = []  # Any: JSON
     if runs:
         of_runs = {"flow_runs": {"id": {"any_": [run["id"] for run in runs]}}}
@@ -99,6 +95,22 @@ def describe_runs(address: ServerAddress, store: Path) -> list[list[str]]:
         ]
         for run in [*runs, *ended]
     ]
+
+
+def latest_runs(address: ServerAddress, store: Path) -> list[dict[str, Any]]:  # Any: JSON
+    """Every run that has not ended, and the latest that have, as Prefect describes them."""
+    runs, ended = _runs_of_store(address, store)
+    return [*runs, *ended]
+
+
+def _runs_of_store(
+    address: ServerAddress, store: Path
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:  # Any: JSON
+    latest = {**ENDED, "sort": "END_TIME_DESC", "limit": LATEST if address.is_local else MANY}
+    ended = of_store(address, store, ask(address, "POST", "/flow_runs/filter", latest))[:LATEST]
+    # From the earliest on: what schedules foresee is more than the server answers at once, and comes last.
+    under_way = ask(address, "POST", "/flow_runs/filter", {**NOT_ENDED, "sort": "EXPECTED_START_TIME_ASC"})
+    return of_store(address, store, without_later_looks(under_way))[::-1], ended
 
 
 def describe_reports(store: Path) -> list[str]:
@@ -254,19 +266,40 @@ def waits_for_gpus(directory: RunDirectory) -> str:
     return shown_line(str(events[-1].get("message", "")))
 
 
+def status_records(
+    store: Path, address: ServerAddress | None, served: Mapping[str, Any]
+) -> Iterator[dict[str, Any]]:  # Any: JSON
+    """The state of a store for programs: a record per server, serving process, run of Prefect, job and machine."""
+    yield {"kind": "server", "api_url": address and address.api_url, "ui_url": address and address.ui_url}
+    yield {"kind": "serving", "is_served": bool(served), **served}
+    if address:
+        for run in latest_runs(address, store):
+            about = {"run": full_name(run), "id": run["id"], "url": run_url(address, run["id"])}
+            message = run["state"].get("message")
+            yield {"kind": "prefect_run", **about, "state": run["state_name"], "message": message}
+    for job in going_jobs(store):
+        yield {"kind": "job", **asdict(job)}
+    for rental in rented_now(store):
+        yield {"kind": "machine", **asdict(rental), "usd": rental.usd(time.time())}
+
+
 def describe_machines(store: Path) -> list[str]:
     """A line for every machine that the store rents now, with what it has cost so far."""
-    path = store / LEDGER_FILE
-    if not path.is_file():
-        return []
     now = time.time()
-    with Ledger(path) as ledger:
-        rentals = open_rentals(ledger)
     return [
         f"{rental.name} {rental.state.value}, {rental.gpu} at {rental.provider}, {rental.usd(now):.2f} USD so far"
         + (f", {kept}" if (kept := describe_keeping(rental)) else "")
-        for rental in rentals
+        for rental in rented_now(store)
     ]
+
+
+def rented_now(store: Path) -> list[Rental]:
+    """The machines that the store rents now."""
+    path = store / LEDGER_FILE
+    if not path.is_file():
+        return []
+    with Ledger(path) as ledger:
+        return open_rentals(ledger)
 
 
 def _is_running(run_dir: str, store: Path) -> bool:

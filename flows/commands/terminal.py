@@ -5,17 +5,22 @@ Not here: the commands (cli.py, up.py).
 
 from __future__ import annotations
 
+import json
 import logging
-from collections.abc import Callable, Iterable, Iterator
+import os
+import pydoc
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
 from rollouts.flows.store import STORE_VARIABLE, from_home
-from rollouts_core.findings import count_cautions, split_findings
+from rollouts.infra.foreign_text import shown_lines
+from rollouts_core.findings import Caution, count_cautions, split_findings
 from rollouts_core.system.standard_error import standard_error
 
 DEFAULT_STORE = Path(".rollouts")
@@ -34,9 +39,42 @@ Port = Annotated[
     ),
 ]
 
+AsJson = Annotated[bool, typer.Option("--json", help="Print a JSON object per line, each with a `kind`.")]
+
 LOOKING_FOR_SERVER = "prefect        looking for the server, and starting one if none runs (about eight seconds)"
 
 console = Console(file=standard_error(), highlight=False, soft_wrap=True)
+
+
+def emit(records: Iterable[Mapping[str, Any]]) -> None:  # Any: JSON
+    """Print records for programs: a JSON object per line."""
+    for record in records:
+        typer.echo(json.dumps(record, ensure_ascii=False))
+
+
+def describe_finding(finding: str) -> dict[str, str]:
+    """A finding of the checks for programs."""
+    return {
+        "kind": "finding",
+        "severity": "warning" if isinstance(finding, Caution) else "fact",
+        "message": shown_lines(finding),
+    }
+
+
+def style(text: str, *, fg: str | None = None, bold: bool = False, dim: bool = False) -> str:
+    """The text in colour on a terminal that shows any; NO_COLOR and TERM=dumb turn colours off."""
+    shows_colours = sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    return typer.style(text, fg=fg, bold=bold, dim=dim) if shows_colours else text
+
+
+def page(blocks: Iterable[str]) -> None:
+    """Print text, on a terminal by its pager, which stays out of the way of a text that fits the screen."""
+    if not sys.stdout.isatty() or os.environ.get("TERM") in (None, "dumb"):
+        for block in blocks:
+            typer.echo(block, nl=False)
+        return
+    os.environ.setdefault("LESS", "FRX")
+    pydoc.pager("".join(blocks))
 
 
 @contextmanager

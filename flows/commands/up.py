@@ -24,8 +24,14 @@ from typing import Annotated
 import typer
 
 from rollouts.flows.commands.notify import renew_notifications
-from rollouts.flows.commands.status import describe_machines, describe_reports, describe_runs, going_jobs
-from rollouts.flows.commands.terminal import DEFAULT_STORE, LOOKING_FOR_SERVER, Port, Store, console
+from rollouts.flows.commands.status import (
+    describe_machines,
+    describe_reports,
+    describe_runs,
+    going_jobs,
+    status_records,
+)
+from rollouts.flows.commands.terminal import DEFAULT_STORE, LOOKING_FOR_SERVER, AsJson, Port, Store, console, emit
 from rollouts.flows.deployments import (
     Deployment,
     check_names,
@@ -188,10 +194,14 @@ def _send_signal(serving: Serving, number: signal.Signals, store: Path) -> None:
     os.kill(serving.pid, number)
 
 
-def status(store: Store = DEFAULT_STORE) -> None:
+def status(store: Store = DEFAULT_STORE, as_json: AsJson = False) -> None:
     """Show the server, the process that serves the deployments, the runs, jobs without a run, and rented machines."""
     address, said = find_server(store)
     serving = find_serving(store)
+    if as_json:
+        served = {"pid": serving.pid, "since": serving.since} if serving else {}
+        emit(status_records(store.resolve(), address, served))
+        return
     if not store.is_dir():
         state = "is a file" if store.exists() else "does not exist"
         typer.echo(f"store        {store} {state}: nothing was run in it, or --store names another folder")

@@ -52,9 +52,9 @@ SURFACE = {
     "serve": ["MODEL_DIR", "--host", "--port", "--threads", "--max-running-requests", "--api-key"],
     "gpus": [
         *("--gpu", "--count", "--min-vram", "--max-price", "--disk", "--region"),
-        *("--community", "--spot", "--min-cuda", "--provider", "--limit", "--credentials", "--store"),
+        *("--community", "--spot", "--min-cuda", "--provider", "--limit", "--credentials", "--store", "--json"),
     ],
-    "nodes": ["--store", "--all"],
+    "nodes": ["--store", "--all", "--json"],
     "reap": ["--store", "--spare", "--other-store"],
     "finish": ["RUN", "--store"],
     "cancel": ["RUN", "--store"],
@@ -65,10 +65,17 @@ SURFACE = {
     "up": ["[CONFIG]...", "--store", "--port", "--gpu-slots"],
     "watch": ["--store", "--silent-after"],
     "down": ["--store"],
-    "status": ["--store"],
+    "status": ["--store", "--json"],
     "prune": ["--store", "--days", "--max-gb", "--yes"],
     "plugins": ["--json"],
-    "models": ["--store"],
+    "models": ["--store", "--json"],
+    "runs": ["--store", "--limit", "--json"],
+    "show": ["RUN|CONFIG", "--store", "--all", "--json"],
+    "samples": [
+        *("RUN", "--store", "--step", "--model", "--reward", "--grep", "--prompt", "--limit", "--json"),
+    ],
+    "logs": ["RUN", "[STAGE]", "--store", "--follow"],
+    "report": ["RUN", "--store", "--open"],
 }
 """Every command with its arguments and options: other scripts depend on them, so they change only on purpose."""
 

@@ -1,0 +1,386 @@
+"""Commands that answer from the files of a store: its runs, and the settings, samples, logs and report of one.
+
+    rollouts runs                          one line per run
+    rollouts show RUN|CONFIG               settings with their defaults and origin
+    rollouts samples RUN --reward '<1'     completions, filtered
+    rollouts logs RUN rl -f                output of a stage
+    rollouts report RUN --open             the report
+
+Results go to stdout, one JSON object per line with --json; each object has a `kind` (docs/terminal.md). No server is
+asked, so all of them also work while nothing runs.
+
+Not here: finding and summing up runs (store_runs.py), how settings are compared with defaults (shown_settings.py).
+"""
+
+from __future__ import annotations
+
+import json
+import operator
+import re
+import time
+import webbrowser
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import chain, islice
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from rollouts.flows.commands.machines import render_table
+from rollouts.flows.commands.terminal import DEFAULT_STORE, AsJson, Store, emit, page, style
+from rollouts.flows.form import Pipeline, load_pipeline, parse_pipeline, with_present_kind
+from rollouts.flows.shown_settings import Setting, settings_of
+from rollouts.flows.store_runs import (
+    ModelScore,
+    RunSummary,
+    find_named_run,
+    lives,
+    living_runs,
+    report_path,
+    runs_by_use,
+    stage_name,
+    summarize_run,
+)
+from rollouts.infra.foreign_text import shown_line, shown_lines
+from rollouts.infra.ledger import LEDGER_FILE, StageUse
+from rollouts_core.config import read_settings
+from rollouts_core.config.messages import closest_name
+from rollouts_core.errors import InputError
+from rollouts_core.metrics import parse_line
+from rollouts_core.run_directory import RunDirectory
+from rollouts_core.stages import EVALUATE, is_training, label_of
+
+FOLLOW_S = 0.5
+"""Pause between two looks at a log that is followed."""
+STEP_FILE = re.compile(r"step_(\d+)\.jsonl")
+COMPARISON = re.compile(r"(<=|>=|<|>|=)?\s*(-?\d+(?:\.\d+)?)")
+COMPARE: Mapping[str, Callable[[float, float], bool]] = {
+    "<": operator.lt,
+    "<=": operator.le,
+    "=": operator.eq,
+    ">=": operator.ge,
+    ">": operator.gt,
+}
+RunName = Annotated[
+    str,
+    typer.Argument(metavar="RUN", help="A run: its folder, my-run-5793d50a, its name (then the latest), or its id."),
+]
+
+
+def runs(
+    store: Store = DEFAULT_STORE,
+    limit: Annotated[int, typer.Option(min=0, help="So many of the latest runs; 0 shows all.")] = 20,
+    as_json: AsJson = False,
+) -> None:
+    """List the runs of the store, the latest first: state, step, score, change and cost."""
+    store = store.resolve()
+    listed = runs_by_use(store) if (store / LEDGER_FILE).is_file() else []
+    living = living_runs(store) if listed else ()
+    found = [summarize_run(store, uses, living=living) for uses in (listed[:limit] if limit else listed)]
+    if as_json:
+        emit({"kind": "run", **asdict(each)} for each in found)
+    elif found:
+        typer.echo(render_runs(found))
+        if len(found) < len(listed):
+            typer.echo(f"{len(listed) - len(found)} older runs: --limit 0 shows all", err=True)
+    else:
+        typer.echo(f"the store {store} has no runs yet", err=True)
+
+
+def render_runs(found: Sequence[RunSummary]) -> str:
+    """A table of runs that fits 80 columns for names of 20 letters."""
+    rows = [
+        (
+            each.run,
+            each.state,
+            f"{each.training} {each.step}/{each.num_steps}" if each.training else each.stage,
+            describe_score(each.score),
+            "" if each.change is None else f"{each.change:+.3f}",
+            "" if each.usd is None else f"${each.usd:.2f}",
+        )
+        for each in found
+    ]
+    head = ("RUN", "STATE", "STEP", "SCORE", "CHANGE", "COST")
+    used = [column for column in range(len(head)) if any(row[column] for row in rows)]  # COST only where there is any
+    return render_table([head[column] for column in used], [[row[column] for column in used] for row in rows])
+
+
+def describe_score(score: ModelScore | None) -> str:
+    """A mean with its interval."""
+    return "" if score is None else f"{score.mean:.3f} ({score.low:.3f}-{score.high:.3f})"
+
+
+# ── settings ──
+
+
+def show(
+    given: Annotated[str, typer.Argument(metavar="RUN|CONFIG", help="A run, or a TOML, JSON or Python file.")],
+    store: Store = DEFAULT_STORE,
+    everything: Annotated[bool, typer.Option("--all", help="Also the settings at their defaults.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Show the settings of a run or of a file: value, default, and whether the file sets it."""
+    path = Path(given)
+    found = settings_of(load_pipeline(path) if path.is_file() else load_settings_of_run(store.resolve(), given))
+    kept = [each for each in found if everything or not each.is_default]
+    if as_json:
+        emit({"kind": "setting", **asdict(each)} for each in kept)
+        return
+    page(f"{line}\n" for line in render_settings(kept))
+    if not everything:
+        typer.echo(f"{len(found) - len(kept)} settings are at their defaults: --all shows them", err=True)
+
+
+def load_settings_of_run(store: Path, given: str) -> Pipeline:
+    """The settings with which a run ended.
+
+    Raises:
+        InputError: there is no such run, or it has not come to its end.
+    """
+    run = find_named_run(store, given)[0].run
+    path = store / "runs" / run / "config.toml"
+    if not path.is_file():
+        raise InputError(f"{run} has not come to its end, so it has no config.toml yet: name its configuration")
+    settings = read_settings(path)
+    return parse_pipeline({**settings, "node": with_present_kind(settings.get("node", {}))}, path)
+
+
+def render_settings(settings: Sequence[Setting]) -> Iterator[str]:
+    """A line per setting: name, value, and the default where the value differs."""
+    width = max((len(each.name) for each in settings), default=0)
+    for each in settings:
+        default = "" if each.is_default or each.is_required else f"default {_value(each.default)}"
+        origin = f"set by {each.origin}" if each.origin not in ("file", "default") else ""
+        note = ", ".join(filter(None, (default, origin)))
+        line = f"{each.name:<{width}}  {_value(each.value)}"
+        yield f"{line}  {style(f'({note})', dim=True)}" if note else line
+
+
+def _value(value: object) -> str:
+    return shown_line(json.dumps(value, ensure_ascii=False))
+
+
+# ── samples ──
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleFilter:
+    """Which samples are wanted; an empty field asks for nothing."""
+
+    reward: str = ""
+    """A comparison as `<1`, `>=0.5` or `=0`."""
+    pattern: re.Pattern[str] | None = None
+    """Searched for in the prompt, the completion and the answer."""
+    prompt: str = ""
+    """The id of a prompt."""
+
+    def fits(self, record: Mapping[str, Any]) -> bool:  # Any: JSON
+        """Whether a line of a file of samples is wanted."""
+        if self.prompt and self.prompt != prompt_id(record):
+            return False
+        if self.reward and not _compare(record.get("reward"), self.reward):
+            return False
+        return self.pattern is None or any(self.pattern.search(text) for _, text in turns_of(record))
+
+
+def samples(
+    run: RunName,
+    store: Store = DEFAULT_STORE,
+    step: Annotated[int | None, typer.Option(min=1, help="RL samples of this step; the newest step otherwise.")] = None,
+    model: Annotated[
+        str, typer.Option(help="Held-out answers of this model in place of RL samples: base, sft or rl.")
+    ] = "",
+    reward: Annotated[str, typer.Option(help="Only rewards such as '<1', '>=0.5' or '=0'.")] = "",
+    grep: Annotated[str, typer.Option(help="Only samples whose texts match this regular expression.")] = "",
+    prompt: Annotated[str, typer.Option(help="Only this prompt, by the id that the output shows.")] = "",
+    limit: Annotated[int, typer.Option(min=0, help="At most so many; 0 shows all.")] = 20,
+    as_json: AsJson = False,
+) -> None:
+    """Show completions of a run, by a pager on a terminal: RL samples of a step, or held-out answers of a model."""
+    if reward and not COMPARISON.fullmatch(reward.strip()):
+        raise InputError(f"--reward {reward!r} is not a comparison: give one such as '<1', '>=0.5' or '=0'")
+    try:
+        pattern = re.compile(grep) if grep else None
+    except re.error as error:
+        raise InputError(f"--grep {grep!r} is not a regular expression: {error}") from error
+    store = store.resolve()
+    path = find_sample_file(store, find_named_run(store, run), step=step, model=model)
+    wanted = SampleFilter(reward=reward.strip(), pattern=pattern, prompt=prompt)
+    found = islice(filter(wanted.fits, _records(path)), limit or None)
+    source = {"stage": stage_of(path), "name": path.stem}
+    if as_json:
+        emit({"kind": "sample", **source, **record} for record in found)
+        return
+    blocks = (render_sample(record, path.stem) for record in found)
+    if (first := next(blocks, None)) is None:
+        raise InputError(f"{path} has no sample that fits: leave out --reward, --grep or --prompt")
+    page(chain([first], blocks))
+
+
+def find_sample_file(store: Path, uses: Sequence[StageUse], *, step: int | None, model: str) -> Path:
+    """The file with RL samples of a step, the newest by default, or with held-out answers of a model.
+
+    Raises:
+        InputError: the run has no such file; the sentence names those it has.
+    """
+    if step is not None and model:
+        raise InputError("--step names RL samples and --model held-out answers: give one of them")
+    folders = [RunDirectory(store / "stages" / use.stage).samples for use in uses]
+    files = [path for folder in folders for path in sorted(folder.glob("*.jsonl"))]
+    trained = [path for path in files if is_training(stage_of(path))]
+    steps = {int(match[1]): path for path in trained if (match := STEP_FILE.fullmatch(path.name))}
+    answers = {path.stem: path for path in files if stage_of(path) == EVALUATE.name}
+    if model:
+        if model not in answers:
+            raise InputError(f"{uses[0].run} has no held-out answers of {model}: {_choices(answers)}")
+        return answers[model]
+    if step is not None:
+        if step not in steps:
+            raise InputError(f"{uses[0].run} has no samples of step {step}: {_span(steps)}")
+        return steps[step]
+    if steps:
+        return steps[max(steps)]
+    if answers:
+        return max(answers.values(), key=lambda path: path.stat().st_mtime)  # the last model of the run
+    raise InputError(f"{uses[0].run} has no samples yet: RL writes them at each step, and the evaluation at the end")
+
+
+def _choices(answers: Mapping[str, Path]) -> str:
+    return f"it has those of {', '.join(answers)}" if answers else "its evaluation has not begun"
+
+
+def _span(steps: Mapping[int, Path]) -> str:
+    return f"it has steps {min(steps)} to {max(steps)}" if steps else "it has no samples of RL yet"
+
+
+def stage_of(path: Path) -> str:
+    """The stage of a file of samples."""
+    return path.parent.parent.name.rpartition("-")[0]
+
+
+def _records(path: Path) -> Iterator[dict[str, Any]]:  # Any: JSON
+    with path.open("rb") as lines:
+        yield from filter(None, map(parse_line, lines))
+
+
+def _compare(found: object, wanted: str) -> bool:
+    match = COMPARISON.fullmatch(wanted)
+    assert match is not None, wanted
+    return isinstance(found, int | float) and COMPARE[match[1] or "="](found, float(match[2]))
+
+
+def prompt_id(record: Mapping[str, Any]) -> str:  # Any: JSON
+    """The id of a sample's prompt; the number of its group where the data names none."""
+    named = (record.get("metadata") or {}).get("prompt_id")
+    return str(record.get("group_index") if named is None else named)
+
+
+def turns_of(record: Mapping[str, Any]) -> list[tuple[str, str]]:  # Any: JSON
+    """The roles and texts of a sample: its prompt, what the policy said, answers of tools, and the reference."""
+    prompt = record.get("prompt") or []
+    before = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+    metadata = record.get("metadata") or {}
+    later = metadata.get("conversation", [])[len(before) :] or [
+        {"role": "assistant", "content": record.get("response", "")}
+    ]
+    turns = [(str(each.get("role", "")), _text_of(each.get("content"))) for each in (*before, *later)]
+    return [*turns, ("reference", str(metadata["answer"]))] if metadata.get("answer") is not None else turns
+
+
+def _text_of(content: object) -> str:
+    return content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
+
+
+def render_sample(record: Mapping[str, Any], source: str) -> str:  # Any: JSON
+    """A sample as text: a line of facts, then its turns."""
+    reward = record.get("reward")
+    length = sum(1 for each in record.get("loss_mask") or () if each)
+    facts = [
+        label_of(source) if not source.startswith("step_") else f"step {int(source[5:])}",
+        f"prompt {prompt_id(record)}",
+        "no reward" if reward is None else f"reward {reward:g}",
+        f"{length} tokens" if length else "",
+        str(record.get("finish_reason") or ""),
+    ]
+    color = None if reward is None else "green" if reward > 0 else "red"
+    lines = [style(shown_line(", ".join(filter(None, facts))), fg=color, bold=True)]
+    for role, text in turns_of(record):
+        first, *more = shown_lines(text).split("\n")
+        lines.append(f"  {style(f'{shown_line(role):<10}', dim=True)} {first}")
+        lines += [f"  {'':<10} {line}" for line in more]
+    return "\n".join(lines) + "\n\n"
+
+
+# ── logs and the report ──
+
+
+def logs(
+    run: RunName,
+    stage: Annotated[str, typer.Argument(metavar="[STAGE]", help="sft, rl, engine ...; the last one otherwise.")] = "",
+    store: Store = DEFAULT_STORE,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Print what comes, until the stage ends.")] = False,
+) -> None:
+    """Print the output of a stage's processes."""
+    store = store.resolve()
+    uses = find_named_run(store, run)
+    directory = RunDirectory(find_log_folder(store, uses, stage))
+    for lines in read_growing(
+        directory.log,
+        is_over=lambda: not follow or directory.result.is_file() or not lives(uses, living_runs(store)),
+    ):
+        typer.echo(shown_lines(lines), nl=False)
+
+
+def find_log_folder(store: Path, uses: Sequence[StageUse], stage: str) -> Path:
+    """The run directory of the stage, or of an engine of the run's RL.
+
+    Raises:
+        InputError: the run has not come to such a stage.
+    """
+    folders = {stage_name(use): store / "stages" / use.stage for use in uses}
+    for name, folder in [*folders.items()]:
+        fingerprint = folder.name.removeprefix(f"{name}-")
+        engines = sorted((store / "stages").glob(f"engine-{fingerprint}-*"))
+        folders |= {"engine" if len(engines) == 1 else f"engine-{n}": path for n, path in enumerate(engines)}
+    if not stage:
+        return store / "stages" / uses[-1].stage
+    if stage not in folders:
+        hint = closest_name(stage, [*folders])
+        raise InputError(f"{uses[0].run} has not come to a stage {stage}{hint}")
+    return folders[stage]
+
+
+def read_growing(path: Path, *, is_over: Callable[[], bool]) -> Iterator[str]:
+    """The text of a file, and what is appended to it until `is_over`; a line that is not whole waits for its end."""
+    offset, rest = 0, b""
+    while True:
+        ends_now = is_over()  # before reading: nothing is appended after the end
+        if path.is_file():
+            with path.open("rb") as file:
+                file.seek(offset)
+                while chunk := file.read(1 << 20):
+                    offset += len(chunk)
+                    whole, separator, rest = (rest + chunk).rpartition(b"\n")
+                    yield (whole + separator).decode(errors="replace")
+        if ends_now:
+            yield rest.decode(errors="replace")
+            return
+        time.sleep(FOLLOW_S)
+
+
+def report(
+    run: RunName,
+    store: Store = DEFAULT_STORE,
+    opens: Annotated[bool, typer.Option("--open", help="Open it in the browser.")] = False,
+) -> None:
+    """Print the path of a run's report."""
+    store = store.resolve()
+    uses = find_named_run(store, run)
+    path = report_path(store, uses)
+    if not path.is_file():
+        state = "is running" if lives(uses, living_runs(store)) else "ended before its report"
+        raise InputError(f"{uses[0].run} {state}: the last stage of a run writes the report")
+    typer.echo(path)
+    if opens and not webbrowser.open(path.as_uri()):
+        raise InputError(f"no browser can be opened here: open {path} by hand")

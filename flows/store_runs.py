@@ -1,0 +1,272 @@
+"""The runs of a store by its ledger and files alone: stages, state, scores and cost. No server is asked.
+
+Not here: pages about runs (live.py), commands (commands/runs.py), the states of runs in Prefect (commands/status.py).
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, fields
+from datetime import datetime
+from pathlib import Path
+
+from rollouts.infra.jobs import JobExit, describe_exit, describe_saved
+from rollouts.infra.ledger import LEDGER_FILE, Ledger, StageUse
+from rollouts.infra.renting.rentals import all_rentals, usd_spent
+from rollouts.tasks.spending import RUN_FILE
+from rollouts.tasks.store_paths import EVALUATION_FILE
+from rollouts_core.config.messages import closest_name
+from rollouts_core.errors import InputError, RolloutsError
+from rollouts_core.metrics import read_last_lines
+from rollouts_core.report.live import LiveRun, LiveStage
+from rollouts_core.run_directory import RunDirectory
+from rollouts_core.stages import BASE, EVALUATE, is_selection, is_training
+
+MIN_ID_CHARS = 4
+"""At least so many characters of a run's id name the run."""
+
+MAX_NAMES = 10
+"""A sentence about an unknown run names at most so many of the latest ones."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelScore:
+    """The score of a model on the rows of a stage that scores."""
+
+    model: str
+    """base, sft, rl, or the name of a checkpoint."""
+    mean: float
+    low: float
+    """Lower end of the interval, by the method that the report names."""
+    high: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSummary:
+    """A run in one line."""
+
+    run: str
+    """The name of its folder of results."""
+    state: str
+    """running, done, cancelled, failed, or stopped: no process of it lives, and its last job says no more."""
+    stage: str
+    """The last stage that it came to."""
+    training: str
+    """The last stage that trains; empty for a run that only scores."""
+    step: int
+    """The last logged step of that stage."""
+    num_steps: int
+    began_at: float
+    """Seconds since 1970."""
+    score: ModelScore | None
+    """The last model that was scored, on held-out rows if the run came so far, else on the rows of the selection."""
+    change: float | None
+    """The difference of its mean to that of the start model, on held-out rows."""
+    usd: float | None
+    """Cost of rented machines so far; None without any."""
+    verdict: str
+    report: str
+    """The path of the report; empty before the end."""
+
+
+def runs_by_use(store: Path) -> list[list[StageUse]]:
+    """The stages that each run came to, in order; the run that came to one last is the first."""
+    runs: dict[str, list[StageUse]] = {}
+    with Ledger(store / LEDGER_FILE) as ledger:
+        for use in ledger.stage_uses():
+            runs.setdefault(use.run, []).append(use)
+    runs.pop("", None)
+    return sorted(runs.values(), key=lambda uses: uses[-1].used_at, reverse=True)
+
+
+def find_run(store: Path, name: str) -> list[StageUse] | None:
+    """The stages of one run, by the name of its folder of results."""
+    return next((uses for uses in runs_by_use(store) if uses[0].run == name), None)
+
+
+def find_named_run(store: Path, given: str) -> list[StageUse]:
+    """The stages of the run that a user names: by its folder, the start of its id, or its name (then the latest).
+
+    Raises:
+        InputError: the store has no such run.
+    """
+    runs = runs_by_use(store) if (store / LEDGER_FILE).is_file() else []
+    for fits in (
+        lambda uses: given in (uses[0].run, uses[0].run_id),
+        lambda uses: given == uses[0].run.rpartition("-")[0],
+        lambda uses: len(given) >= MIN_ID_CHARS and any(use.run_id.startswith(given) for use in uses),
+    ):
+        if found := next(filter(fits, runs), None):
+            return found
+    names = [uses[0].run for uses in runs]
+    if not names:
+        raise InputError(f"the store {store} has no runs yet: --store names another one")
+    hint = closest_name(given, names[:MAX_NAMES])
+    raise InputError(f"the store {store} has no run {given}{hint}")
+
+
+def report_path(store: Path, uses: Sequence[StageUse]) -> Path:
+    """The path of a run's report."""
+    return store / "runs" / uses[0].run / "report.html"
+
+
+def describe_run_state(store: Path, uses: Sequence[StageUse], *, is_alive: bool) -> str:
+    """Whether a run is under way, or what it left; its stages may be those of other runs, too."""
+    if is_alive:
+        return "running"
+    report = report_path(store, uses)
+    if report.is_file():
+        return "has a report"
+    if report.with_name(EVALUATION_FILE).is_file():
+        return "has its scores"
+    last = store / "stages" / uses[-1].stage
+    _, ended = ("", "") if RunDirectory(last).result.is_file() else describe_end(last)
+    return ended or "not running, no report"
+
+
+def load_run(store: Path, uses: Sequence[StageUse]) -> LiveRun:
+    """A run as far as it has come."""
+    is_followed = lives(uses, living_runs(store))
+    path = report_path(store, uses)
+    labels = labels_of(path.with_name(EVALUATION_FILE))
+    stages = []
+    for use in uses:
+        run_dir = store / "stages" / use.stage
+        ended_attempt, ended = describe_end(run_dir)
+        stages.append(
+            LiveStage(
+                name=stage_name(use),
+                run_dir=run_dir,
+                num_steps=use.num_steps,
+                began_at=use.used_at,
+                ended=ended,
+                ended_attempt=ended_attempt,
+                is_followed=is_followed,
+                labels=labels,
+            )
+        )
+    return LiveRun(
+        name=uses[0].run,
+        stages=tuple(stages),
+        state=describe_run_state(store, uses, is_alive=is_followed),
+        usd=usd_of(store, uses),
+        has_report=path.is_file(),
+        verdict=verdict_of(path.with_name(RUN_FILE)),
+    )
+
+
+def describe_end(run_dir: Path) -> tuple[int, str]:
+    """The last attempt of a stage that has an exit record, and how it ended in a few words; 0 and "" without one."""
+    attempts = [int(path.stem[5:]) for path in run_dir.glob("exit-*.json") if path.stem[5:].isdecimal()]
+    if not attempts:
+        return 0, ""
+    attempt = max(attempts)
+    if (run_dir / ".job" / f"meta-{attempt + 1}.json").is_file():  # a later attempt is under way
+        return 0, ""
+    try:
+        record = json.loads((run_dir / f"exit-{attempt}.json").read_text())
+        at = datetime.fromisoformat(record["ended_at"]).astimezone().strftime("%Y-%m-%d %H:%M:%S")
+        exit_record = JobExit(**{each.name: record[each.name] for each in fields(JobExit) if each.name in record})
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+        return 0, ""
+    if exit_record.cancelled:
+        return attempt, f"cancelled at {at}{describe_saved(exit_record)}"
+    return attempt, f"ended at {at}: {describe_exit(exit_record).rstrip('.')}"
+
+
+def verdict_of(record: Path) -> str:
+    """The verdict in a run.json; empty without a record or a verdict."""
+    try:
+        return str(json.loads(record.read_text(encoding="utf-8")).get("verdict", ""))
+    except (OSError, ValueError, AttributeError, RecursionError):
+        return ""
+
+
+def labels_of(record: Path) -> dict[str, str]:
+    """The user's names of the models of an evaluation, by their names in its stage; empty without its record."""
+    try:
+        models = json.loads(record.read_text(encoding="utf-8"))["models"]
+        return {name: str(model["named"]) for name, model in models.items()}
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        return {}
+
+
+def living_runs(store: Path) -> Collection[str]:
+    """The ids of living runs, asked for once: the look at each run locks the folder of all of them."""
+    with Ledger(store / LEDGER_FILE) as ledger:
+        return ledger.living_runs().keys()
+
+
+def lives(uses: Sequence[StageUse], living: Collection[str]) -> bool:
+    """Whether a process lives of a run, whose stages may have been done by several attempts with ids of their own."""
+    return any(use.run_id in living for use in uses)
+
+
+def stage_name(use: StageUse) -> str:
+    return use.stage.rpartition("-")[0]
+
+
+def usd_of(store: Path, uses: Sequence[StageUse]) -> float | None:
+    """The cost of the run's machines; None if it rented no machine."""
+    ids = {use.run_id for use in uses}
+    with Ledger(store / LEDGER_FILE) as ledger:
+        if not any(rental.run_id in ids for rental in all_rentals(ledger)):
+            return None
+        return sum(usd_spent(ledger, run_id, time.time()) for run_id in ids)
+
+
+def summarize_run(store: Path, uses: Sequence[StageUse], *, living: Collection[str]) -> RunSummary:
+    """A run in one line."""
+    path = report_path(store, uses)
+    last = store / "stages" / uses[-1].stage
+    training = next((use for use in reversed(uses) if is_training(stage_name(use))), None)
+    step = 0
+    if training:
+        lines = read_last_lines(RunDirectory(store / "stages" / training.stage).metrics)
+        step = int(lines[-1].get("step", 0)) if lines else 0
+    scores = next((found for use in reversed(uses) if (found := scores_of(store, use))), [])
+    is_heldout = len(scores) > 1 and scores[0].model == BASE
+    return RunSummary(
+        run=uses[0].run,
+        state=state_of(path, last, is_alive=lives(uses, living)),
+        stage=stage_name(uses[-1]),
+        training=stage_name(training) if training else "",
+        step=step,
+        num_steps=training.num_steps if training else 0,
+        began_at=min(use.began_at for use in uses),
+        score=scores[-1] if scores else None,
+        change=scores[-1].mean - scores[0].mean if is_heldout else None,
+        usd=usd_of(store, uses),
+        verdict=verdict_of(path.with_name(RUN_FILE)),
+        report=str(path) if path.is_file() else "",
+    )
+
+
+def state_of(report: Path, last_stage: Path, *, is_alive: bool) -> str:
+    """The state of a run in one word."""
+    if is_alive:
+        return "running"
+    if report.is_file() or report.with_name(EVALUATION_FILE).is_file():
+        return "done"
+    _, ended = ("", "") if RunDirectory(last_stage).result.is_file() else describe_end(last_stage)
+    return next((word for word in ("cancelled", "ended") if ended.startswith(word)), "stopped").replace(
+        "ended", "failed"
+    )
+
+
+def scores_of(store: Path, use: StageUse) -> list[ModelScore]:
+    """The models that a finished stage scored: all of an evaluation, the chosen one of a selection; else nothing."""
+    name = stage_name(use)
+    if not is_selection(name) and name != EVALUATE.name:
+        return []
+    try:
+        result = RunDirectory(store / "stages" / use.stage).read_result() or {}
+        return [
+            ModelScore(model=each["name"], mean=each["mean"], low=each["low"], high=each["high"])
+            for each in result.get("checkpoints", [])
+            if name == EVALUATE.name or each["name"] == result.get("best")
+        ]
+    except (RolloutsError, ValueError, LookupError, TypeError):
+        return []
