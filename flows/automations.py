@@ -95,7 +95,7 @@ def render_automation(after_minutes: int) -> Automation:
             **EACH_RUN_OF_OURS,
             "posture": "Proactive",
             "after": ["prefect.flow-run.heartbeat"],
-            "expect": ["prefect.flow-run.*"],  # the next one, or that it ended, was paused, waits for a retry
+            "expect": ["prefect.flow-run.*"],  # the next heartbeat, or a change of the run's state
             "within": 60 * after_minutes,
         },
         "actions": [

@@ -5,9 +5,9 @@ Not here: runs that fail or are interrupted (pipeline.py). A run is cancelled in
     state Cancelling ──> the serving process ──SIGTERM──> the flow: asks for its state, gives back what it holds
                                    └── when the flow has ended, or was killed after 30 s: gives back what it still holds
 
-A SIGTERM of another origin is no cancellation, and leaves everything for the next start. A run's own process looks now
-and then, too. A run of `rollouts run` has no serving process and treats Cancel as Ctrl-C. A served run ends itself if
-the serving process has not done so in time, which stops looking for good when the server refuses it for some seconds.
+A SIGTERM of another origin does not cancel, and leaves everything for the next start. A run's own process looks now and
+then, too. A run of `rollouts run` has no serving process and treats Cancel as Ctrl-C. A served run ends itself if the
+serving process has not done so in time, which stops looking for good when the server refuses it for some seconds.
 
 A user or a program may also set a state while the process lives. Prefect then tells nothing to the process:
 
@@ -58,14 +58,14 @@ from rollouts_core.errors import ConfigError
 LOOK_S = 5.0
 SERVED_LOOK_S = 15.0
 SERVED_END_S = 60.0
-"""How long a served run that is to be cancelled waits for its serving process, which polls, and kills it after 30 s."""
+"""How long a served run waits for its serving process to cancel it. That process polls, and kills after 30 s."""
 NODE_SETTINGS: TypeAdapter[NodeSettings] = TypeAdapter(HeldNode)
 _ended_by_themselves: set[str] = set()
-"""Ids of the runs of this process that it ended because Prefect says that they are cancelled, or over."""
+"""Ids of the runs that this process ended because Prefect calls them cancelled or over."""
 NOT_PAUSED = (
     "a run is not paused, it goes on: Cancel saves a checkpoint, and a new run with the same settings goes on from it"
 )
-"""Prefect only writes down that it is, and after some minutes that it failed, while its process knows nothing of it."""
+"""Prefect only records the pause, and some minutes later a failure. The process of the run hears of neither."""
 NOT_SILENT = "its process lives and is heard again"
 NOT_ENDED = "its jobs could not be ended ({error}): end them on the node, or start the run again and cancel it"
 

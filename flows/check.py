@@ -71,7 +71,7 @@ def _run_checks(settings: str, say: Callable[[str], None], refusal: IO[str]) -> 
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=refusal, text=True) as process:
         assert process.stdin is not None and process.stdout is not None
         try:
-            with contextlib.suppress(BrokenPipeError):  # it ended before it read them, and has said why
+            with contextlib.suppress(BrokenPipeError):  # the child ended early, and printed the reason
                 process.stdin.write(settings)
                 process.stdin.close()
             for line in process.stdout:

@@ -3,7 +3,7 @@
 The variables of a block become the environment of the processes that act for a run, and everybody that knows the
 server's password may write blocks. PYTHONPATH, LD_PRELOAD or ROLLOUTS_TRUSTED_CODE there would run any code.
 
-Not here: the blocks (credentials.py), who reads the keys.
+Not here: the blocks (credentials.py), the readers of the keys.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Credentials as blocks of Prefect: what one holds becomes the environment of the process of a run that names it.
+"""Credentials as blocks of Prefect: their variables are set in the process of a run that names the block.
 
     Blocks in the UI, or `rollouts credentials` ──> block rollouts-credentials/team, encrypted
     run.credentials = "team" ──> environment of the run's process ──> readers of RUNPOD_API_KEY, AWS_..., and so on
@@ -121,7 +121,7 @@ def find_credentials() -> dict[str, dict[str, str]]:
 
 
 def variables_in(content: dict[str, Any]) -> dict[str, str]:  # Any: JSON
-    """The variables that a block holds, without those that are empty."""
+    """The variables of a block, without empty ones."""
     held = {variable: content.get(name) for variable, name in FIELDS.items()} | (content.get("more") or {})
     return {name: str(value) for name, value in held.items() if value}
 
@@ -138,7 +138,7 @@ def run_with_credentials(name: str, module: str, arguments: Sequence[str] = ()) 
 
     Raises:
         ConfigError: there are no such credentials.
-        TransientInfraError: it failed, for the reason that it said last.
+        TransientInfraError: it failed; its last line is the reason.
     """
     environment = {**os.environ, **variables_of(name)}
     command = [sys.executable, "-P", "-m", module, *arguments]

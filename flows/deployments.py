@@ -50,7 +50,7 @@ class Deployment:
     schedule: dict[str, Any] | None = None  # Any: JSON
     """When it runs by itself; the content of ScheduleConfig."""
     offered_at: float = 0.0
-    """When `rollouts up` was given it, seconds since 1970: given again it is made again, also when it was deleted in
+    """Time of its `rollouts up`, seconds since 1970. A later `up` registers it again, even if it was deleted in
     Prefect."""
     code_folders: tuple[str, ...] = ()
     """Folders that modules named in the configuration are imported from: its own, and the caller's."""
@@ -130,7 +130,8 @@ def retraining_name(name: str) -> str:
 def offered_name(store: Path, name: str) -> str:
     """The name of a deployment of the store in Prefect.
 
-    A server that the user named has those of other stores, too: under one name each store would do the others' runs.
+    A server of PREFECT_API_URL also has deployments of other stores. With equal names, each store would do runs of the
+    others.
     """
     if not named_url():
         return name
@@ -197,7 +198,7 @@ def load_deployments(home: Path) -> dict[str, Deployment]:
 def folders_of_deployment(offered: str | None) -> tuple[str, ...]:
     """The folders that a run of a deployment imports from, as `rollouts up` was given it; () for other runs.
 
-    The store is that of the process that serves the run: parameters of a run may name another one.
+    The store is the serving process's: parameters of a run may name another store.
     """
     if offered is None or not (store := os.environ.get(STORE_VARIABLE)):
         return ()
@@ -229,8 +230,8 @@ def overridden(
 ) -> dict[str, Any]:
     """Parameters of a deployment of this flow with settings replaced; an assignment is `key=value`, a key of a file.
 
-    A value is JSON where it can be read as such, and text otherwise: training.rl.num_steps=10, run.name=second. An
-    algorithm takes the place of the one that was filled in, also where that was changed since.
+    A value is read as JSON, else as text: training.rl.num_steps=10, run.name=second. A new algorithm replaces all
+    settings that the former one filled in, even changed ones.
 
     Raises:
         ConfigError: one sentence; the key is not known, or the value does not fit.

@@ -27,7 +27,7 @@ MAX_STATES = 20
 
 
 def recall_states(run_id: str) -> None:
-    """Let a team's server know the events of the last states of a run; it drops those that it has seen.
+    """Let a team's server know the events of the last states of a run; the server drops known events.
 
     Nothing happens if the server cannot be asked or is of another version of Prefect: its messages come later then.
     """

@@ -1,4 +1,4 @@
-"""The `evaluate` flow: score a model on held-out rows, beside another one where that is asked for.
+"""The `evaluate` flow: score a model on held-out rows, alone or beside another one.
 
 Not here: the stage that scores, which is the one of `sft-rl` (tasks/stage_tasks.py), what names of models mean
 (tasks/model_names.py).

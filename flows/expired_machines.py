@@ -29,7 +29,7 @@ from rollouts_core.errors import ConfigError
 PACE = Pace(gone_within_s=60.0)
 """A machine that is not gone by then is looked at again the next time."""
 LATE_S = 24 * 3600.0
-"""A machine that was asked for and given up is looked for this long, in case that it appears after all."""
+"""How long an abandoned request is followed, in case its machine appears after all."""
 SPARE = "--spare"
 
 logger = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ def look_at_machines(store: Path, *, spare: bool = True, everywhere: bool = Fals
             where the ledger knows of no machine.
 
     Raises:
-        PermanentInfraError: there is no key of a provider at which something is rented.
+        PermanentInfraError: the key of a provider with a rented machine is missing.
     """
     if not (store / LEDGER_FILE).exists():
         return ReapReport()

@@ -23,7 +23,7 @@ def finish_run(finish: FinishConfig) -> State[Any]:
     """End the training of a run after the step under way; the run goes on with the best checkpoint so far.
 
     Raises:
-        InputError, PermanentInfraError: one sentence; there is no such run, or nothing that it could end.
+        InputError, PermanentInfraError: one sentence; the run does not exist, or trains nothing.
     """
     with known_tool(Path(finish.store).resolve()):
         said = finish_training(Path(finish.store), finish.run)

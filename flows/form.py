@@ -60,7 +60,7 @@ from rollouts_core.user_code.functions import resolve_function
 
 RecordT = TypeVar("RecordT", bound=BaseModel)
 OWN_TABLES = ("node", "run", "retrain", "schedule", "evaluate")
-"""Tables of a file that are none of the core's."""
+"""Tables of a file that the core does not read."""
 NODE_FILES = ("key_file", "known_hosts", "requirements", "ssh_config")
 """Settings of nodes that name files of this machine."""
 FORMER_KEY, FORMER_KINDS = "provider", {"provision": "rented"}
@@ -86,8 +86,8 @@ def with_present_kind(node: dict[str, Any]) -> dict[str, Any]:  # Any: unchecked
 def without_stale(settings: Any) -> Any:  # Any: unchecked input
     """The form's settings of a node, without leftovers from the tab of another kind.
 
-    The kinds share names of fields. A default of the other kind was not meant for this one if it is empty, or if
-    there are fields that only the other kind has.
+    The kinds share names of fields. A leftover is the default of the other kind. It is empty, or stands beside fields
+    of the other kind alone.
     """
     if not isinstance(settings, dict):
         return settings
@@ -181,8 +181,8 @@ class RunOptions(Record):
     folder of the run's name. Empty publishes nothing."""
 
     publish_checkpoints: bool = False
-    """Publish checkpoints also while they are trained, with all that it takes to go on from them. Nothing of them is
-    ever removed there."""
+    """Publish checkpoints also during training, with everything that a resume needs. Nothing of them is ever removed
+    there."""
     credentials: str = Field("", pattern=CREDENTIALS_PATTERN)
     """Name of the credentials, a block of Prefect's, whose keys of providers, machines and stores the run uses. Empty
     takes the environment variables of the process that serves the run."""
@@ -384,7 +384,7 @@ def _known_keys(
 
 
 def _settings_beside() -> list[str]:
-    """The settings of a file that are none of the core's, by their dotted names."""
+    """The settings of a file that the core does not read, by their dotted names."""
     records: list[tuple[str, type[BaseModel]]] = [("run", RunOptions), ("retrain", RetrainConfig)]
     records += [("schedule", ScheduleConfig), *(("node", each) for each in NODE_TYPES.values())]
     return list(dict.fromkeys(f"{table}.{name}" for table, record in records for name in record.model_fields))

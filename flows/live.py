@@ -1,4 +1,4 @@
-"""Pages about the runs of a store that change while one looks at them: curves, samples, events, money.
+"""Live pages about the runs of a store: curves, samples, events, money.
 
 Not here: what a page shows (rollouts_core/report/live.py), which stages a run came to (store_runs.py).
 
@@ -116,7 +116,7 @@ def live_app(store: Path) -> Starlette:
         script = f"script-src 'nonce-{nonce}'; connect-src 'self'" if nonce else "script-src 'none'"
         policy = f"default-src 'none'; style-src 'unsafe-inline'; {script}"
         headers = {"Content-Security-Policy": policy, "Cache-Control": "no-store", "X-Frame-Options": "DENY"}
-        return HTMLResponse(page.encode(errors="replace"), headers=headers)  # half of an emoji is no text
+        return HTMLResponse(page.encode(errors="replace"), headers=headers)  # half an emoji cannot be encoded
 
     def refused(request: Request) -> Response | None:
         if secrets.compare_digest(request.headers.get("authorization", "").encode(), wanted.encode()):
@@ -172,13 +172,13 @@ def describe_run(store: Path, uses: Sequence[StageUse], *, is_alive: bool) -> di
 
 
 def _listener(port: int) -> socket.socket:
-    """A socket on the port, or on any where that is taken."""
+    """A socket on the port, or on any free port if it is taken."""
     for candidate in (port, 0):
         listener = socket.socket(proto=socket.IPPROTO_TCP)  # named, or asyncio holds each answer back for 40 ms
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         with suppress(OSError):
             listener.bind((LOOPBACK, candidate))
-            listener.listen()  # before it is told to anybody
+            listener.listen()  # before the address is published
             return listener
         listener.close()
     raise OSError("no port is free on this machine")

@@ -1,7 +1,7 @@
 """Runs whose process is gone, and whose state in Prefect does not say so. Killed ones are started again by themselves.
 
-Prefect does not notice a process that vanished together with the one that served it, or that could not report its end:
-a run that stays Running can neither be retried nor cancelled.
+Prefect does not notice a process that vanished together with its serving process, or that could not report its end. Its
+run stays Running, and can be neither retried nor cancelled.
 
     Running    and no process  ->  Crashed; also where the process never came to say that it lives
     Pending    for minutes        ->  AwaitingRetry: who took it up to start it is gone
@@ -109,7 +109,7 @@ class LostRuns:
         self._began = datetime.now(UTC)
 
     async def look(self) -> None:
-        """Mark the runs that were lost at the last look already, and start again those that were killed."""
+        """Mark runs that two looks in a row found lost, and start killed ones again."""
         try:
             async with get_client() as client:
                 runs = await client.read_flow_runs(flow_run_filter=UNDER_WAY, limit=200)
@@ -134,7 +134,7 @@ class LostRuns:
         self._suspects = set(suspects)
 
     async def _never_begun(self, client: PrefectClient) -> list[FlowRun]:
-        """Runs of ours that somebody took up to start them, and that have been without a process for so long since."""
+        """Our runs that a process took up to start long ago, and that still have no process."""
         if named_url() and not self._deployments:
             return []
         begun = [StateType.PENDING, StateType.RUNNING, StateType.CANCELLING]
@@ -154,7 +154,7 @@ class LostRuns:
         ]
 
     async def _without_deployment(self, client: PrefectClient) -> list[FlowRun]:
-        """Runs of ours that are to be tried again by a deployment that is no more."""
+        """Our runs that wait for a retry by a deployment that was deleted."""
         waiting = FlowRunFilter(state=FlowRunFilterState(name=FlowRunFilterStateName(any_=[AGAIN])))
         runs = [run for run in await client.read_flow_runs(flow_run_filter=waiting, limit=200) if self._is_ours(run)]
         return [run for run in runs if not await has_deployment(client, run)]
@@ -218,7 +218,7 @@ class LostRuns:
             return ledger.has_died(str(run.id))
 
     def _never_lived(self, run: FlowRun) -> bool:
-        """Whether a run that only this store's processes start has no process, and never said that it has one."""
+        """Whether a run that only this store starts has no process, and never had one."""
         with Ledger(self._ledger_path) as ledger:
             has_lived = ledger.is_alive(str(run.id)) or ledger.has_died(str(run.id))
         is_started_here = run.deployment_id in self._deployments or (
@@ -232,7 +232,7 @@ class LostRuns:
 
 
 async def _tried(act: Callable[[PrefectClient, FlowRun], Awaitable[None]], client: PrefectClient, run: FlowRun) -> None:
-    """Do something about a run; where that fails, for somebody may have deleted it meanwhile, the others come next."""
+    """Act on a run. A failure is logged, so the other runs get their turn: the run may have been deleted meanwhile."""
     try:
         await asyncio.to_thread(recall_states, str(run.id))
         await act(client, run)

@@ -96,7 +96,7 @@ class PipelineResult(BaseModel):
     verdict: str
     """Whether RL helped, in a sentence; empty without RL."""
     published: str = ""
-    """URL of the publication; empty where none was asked for."""
+    """URL of the publication; empty if none was asked for."""
 
 
 @flow(
@@ -268,7 +268,7 @@ def machine_of_the_run(
 ) -> Iterator[Node]:
     """The machine, ready for the stages and given back when the block ends; nothing is rented where all are finished.
 
-    Work on a rented one ends before it expires, and it ends then.
+    Work on a rented node ends before the node expires, and the node ends then.
     """
     if (nowhere := placeholder_if_finished(settings, scope, stages)) is not None:
         yield nowhere
@@ -306,7 +306,7 @@ def released_at_the_end(settings: NodeSettings, scope: RunScope) -> Iterator[Nod
         if machine is None:
             release_unknown(scope, since=began_at)  # what it had before is for the next start
             raise
-        # Without money nobody could go on there, and who pressed Cancel while it failed wants nothing kept.
+        # Without money the work could not continue there. After a Cancel during the failure nothing is kept.
         is_kept = keep_minutes > 0 and not isinstance(error, BudgetUsedUpError) and not is_cancelled(scope.run_id)
         with uninterrupted():  # who gets impatient must not leave a machine of which nobody says that it may be rented
             release(machine, scope, keep_minutes=keep_minutes if is_kept else 0.0)

@@ -100,7 +100,7 @@ def _reason(answer: httpx.Response) -> str:
 
 
 RETRIES = 4
-"""Attempts after the first one, 30 s in all. A request from a terminal has a user who waits."""
+"""Attempts after the first one, 30 s in all. A user waits for a request from a terminal."""
 FAILURES = (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError)
 """Errors of a server that cannot be asked, and of settings that Prefect's client refuses."""
 

@@ -375,7 +375,7 @@ def check_own_gpus(config: Config, node: NodeSettings) -> None:
 def check_own_disk(config: Config, settings: NodeSettings, node: Node, *, trains: bool = True) -> None:
     """Raise ConfigError when this machine, where the stages run, has less room on its disk than they need.
 
-    Checkpoints in the store may be those of this run, which is gone on with: what others it needs is seen by bootstrap.
+    Checkpoints in the store may be of this run, which then resumes. Bootstrap checks the other inputs.
     """
     if not isinstance(settings, LocalNode):
         return
@@ -434,7 +434,7 @@ def check_engine_nodes(config: Config, node: NodeSettings) -> None:
 
 
 def check_weight_transfer(config: Config, node: NodeSettings) -> None:
-    """Raise ConfigError when weights cannot go from the trainer's GPU to those of the engines beside it in that way.
+    """Raise ConfigError if this transfer cannot bring weights from the trainer's GPU to the engines' GPUs beside it.
 
     They leave the GPU of the trainer's first process.
     """
@@ -470,7 +470,7 @@ def check_engine_ports(config: Config, node: Node, store: Path) -> None:
 
 
 def check_installed_engines(config: Config, settings: NodeSettings, node: Node, *, trains: bool = True) -> None:
-    """Raise ConfigError when the engine is not installed where it is to run."""
+    """Raise ConfigError if the engine is not installed on its machine."""
     engine = config.rollout.engine
     if engine.router_python:
         with open_session(node) as session, as_config_errors():
@@ -482,7 +482,7 @@ def check_installed_engines(config: Config, settings: NodeSettings, node: Node, 
 
 
 def check_copied_packages(config: Config, settings: NodeSettings, *, trains: bool = True) -> None:
-    """Raise ConfigError when a run would not install a package that its stages need, on a machine where it installs."""
+    """Raise ConfigError if the stages need a package that the run does not install on their machine."""
     for each in (settings, *(settings_of_trainers(settings) if trains else ())):
         if is_installed_by_run(each):
             with as_config_errors():
@@ -490,7 +490,7 @@ def check_copied_packages(config: Config, settings: NodeSettings, *, trains: boo
 
 
 def check_installed_packages(config: Config, settings: NodeSettings, node: Node, *, trains: bool = True) -> None:
-    """Raise ConfigError when a package that the stages need is not installed where they run, and no run installs it."""
+    """Raise ConfigError if the stages need a package that their machine lacks, and no run installs it."""
     if not needed_packages(config, trains=trains):
         return
     places = [(settings, node), *zip(settings_of_trainers(settings), node.trainer_nodes, strict=True)]
@@ -521,7 +521,8 @@ def check_engine_port(session: Session, port: int, node: Node, *, trainer: Sessi
 
 
 def check_installed_engine(settings: NodeSettings | FurtherNode, node: Node, engine: EngineConfig) -> None:
-    """Raise ConfigError when the engine is not installed; one that a run installs is seen when it has done so."""
+    """Raise ConfigError when the engine is not installed; an environment that the run installs is checked after the
+    installation."""
     if engine.spec.is_own or (is_installed_by_run(settings) and not engine.python):
         return
     with open_session(node) as session, as_config_errors():

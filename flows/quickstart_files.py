@@ -1,4 +1,4 @@
-"""The files of the quickstart: where they lie, and making them.
+"""The files of the quickstart: their paths, and writing them.
 
 Not here: what is in them (rollouts_core/quickstart.py), running it (cli.py).
 """

@@ -1,6 +1,7 @@
 """The `reap` flow: end rented machines that no run wants, and show what was ended, what stays, and why.
 
-Not here: what is ended and what is spared (infra/renting/reaper.py), the look that needs nobody (expired_machines.py).
+Not here: what is ended and what is spared (infra/renting/reaper.py), the regular look without a command
+(expired_machines.py).
 """
 
 # No postponed annotations here: the process of a served run gets the flow by value, without the names of this module.

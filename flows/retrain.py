@@ -5,8 +5,8 @@ Not here: what is done next and why (tasks/retraining.py), when it is looked (sc
     new data? -> the stages of `sft-rl`, production evaluated beside them -> registry: candidate -> promote | reject
                                                                                         \\-> a person is asked
 
-A run that waits for a person has no process and no machine: the answer starts it again, and it finds what it left.
-Retry does the same.
+A run that waits for approval has no process and no machine. The answer starts it again, and it reuses its stages. Retry
+does the same.
 """
 
 # No postponed annotations here: the process of a served run gets the flow by value, without the names of this module.

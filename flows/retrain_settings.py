@@ -106,7 +106,7 @@ PART = re.compile(r"(?P<first>\*|[A-Za-z0-9]+)(?:-(?P<last>[A-Za-z0-9]+))?(?:/(?
 
 
 def check_cron(expression: str) -> None:
-    """Raise ValueError, with a reason, for what is no cron expression or names days that no year has."""
+    """Raise ValueError, with a reason, if the text is not a cron expression or names days that do not exist."""
     texts = expression.split()
     if len(texts) != len(FIELDS):
         raise ValueError(

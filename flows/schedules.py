@@ -33,8 +33,8 @@ DATA_RESOURCE = "rollouts.data"
 async def schedule_options(deployment: Deployment) -> dict[str, Any]:  # Any: keywords of Prefect's
     """Keywords for `Runner.aadd_flow`; of what runs by itself one at a time. A paused schedule stays so.
 
-    Registering a deployment drops what it has, so schedules, tags and a limit of runs at once that people gave it in
-    Prefect are given again.
+    Registration drops settings of a deployment that people made in Prefect: schedules, tags and its limit of parallel
+    runs. They are set again here.
     """
     known = await known_deployment(deployment)
     schedules = known_schedules(known) if known else []
@@ -96,7 +96,7 @@ async def known_deployment(deployment: Deployment) -> DeploymentResponse | None:
 
 
 def known_schedules(known: DeploymentResponse) -> list[DeploymentScheduleCreate]:
-    """The schedules that a deployment has in Prefect, as it can be given them again."""
+    """The schedules of a deployment in Prefect, in the form that sets them again."""
     kept = set(DeploymentScheduleCreate.model_fields)
     return [DeploymentScheduleCreate(**schedule.model_dump(include=kept)) for schedule in known.schedules]
 
@@ -117,7 +117,7 @@ def _overlap_strategy(settings: ScheduleConfig | None) -> ConcurrencyLimitStrate
 
 
 async def drop_schedule(deployment_id: UUID) -> None:
-    """End the schedule that a deployment had by its file: registering it without one leaves it."""
+    """Delete the schedule that the deployment's file had: registration without a schedule would keep it."""
     async with get_client() as client:
         for schedule in await client.read_deployment_schedules(deployment_id):
             if schedule.slug == SLUG:

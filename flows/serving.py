@@ -104,7 +104,7 @@ async def _serve(store: Path) -> None:
     from rollouts.flows.credentials import Credentials
 
     home = store / "prefect"
-    # A run that says that another one is to finish must not be queued behind that one.
+    # A `finish` run must not be queued behind the run that it ends.
     runner = Runner(name="rollouts", query_seconds=POLL_S, limit=load_gpu_slots(home))
     tools = Runner(name="rollouts-tools", query_seconds=POLL_S, limit=None)
     served: dict[str, str] = {}
@@ -149,7 +149,7 @@ def _has_ended(running: Sequence[asyncio.Task[None]]) -> bool:
 def apply_gpu_slots(runner: Runner, home: Path) -> int:
     """Have a started runner begin as many runs at once as the store says; returns how many that is.
 
-    When it is made smaller, runs that go on go on, and no other begins until enough of them have ended.
+    A smaller number ends no run. The next run begins when enough have ended.
     """
     limiter = runner._limiter  # Prefect itself takes another limit at a start alone
     assert limiter is not None, "the runner has a limit, and was started"

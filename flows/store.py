@@ -15,11 +15,11 @@ from rollouts_core.errors import ConfigError
 from rollouts_core.system.files import write_atomically
 
 STORE_VARIABLE = "ROLLOUTS_STORE"
-"""Names it for commands, and in what `rollouts up` serves for runs that are asked for without it."""
+"""Names the store for commands, and in a serving process for runs without a store of their own."""
 
 
 def with_store(settings: Any) -> Any:  # Any: what a form, a request or a program gives
-    """The settings with the store of this process, where they name none, or the field of a form was emptied."""
+    """The settings, with the store of this process if they name none or the form's field is empty."""
     if not isinstance(settings, Mapping):
         return settings
     store = settings.get("store")
@@ -35,7 +35,7 @@ def from_home(path: Path | None) -> Path | None:
     """The path with a ~ at its beginning made the home folder, which shells do not in --store=~/runs."""
     try:
         return path and path.expanduser()
-    except RuntimeError:  # of somebody whom this machine does not know
+    except RuntimeError:  # the named user does not exist on this machine
         return path
 
 

@@ -1,4 +1,4 @@
-"""Deployments that train nothing: what they are called, what their forms ask, when they run by themselves.
+"""Deployments that train nothing: their names, the fields of their forms, and their schedules.
 
     reap      end rented machines that no run wants (reap.py); every hour
     finish    have a run that trains go on with what it has (finish_flow.py)

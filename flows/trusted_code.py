@@ -57,7 +57,7 @@ def check_trusted(
 
     Args:
         evaluate: which models are loaded in place of the configuration's own.
-        store: of the run, whose models need no trust beyond that of the configurations that made them.
+        store: the run's. Its models are trusted like the configurations that made them.
         node: on which it is to run.
     """
     models = models_named_by(config, evaluate)
@@ -134,7 +134,7 @@ def _words_of(setting: str, kind: str, value: Any, target: str) -> list[tuple[st
 
 
 def models_named_by(config: Config, evaluate: EvaluateConfig | None) -> dict[str, str]:
-    """The models whose folders bring code that is run, by the settings that name them."""
+    """The models whose folders bring code to run, by their settings."""
     if not config.model.trust_remote_code:
         return {}
     scored = dict(zip(SCORED, (evaluate.model, evaluate.against), strict=True)) if evaluate else {}
@@ -151,13 +151,13 @@ def _is_number(word: str) -> bool:
 
 
 def is_served(store: Path) -> bool:
-    """Whether runs of this process are for this store; whoever asks for a run may name another one."""
+    """Whether runs of this process are for this store; a request for a run may name another store."""
     served = os.environ.get(STORE_VARIABLE)
     return not served or Path(served).resolve() == store.resolve()
 
 
 def is_made_in(store: Path, given: str) -> bool:
-    """Whether the name of a model means what a run of the store made, and no folder or URL of somebody's."""
+    """Whether a model's name means a result of the store, and not any folder or URL."""
     if is_url(given):
         return False
     own = [store.resolve() / kind for kind in (RUNS, STAGES)]

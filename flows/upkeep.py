@@ -1,8 +1,8 @@
 """Look after the runs of a store, beside the process that starts them.
 
 Not here: what is done with runs whose process was killed (lost_runs.py), with machines that expired
-(expired_machines.py). Who does it: the process that serves the deployments; with a server for several people
-`rollouts watch`, on the machine whose workers have the store.
+(expired_machines.py). The serving process does it; with a server for several people `rollouts watch`, on the machine
+whose workers have the store.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ async def again_and_again(
 ) -> None:
     """Look after every interval, until cancelled; a look that fails is logged, and the next one comes.
 
-    An exception must not get out: who started this ends with it, and with that the flows and whoever ends machines.
+    An exception must not escape: it would end the serving process, and with it the flows and the end of machines.
     """
     await asyncio.sleep(first_after_s)
     while True:

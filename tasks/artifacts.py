@@ -37,8 +37,8 @@ def is_finished(stage: Stage) -> bool:
 def set_damage_aside(stage: Stage) -> str:
     """Make an unusable stage unfinished again; returns what was wrong, or "" when nothing was.
 
-    Its record, and its checkpoints from the first damaged or missing one on, move to damaged-<n>/, so that the next
-    attempt trains them again from the last whole one before. If several runs find the damage at once, one moves it.
+    Its record moves to damaged-<n>/, with its checkpoints from the first damaged or missing one on. The next attempt
+    resumes from the last whole checkpoint before. If several runs find the damage at once, one moves it.
     """
     if not find_damage(stage):
         return ""

@@ -1,6 +1,6 @@
 """Check that the node can do the work: Python, torch, engine, devices, disk; install packages if that is set.
 
-All that it must have is seen here, before the first stage: an engine that is missing would else be found after SFT.
+Everything is checked here, before the first stage: otherwise a missing engine would be found after SFT.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ def bootstrap(
 ) -> Node:
     """The node when it is good enough for the pipeline, with the interpreter that its stages run by.
 
-    The other nodes of its unit are checked, too. The node and each of them must reach each other, and so must all nodes
-    that train together.
+    The other nodes of its unit are checked, too. Each of them and the node must reach each other, as must all nodes of
+    one training.
 
     Args:
         trains: whether something is trained there, which takes memory and disk.
@@ -231,10 +231,10 @@ def prepare_machine(
     progress: StageProgress,
     modules: Mapping[str, str] = NO_MODULES,
 ) -> tuple[Node, NodeReport]:
-    """One machine of the unit, with what it needs, and what it has.
+    """A machine of the unit with its packages, and the report of its probe.
 
     Args:
-        modules: the user's, that stages there import, by the settings that name them.
+        modules: the user's modules that stages there import, by their settings.
     """
     ready = install_packages(session, node, settings, progress)
     report = probe_node(session, ready)

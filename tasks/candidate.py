@@ -55,9 +55,9 @@ def register_candidate(
 
 
 def keep_registered(folder: Path, digest: str, scope: RunScope) -> None:
-    """Give models whose checkpoint lies in a folder one of their own, where that of another digest will replace it.
+    """Move the checkpoints of registered models out of a folder before another checkpoint replaces it.
 
-    So it is with a run that registered what it made, was not over then, and is tried again with other data.
+    This happens if a run registered its model, failed afterwards, and is tried again with other data.
     """
     place = str(folder.relative_to(scope.store))
     with Ledger(scope.ledger_path) as ledger:

@@ -38,7 +38,7 @@ CONTENTS = {
 
 
 def describe_difference(stage: Stage) -> str:
-    """How the stage differs from the finished one of its name that is most like it; "" if none is much like it."""
+    """The difference to the most similar finished stage of the same name. Empty if no stage is similar enough."""
     if older := find_older_version(
         stage.name, job_type(stage.kind).model_validate(stage.job), Path(stage.run_dir).parent
     ):

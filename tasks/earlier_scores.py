@@ -35,7 +35,7 @@ class EarlierScore:
 
 
 def take_earlier_scores(stage: Stage, scope: RunScope) -> str:
-    """Give an evaluation that was not begun the record that earlier ones add up to; says from where, or ""."""
+    """Give an evaluation that was not begun the record that earlier evaluations add up to; says from where, or ""."""
     own = RunDirectory(Path(stage.run_dir))
     if stage.kind != "eval" or own.result.exists() or own.job.exists():
         return ""

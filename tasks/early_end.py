@@ -7,7 +7,7 @@ A stage that ended early is whole only for the run that asked. Another run with 
 the stage in another directory, whose name follows from that of the first. It begins with the checkpoints of the first:
 only the rest is trained, and nothing that the first run still uses is touched.
 
-Not here: the training's side (rollouts_core/saving.py), who may ask (flows/commands/finish.py).
+Not here: the training's side (rollouts_core/saving.py), the command (flows/commands/finish.py).
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class EarlyEnd(BaseModel):
 
 
 def read_early_end(directory: Path) -> EarlyEnd | None:
-    """How a stage ended early; None for one that did not, or that is not finished."""
+    """How a stage ended early, or None."""
     try:
         result = RunDirectory(directory).read_result()
     except (OSError, ValueError):
@@ -67,7 +67,7 @@ def read_early_end(directory: Path) -> EarlyEnd | None:
 
 
 def is_left_behind(directory: Path, following: Path, run_id: str) -> bool:
-    """True if another run had the stage of this directory end early, so that a run has it in the following one."""
+    """True if another run ended the stage of this directory early. This run then uses the following directory."""
     if (early := read_early_end(directory)) is not None:
         return early.asked_by != run_id
     return following.is_dir() and not RunDirectory(directory).result.is_file()
@@ -84,7 +84,8 @@ def check_own_end(stage: Stage, scope: RunScope) -> None:
 
 
 def begin_with_earlier(stage: Stage) -> str:
-    """Give a stage that has no checkpoints those of the one that it follows; says so, or "" if that is not due."""
+    """Give a stage without checkpoints those of its predecessor. Returns a sentence about it, or "" if nothing was
+    due."""
     own = RunDirectory(Path(stage.run_dir))
     if not stage.begins_with:
         return ""

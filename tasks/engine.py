@@ -42,7 +42,7 @@ MAX_RELAUNCHES = 10
 
 @task(name="launch-engine", cache_policy=NO_CACHE)
 def launch_engine(rl: Stage, wanted_port: int, scope: RunScope, node: Node, index: int = 0) -> EngineRecord:
-    """An engine of this RL stage, ready to generate: the one that already serves it, or a new one.
+    """An engine of this RL stage, ready to generate: its running engine, or a new one.
 
     Args:
         node: the one that trains.
@@ -257,10 +257,10 @@ def node_of_engine(rl: Stage, node: Node, index: int) -> Node:
 
 
 def choose_ports(session: Session, job: ServeJob, run_dir: str, *, is_elsewhere: bool) -> dict[str, int]:
-    """The ports of a new engine: the wanted one, or a free one for 0, and one for its lease if it is elsewhere.
+    """The ports of a new engine: the wanted one (0: any free one), and a port for its lease if it runs on another
+    machine.
 
-    An RL job that is under way knows its engine by its ports, so the next attempt takes the former ones if they are
-    free.
+    A running RL job knows its engine by its ports, so the next attempt takes the same ports if they are free.
 
     Raises:
         PermanentInfraError: another process listens on the wanted port.

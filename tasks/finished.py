@@ -57,7 +57,7 @@ def placeholder_if_finished(
 
 
 def trainings_begun(scope: RunScope, machine: Node, run_stages: Callable[[Node, RunStage], object]) -> tuple[str, ...]:
-    """The directories, here, of the run's trainings up to the first stage that is left to do, that one included.
+    """The directories on this machine of the run's trainings, up to and including the first unfinished stage.
 
     Args:
         run_stages: goes through the stages of the run, each by the function that it is given.
@@ -95,7 +95,7 @@ def take_finished(stage: Stage, scope: RunScope) -> StageRecord:
 def has_machine_to_end(settings: RentedNode, scope: RunScope) -> bool:
     """Whether the run, or one with the same settings that died, has a machine.
 
-    Provisioning takes it over, and the end of the run ends it. Beside any other one it would only rent another.
+    Provisioning takes it over, and the end of the run ends it. Otherwise it would rent another machine.
     """
     with Ledger(scope.ledger_path) as ledger:
         return any(

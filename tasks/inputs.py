@@ -1,4 +1,4 @@
-"""Bring models and data that are named by URLs into the store, and say where they lie there.
+"""Bring models and data with URLs into the store, and return their paths.
 
     model.path, data.*, training.*.resume_from,    s3://bucket/...  ──>  <store>/inputs/<digest>/<name>
     rollout.rewards.*.model                                              <store>/inputs/<digest>/.<name>.origin

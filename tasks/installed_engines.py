@@ -17,7 +17,7 @@ def samples_for_rl(config: Config, *, trains: bool) -> bool:
 
 
 def leads_engines(config: Config, node: Node, *, trains: bool) -> bool:
-    """Whether engines of `rollout.engine` run on the machine that leads: those of RL, or those that score."""
+    """Whether engines of `rollout.engine` run on the leading machine, for RL or for scores."""
     scores = config.evaluation.metric == "accuracy" and config.evaluation.engine == "rollout"
     return scores or (samples_for_rl(config, trains=trains) and not node.engine_nodes)
 

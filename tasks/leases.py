@@ -1,4 +1,4 @@
-"""Renew the leases of jobs as long as the run that needs them holds them.
+"""Renew the leases of a run's jobs as long as the run holds them.
 
 Not here: what a lease is (infra/supervisor/), the renewals by the RL job and by a training's leader (rollouts_core).
 """
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class LeasedJob:
-    """A job with a lease, and where it is."""
+    """A job with a lease, and its node."""
 
     node: Node
     run_dir: str

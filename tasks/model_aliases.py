@@ -2,7 +2,7 @@
 
 A report is a page on the disk, so it is written anew when an alias changes.
 
-Not here: who changes aliases (infra/registry.py), the other parts of the page (rollouts_core/report/).
+Not here: changing aliases (infra/registry.py), the other parts of the page (rollouts_core/report/).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def models_of_runs(store: Path) -> dict[str, list[str]]:
 
 
 def note_in_reports(store: Path, ledger: Ledger, *, forgotten: Model | None = None) -> None:
-    """Let the report of each run that made a model say what that is called now, and that of a forgotten one nothing."""
+    """Write a model's present names into the report of the run that made it, and no name for a forgotten model."""
     from rollouts_core.report import with_registered_name  # numpy loads here, which `rollouts status` need not wait for
 
     folders_of: dict[str, list[Path]] = {}
@@ -53,7 +53,7 @@ def note_in_reports(store: Path, ledger: Ledger, *, forgotten: Model | None = No
         folders.update(folder for run in _runs_of(model) for folder in folders_of.get(run, []))
         names |= {folder / "report.html": described for folder in folders}
     for report, described in names.items():
-        with suppress(FileNotFoundError):  # it was removed, or the checkpoint is none of a run
+        with suppress(FileNotFoundError):  # it was removed, or no run made the checkpoint
             page = report.read_text()
             noted = with_registered_name(page, described)
             if noted != page:
@@ -61,7 +61,7 @@ def note_in_reports(store: Path, ledger: Ledger, *, forgotten: Model | None = No
 
 
 def _runs_of(model: Model) -> set[str]:
-    """The run that made it first, and the one whose folder has it now, where another one made the same again."""
+    """The run that made the model, and the run whose folder holds it now, if another run made the same model again."""
     folders = [place for place in places_in(model.checkpoint) if place.startswith(f"{RUNS}/")]
     return {short_id(model.run_id), *(folder.rpartition("-")[2] for folder in folders)} - {""}
 

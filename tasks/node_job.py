@@ -24,14 +24,14 @@ from rollouts_core.hub_cache import FALLBACK
 from rollouts_core.keys import read_hub_token, read_named_keys
 
 GRACE_S = 10.0
-"""Between asking a job to end and killing it, unless the job says how long it needs to save what it has."""
+"""Time between asking a job to end and killing it, unless the job states how long it needs to save."""
 GRACE_SHARE = 0.5
 """The grace period's share of the rest of a rented machine's time."""
 USER_ERROR_CODE = 2
 """Exit code of a job that refuses its settings or its inputs."""
 COUNTED_BY_BUS = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
-"""GPUs are counted as nvidia-smi counts, which is how locks are named: CUDA itself counts the fastest GPU first, so the
-first one would be another than the one that a job waited for."""
+"""GPUs are counted as nvidia-smi counts them, and locks are named by these numbers. CUDA by itself counts the fastest
+GPU first, so a job would get another GPU than it waited for."""
 
 
 def job_spec(
@@ -92,7 +92,7 @@ def variables_of_place(code_dir: str) -> dict[str, str]:
 def gpus_of(stage: Stage, node: Node) -> tuple[str, ...]:
     """The node's GPUs that the stage's job alone may use while it runs; of an RL those of its engines there too.
 
-    Two RLs that each had some of them would wait for each other for ever, so every job of an RL takes all of them.
+    Every job of an RL stage takes all of its GPUs: two RL stages with a part each would wait for each other for ever.
     """
     if starts_engines(stage):
         return gpus_of_engines(stage)

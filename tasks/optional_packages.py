@@ -60,7 +60,7 @@ OF_ENVIRONMENTS = {
 
 
 def needed_packages(config: Config, *, trains: bool = True) -> dict[str, OptionalPackage]:
-    """The optional packages that stages import, by the settings that ask for them.
+    """The optional packages that stages import, by their settings.
 
     Args:
         trains: whether there is anything else than an evaluation.

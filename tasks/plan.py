@@ -1,4 +1,4 @@
-"""From settings and finished stages to the next stage: what its job is, what identifies it, where it lies.
+"""From settings and finished stages to the next stage: its job, its identity, its directory.
 
 Not here: running it (stage.py). These functions read files for their digests and change nothing.
 """
@@ -89,7 +89,7 @@ def plan_engine(rl: Stage, port: int, node: Node, index: int = 0) -> Stage:
     """An engine of an RL stage: its start weights are the RL's start model, its identity is the RL stage's.
 
     Args:
-        node: the one that it runs on.
+        node: the engine's node.
         index: its number among all engines; each node has as many of them, with GPUs of the same ranks.
     """
     rl_job = RLJob.model_validate(rl.job)
@@ -189,7 +189,7 @@ def evaluation_job(checkpoints: Sequence[InputModel], rows: InputFile, config: C
 
 
 def with_engines_of_trainer(config: Config) -> Config:
-    """The settings of an evaluation on the machine that leads, where the GPUs of engines are those of others."""
+    """The settings of an evaluation on the leading machine of a run whose engines have GPUs of other machines."""
     return config.model_copy(update={"deployment": config.deployment.with_engines_of_trainer()})
 
 

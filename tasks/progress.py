@@ -33,7 +33,7 @@ class StageProgress:
 
     Args:
         num_steps: 0 shows no bar.
-        console: where it is shown; None takes standard error, so that standard output stays machine-readable.
+        console: the terminal; None takes standard error, so that standard output stays machine-readable.
     """
 
     def __init__(self, stage: str, *, num_steps: int = 0, console: Console | None = None) -> None:

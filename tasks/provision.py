@@ -54,7 +54,7 @@ def give_back(
 
     Args:
         keep_minutes: so long a rented machine that can be reached stays, in place of being given back.
-        say: told that a job is waited for that saves what it has.
+        say: told which job is still saving.
         is_impatient: True stops that waiting; the job saves and ends by itself.
     """
     leases: dict[str, list[Lease]] = {}
@@ -108,7 +108,7 @@ def describe_given_up(given_up: GivenUp) -> list[str]:
 
 
 def give_back_further(node: Node, leases: Sequence[Lease], scope: RunScope, *, is_left: bool = False) -> list[str]:
-    """End the jobs on a further node, and give it back unless it is rented: its unit is given back as one, or kept.
+    """End the jobs on a further node, and give it back. A rented node is given back, or kept, with its whole unit.
 
     If the node does not answer, its jobs end by themselves: their leases lapse.
 

@@ -134,7 +134,7 @@ def find_folders(store: Path, ledger: Ledger) -> list[FoundFolder]:
 
 
 def reasons_to_keep(store: Path, ledger: Ledger, places: Sequence[str], registered: Sequence[Model]) -> dict[str, str]:
-    """Why places are kept, these and those that kept ones name."""
+    """The reasons to keep these places, and the places that kept ones name."""
     reasons = _named_by_deployments(store)
     reasons |= {place: what for place in places if (what := _work_under_way(store / place))}
     reasons |= _wanted_by_runs(ledger, places)

@@ -1,4 +1,4 @@
-"""The records that stages hand to each other: small, JSON-able, because Prefect stores them.
+"""The records between stages: small and JSON-able, because Prefect stores them.
 
 Not here: building them (plan.py), running them (stage.py).
 """

@@ -6,7 +6,7 @@ Not here: prices and times of machines (infra/renting/rentals.py), the run's lim
     stages           |<--- sft --->|<-- select-sft -->|    |<-- rl -->|
     outside    boot, set-up                             engines         sync, end
 
-What earlier tries of the run did is outside of stages, too: this one did not wait for it.
+Stages of earlier tries count as outside, too: this try did not wait for them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Run one stage as a supervised job on a node, or attach to it, or take what it left.
+"""Run one stage as a supervised job on a node, attach to the job, or take its result.
 
 Not here: what the job is (plan.py), how jobs are supervised (infra/jobs.py), Prefect (the task files).
 
@@ -116,7 +116,7 @@ def why_so(how: How, stage: Stage, scope: RunScope, result: Mapping[str, Any]) -
 
 
 def run_on_node(stage: Stage, scope: RunScope, node: Node, progress: StageProgress) -> How:
-    """Start the job or attach to it, and return when its record, with all that it names, is in `stage.run_dir`."""
+    """Start the job or attach to it. Returns when its record and all named files are in `stage.run_dir`."""
     run_dir = node.path_on_node(stage.run_dir)
     with (
         Ledger(scope.ledger_path) as ledger,
@@ -209,8 +209,8 @@ def follow_until_finished(session: Session, status: JobStatus, progress: StagePr
 
     Raises:
         InputError: it ended with the exit code of a user's mistake; the sentence is the job's own.
-        TransientInfraError: another machine that trains with it is gone, or this one does not answer.
-        JobFailedError, JobLostError: it ended otherwise.
+        TransientInfraError: this machine, or another machine of the training, does not answer. JobFailedError,
+        JobLostError: it ended otherwise.
     """
     complaints: list[str] = []
 
@@ -272,10 +272,10 @@ def stop_leased_jobs(
     say: Callable[[str], None] = lambda sentence: None,
     is_impatient: Callable[[], bool] = lambda: False,
 ) -> GivenUp:
-    """Give up the run's claims on jobs of a node, and end those that no other run wants.
+    """Give up the run's claims on jobs of a node. Jobs without another run end.
 
     Args:
-        say: told once that a job is waited for that saves what it has.
+        say: told once which job is still saving.
         is_impatient: True stops the waiting.
     """
     given_up = GivenUp()
@@ -303,7 +303,7 @@ def stop_leased_jobs(
                 )
             if found.is_ending:
                 given_up.still_saving.append(lease.run_dir)
-                if node.is_rented:  # the process that fetches it and gives the machine back has to find it
+                if node.is_rented:  # a later process fetches the result and gives the machine back
                     ledger.add_lease(lease.run_dir, scope.run_id, lease.node)
             elif found.state is JobState.RUNNING:
                 given_up.left_to_stores.append(lease.run_dir)

@@ -60,7 +60,7 @@ def run_cached(
 
 
 def _reuse(record: StageRecord, stage: Stage, scope: RunScope) -> StageRecord:
-    """Show a stage that Prefect remembers as one that a run came to."""
+    """Show a remembered stage among the stages of this run."""
     with (
         StageProgress(stage.name) as progress,
         tracked(stage, scope, progress.say),

@@ -1,4 +1,4 @@
-"""The folders of a store: find those that a path or a JSON value names, and note that they are used.
+"""The folders of a store: find their names in a path or a JSON value, and note their use.
 
     stages/<stage>-<fingerprint>     runs/<name>-<run id>     inputs/<digest>
 

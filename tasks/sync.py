@@ -60,7 +60,7 @@ def reach_stores(config: Config, scope: RunScope) -> Config:
 
 @task(name="send", cache_policy=NO_CACHE)
 def send_from_machine(final: InputModel, checkpoint_path: str, machine: Node, scope: RunScope) -> None:
-    """Let the machine that has the final checkpoint send its files, so that publishing finds them there.
+    """Let the machine with the final checkpoint send its files, so that publishing finds them in the object store.
 
     Publishing sends the files that the machine cannot send: nothing here fails the run.
 

@@ -176,7 +176,7 @@ def check_trackers(names: Sequence[TrackerName]) -> None:
 
 
 def _has_wandb_key() -> bool:
-    """Whether W&B is used without its server, or finds a key where it looks for one."""
+    """Whether W&B is used without its server, or finds a key."""
     if os.environ.get("WANDB_MODE", "online") != "online" or any(os.environ.get(name) for name in WANDB_KEYS):
         return True
     host = urlsplit(os.environ.get("WANDB_BASE_URL", WANDB_URL)).netloc

@@ -84,7 +84,7 @@ def first_unsent_step(training: TrackedStage) -> int:
 
 @contextmanager
 def _process_beside(training: TrackedStage, say: Callable[[str], None]) -> Iterator[None]:
-    """The process of one tracker, as long as the block runs and it takes after that."""
+    """The process of one tracker. It lives as long as the block, and until it has sent the rest."""
     training.state.parent.mkdir(parents=True, exist_ok=True)
     with training.state.with_suffix(".log").open("ab") as log:
         process = subprocess.Popen(

@@ -1,4 +1,4 @@
-"""Let further machines train together with the one that leads: start their jobs before its own, and end them after it.
+"""Let further machines train with the leading one: their jobs start before the leader's, and end after it.
 
 Not here: how the jobs meet, and learn that one is gone (rollouts_core/backends/unit.py), engines on further machines
 (engine.py).
@@ -43,10 +43,10 @@ ALONE: Trainers = MappingProxyType({})
 
 @contextmanager
 def start_in_turn(stage: Stage, scope: RunScope, node: Node, say: Callable[[str], None]) -> Iterator[ExitStack]:
-    """No other run starts the same stage on other machines than this one until the block is left, or the stack closed.
+    """Until the block is left or the stack closed, no other run starts the same stage on other machines.
 
-    Otherwise each of two would take the further machines' jobs of the other for what an earlier attempt left, or bring
-    earlier work to where the other one has started the job meanwhile.
+    Otherwise two runs could take each other's jobs on further machines for leftovers, or overwrite a job that the other
+    run just started.
     """
     with ExitStack() as turn:
         if node.is_remote or trains_with_others(stage, node):
@@ -70,8 +70,8 @@ def trainers_beside(
 ) -> Iterator[Trainers]:
     """While the block runs, further machines wait for the job of a training on `node`, or train with it.
 
-    Their jobs are ended with the block. After an error they are left alone: the training may go on without us, and when
-    it does not, they end by themselves.
+    Their jobs end with the block. After an error the jobs stay: the training may continue without this process, or its
+    jobs end by themselves.
 
     Args:
         leader: session of `node`; no other run starts this training there (`start_in_turn`).

@@ -1,4 +1,4 @@
-"""The key that nodes of one unit ask each other for, where the settings name none: one per store.
+"""The key between nodes of one unit if the settings name no key: one per store.
 
 Not here: keys that the settings name, and which settings ask for one (rollouts_core/keys.py).
 """

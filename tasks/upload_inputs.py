@@ -1,4 +1,4 @@
-"""Bring to a node what a stage needs there, and say where it lies there; on this machine everything lies already.
+"""Bring the inputs of a stage to its node, and return their paths there. On this machine nothing has to be brought.
 
 Not here: what a stage is (plan.py), running it (stage.py), bringing its results back (infra/sync/mirror.py).
 
@@ -7,8 +7,8 @@ Not here: what a stage is (plan.py), running it (stage.py), bringing its results
     data files, models, checkpoints  by content       ──>   <root>/inputs/<digest>/      unless they are there
     rollouts_core, the user's code   by content       ──>   <root>/code/<digest>/        by own_files.py
 
-What is named by its content is sent once. What an S3 URL named (inputs.py) the node fetches from there itself, where it
-can. Names of datasets and models of a hub stay: the node fetches those itself.
+Files in folders named by their content are sent once. The node itself fetches inputs of S3 URLs (inputs.py) if it can,
+and datasets and models of a hub, whose names stay.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def place_stage(session: Session, stage: Stage, node: Node, *, say: Callable[[st
 
 
 def place_job(job: Job, inputs: NodeInputs) -> Job:
-    """The job with its inputs at their places on the node, where they are when this returns."""
+    """The job with the paths of its inputs on the node. The inputs are there when this returns."""
     match job:
         case TrainingJob() if job.node_rank:  # it computes what the machine says that leads
             placed: dict[str, object] = {"model": inputs.place_description(job.model)}
@@ -151,16 +151,16 @@ class NodeInputs:
         return file.model_copy(update={"path": self._place(file.path, file.digest, digest_path)})
 
     def place_dataset(self, dataset: InputDataset) -> InputDataset:
-        """A dataset; one of a hub stays where it is."""
+        """A dataset. The name of a hub's dataset stays."""
         return dataset.model_copy(update={"path": self._place(dataset.path, dataset.digest, digest_path)})
 
     def place_model(self, model: InputModel, *, without: tuple[str, ...] = ()) -> InputModel:
-        """A model or checkpoint; one of a hub stays where it is."""
+        """A model or checkpoint. The name of a hub's model stays."""
         path = self._place(model.model.path, model.digest, lambda _: digest_model(model.model), without=without)
         return model.model_copy(update={"model": model.model.model_copy(update={"path": path})})
 
     def place_description(self, model: InputModel) -> InputModel:
-        """A model without its weights, for a machine that gets them from another one."""
+        """A model without its weights, for a machine that another one sends the weights to."""
         return self.place_model(model, without=WEIGHTS)
 
     def place_resumed(self, training: TrainingT, digest: str) -> TrainingT:
@@ -246,7 +246,7 @@ class NodeInputs:
 
 
 def bring_earlier_work(session: Session, mirror: Path, run_dir: str) -> None:
-    """Let a node that knows less of a job go on from the checkpoints that another one left.
+    """Let a node resume a job from newer checkpoints of another node.
 
     The node's files of that job are replaced as a whole: else steps that were trained twice would have two versions.
     """
@@ -300,9 +300,9 @@ def _versions_of(paths: Iterable[Path]) -> dict[Path, tuple[int, int, int] | Non
 
 
 def _check_unedited(session: Session, before: Mapping[Path, tuple[int, int, int] | None], folder: str) -> None:
-    """Raise TransientInfraError, and remove what came into the folder, where a file is another than it was before.
+    """Raise TransientInfraError and remove the folder if a file changed during the transfer.
 
-    The folder is called by a digest that was taken before, and every later run would take it for that.
+    The folder's name is a digest from before the edit, and every later run would trust that name.
     """
     if edited := [path for path in before if _version_of(path) != before[path]]:
         session.run(["rm", "-rf", "--", folder], timeout_s=CALL_TIMEOUT_S, may_repeat=True)

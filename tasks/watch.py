@@ -45,7 +45,8 @@ def check_sources(watched: dict[str, str]) -> None:
 
 
 def check_outside(watched: dict[str, str], store: Path) -> None:
-    """Raise DataError for a folder that has the store in it: every look would change it, and find new data."""
+    """Raise DataError for a folder that contains the store: every run changes the store, so every look would find new
+    data."""
     for path in map(Path, watched):
         if path.is_absolute() and store.resolve().is_relative_to(path.resolve()):
             raise DataError(

@@ -112,11 +112,11 @@ class DeletedRun:
 
     run_id: str
     run_name: str
-    """That of the folder with its results; its id where it had not come to one."""
+    """The name of the folder with its results, or its id if it has no such folder."""
 
 
 def find_deleted_run(address: ServerAddress, ledger: Ledger, given: str) -> DeletedRun | None:
-    """The run that is meant, if it is one that was deleted in Prefect after its process had gone."""
+    """The named run, if it was deleted in Prefect after its process had gone."""
     names = {use.run_id: use.run for use in ledger.stage_uses() if use.run}
     dead = [run_id for run_id in _holding(ledger) if ledger.has_died(run_id)]
     meant = [
@@ -132,10 +132,10 @@ def find_deleted_run(address: ServerAddress, ledger: Ledger, given: str) -> Dele
 
 
 def find_flow_run(address: ServerAddress, ledger: Ledger, store: Path, given: str) -> FlowRunJson:
-    """The store's run that is meant: of several with a name the only one that has not ended, or that holds something.
+    """The named run of the store. If several have the name, exactly one must be under way, or hold something.
 
     Raises:
-        InputError: there is none, or there are several.
+        InputError: no run, or several runs, have this name.
     """
     under_way = without_later_looks(
         ask(address, "POST", "/flow_runs/filter", {**NOT_ENDED, "sort": "EXPECTED_START_TIME_ASC"})
@@ -160,12 +160,12 @@ def find_flow_run(address: ServerAddress, ledger: Ledger, store: Path, given: st
 
 
 def is_left_alone(address: ServerAddress, ledger: Ledger, store: Path, run: FlowRunJson) -> bool:
-    """Whether the run was one of this store, its process is gone, and nobody is there who would see to it."""
+    """Whether a run of this store lost its process, and no serving process will end it."""
     if not ledger.has_died(run["id"]) or find_serving(store) is not None:
         return False
     if run["deployment_id"] is None or not named_url():
         return True
-    # Served from elsewhere, perhaps: the server has heard of whoever serves it within the last minute.
+    # Another machine may serve the run: then the server heard of that process within the last minute.
     return bool(ask(address, "GET", f"/deployments/{run['deployment_id']}")["status"] == "NOT_READY")
 
 

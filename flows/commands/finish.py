@@ -35,7 +35,7 @@ def finish_training(store: Path, given: str) -> str:
     """Ask a run to end the training that it is at; returns what happens now, in a sentence.
 
     Raises:
-        InputError, PermanentInfraError: one sentence; there is no such run, or nothing that it could end.
+        InputError, PermanentInfraError: one sentence; the run does not exist, or trains nothing.
     """
     with open_registry(store) as ledger:
         run_id, name = find_run(ledger, given)
@@ -64,10 +64,10 @@ def finish_training(store: Path, given: str) -> str:
 
 
 def find_run(ledger: Ledger, given: str) -> tuple[str, str]:
-    """The id and the name of the run that is meant, of several with a name the only one that lives.
+    """The id and the name of the named run. If several have the name, exactly one must live.
 
     Raises:
-        InputError: there is none, or there are several.
+        InputError: no run, or several runs, have this name.
     """
     runs = {use.run_id: use.run for use in ledger.stage_uses()}
     meant = {

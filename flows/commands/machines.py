@@ -252,7 +252,7 @@ def list_unless_asked(explained: Explained) -> Callable[..., None]:
 
 
 def list_nodes(store: Path, *, everything: bool, as_json: bool) -> None:
-    """Print the machines in the ledger, and for people also those that providers have beside it."""
+    """Print the machines in the ledger. For people, also print unknown machines at the providers."""
     with open_ledger(store) as ledger:
         rentals = all_rentals(ledger) if everything else open_rentals(ledger)
         now = time.time()
@@ -322,7 +322,7 @@ def echo_facts(facts: Mapping[str, object]) -> None:
 def ssh(
     name: Annotated[
         str,
-        typer.Argument(metavar="NAME", help="As `rollouts nodes` shows it, or PROVIDER:ID of one that you rented."),
+        typer.Argument(metavar="NAME", help="Name in `rollouts nodes`, or PROVIDER:ID of a machine that you rented."),
     ],
     command: Annotated[list[str] | None, typer.Argument(help="Command to run there in place of a shell.")] = None,
     key_file: Annotated[
@@ -373,7 +373,7 @@ def reap_now(
         ),
     ] = False,
     other_store: Annotated[
-        str, typer.Option(metavar="ID", help="End also what this other store rented, which is no more.")
+        str, typer.Option(metavar="ID", help="End also the machines of this other store, which was deleted.")
     ] = "",
 ) -> None:
     """End every machine of this store that no living run wants, and print what is left.
@@ -381,7 +381,7 @@ def reap_now(
     A machine that a failed run keeps (node.keep_on_failure_minutes) stays until then; `rollouts nodes release` ends it
     at once.
     """
-    # A store that is no more left machines and no ledger: any other can end them, also an empty one.
+    # A deleted store left machines without a ledger. Any store can end them, even an empty one.
     with Ledger(store / LEDGER_FILE) if other_store else open_ledger(store) as ledger:
         named = sorted({rental.credentials for rental in looked_for(ledger)} - {""})
         providers = clouds_with_keys(cloud_names())[0] if named else require_keys(cloud_names())
@@ -462,5 +462,5 @@ def render_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def at(seconds: float) -> str:
-    """A time of the ledger for a table, whose head says that it is UTC: other commands show the time here."""
+    """A time in UTC for a table. The head of the table must say so, because other commands print local times."""
     return time.strftime("%Y-%m-%d %H:%M", time.gmtime(seconds))

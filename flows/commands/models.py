@@ -167,12 +167,12 @@ def show_path(
 
 
 def open_registry(store: Path) -> Ledger:
-    """The ledger of a store, which has the registry; raises PermanentInfraError where there is none."""
+    """The ledger of a store, which has the registry; raises PermanentInfraError if the store has no ledger."""
     return open_ledger(store, nothing="nothing was trained in it")
 
 
 def _user() -> str:
-    """The user who gives the command, for the history."""
+    """The name of the user, for the history."""
     try:
         return getpass.getuser()
     except (KeyError, OSError):  # in a container that runs as a number without a name

@@ -99,7 +99,7 @@ def notify(
         str,
         typer.Argument(
             metavar="[NAME]",
-            help="Whom to tell: a name for the address in --url-variable, or TYPE/NAME of a block in Prefect.",
+            help="Receiver: a name for the address in --url-variable, or TYPE/NAME of a block in Prefect.",
         ),
     ] = "",
     url_variable: Annotated[

@@ -90,7 +90,7 @@ _HEADER = "# Written by `rollouts prefect-yaml`; `prefect deploy --all` makes th
 
 
 class _Dumper(yaml.SafeDumper):  # type: ignore[misc]  # yaml has no types
-    """Writes lines as lines, and what occurs twice twice: an alias says little to who reads the file."""
+    """Writes lines as lines, and repeats repeated values: aliases would be hard to read."""
 
     def ignore_aliases(self, data: object) -> bool:
         return True

@@ -102,7 +102,7 @@ def render_runs(found: Sequence[RunSummary]) -> str:
         for each in found
     ]
     head = ("RUN", "STATE", "STEP", "SCORE", "CHANGE", "COST")
-    used = [column for column in range(len(head)) if any(row[column] for row in rows)]  # COST only where there is any
+    used = [column for column in range(len(head)) if any(row[column] for row in rows)]  # COST needs a rented machine
     return render_table([head[column] for column in used], [[row[column] for column in used] for row in rows])
 
 
@@ -136,7 +136,7 @@ def load_settings_of_run(store: Path, given: str) -> Pipeline:
     """The settings with which a run ended.
 
     Raises:
-        InputError: there is no such run, or it has not come to its end.
+        InputError: the run does not exist, or has not ended.
     """
     run = find_named_run(store, given)[0].run
     path = store / "runs" / run / "config.toml"

@@ -51,7 +51,7 @@ ENDED = {"flows": FLOWS, "flow_runs": {"state": {"type": {"not_any_": UNDER_WAY}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GoingJob:
-    """A job that is under way, or that nobody but its node knows."""
+    """A job that is under way, or of which only its node may know."""
 
     run_dir: str
     node: str
@@ -60,9 +60,9 @@ class GoingJob:
     has_run: bool
     """False when every run that wanted it is gone."""
     run: str
-    """The name of one that wants it, or wanted it last."""
+    """The name of a run that wants the job, or was the last to want it."""
     waits_for: str = ""
-    """A sentence about the GPU that it waits for, and who has that; empty while it works."""
+    """The GPU for which the job waits and its present job, in a sentence. Empty while the job works."""
 
     def sentence(self) -> str:
         """For people."""
@@ -98,7 +98,7 @@ def describe_runs(address: ServerAddress, store: Path) -> list[list[str]]:
 
 
 def latest_runs(address: ServerAddress, store: Path) -> list[dict[str, Any]]:  # Any: JSON
-    """Every run that has not ended, and the latest that have, as Prefect describes them."""
+    """Every run under way and the latest ended ones, as Prefect's records."""
     runs, ended = _runs_of_store(address, store)
     return [*runs, *ended]
 
@@ -179,7 +179,7 @@ def of_store(address: ServerAddress, store: Path, runs: list[dict[str, Any]]) ->
 
 
 def without_later_looks(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:  # Any: JSON
-    """The runs, earliest first, and of those that a schedule foresees only the next one of each deployment."""
+    """The runs, earliest first. Only the next scheduled run of each deployment is kept."""
     now = datetime.now().astimezone()
     foreseen = [
         run
@@ -222,7 +222,7 @@ def full_name(run: Mapping[str, Any]) -> str:  # Any: JSON
 
 
 def parameter_of(run: Mapping[str, Any], name: str) -> Mapping[str, Any]:  # Any: JSON
-    """A table of settings of a run; an empty one where somebody else's flow, with the name of one of ours, has none."""
+    """A table of settings of a run. Empty for a flow of another project that shares the name of ours."""
     value = run.get("parameters", {}).get(name)
     return value if isinstance(value, Mapping) else {}
 
@@ -234,7 +234,7 @@ def going_jobs(store: Path) -> list[GoingJob]:
         if lease.is_started:
             by_place.setdefault((lease.run_dir, lease.node), []).append(lease)
     if not by_place:
-        return []  # a store that is none stays none
+        return []  # looking must not create a store
     local = provision_node(LocalNode(), store)
     found = []
     for (run_dir, node), leases in by_place.items():

@@ -97,10 +97,10 @@ def told_progress(tell: Callable[[str], None]) -> Iterator[None]:
 
 
 def show_checks(check: Callable[[], Iterable[str]], *, fact: str, caution: str) -> None:
-    """Make checks and print what they find, a line each: the warnings last, where they are seen, and their number.
+    """Make checks and print their findings, a line each. Warnings and their number come last, where people see them.
 
     Args:
-        fact: what a line begins with, also one that says how far checks are that take long.
+        fact: the start of a line with a fact, or with the progress of a long check.
         caution: what one that warns begins with.
     """
     with told_progress(lambda line: console.print(f"{fact}{line}", markup=False)):

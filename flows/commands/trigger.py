@@ -23,7 +23,7 @@ def trigger_run(store: Path, name: str, assignments: Iterable[str]) -> str:
 
     Raises:
         ServerError: nothing serves the deployments of the store, or the server refuses.
-        ConfigError: there is no such deployment, or a setting does not fit.
+        ConfigError: the deployment does not exist, or a setting does not fit.
     """
     require_serving(store)
     known = load_deployments(store.resolve() / "prefect")

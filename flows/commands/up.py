@@ -79,7 +79,7 @@ class Serving:
 
     pid: int
     process: ProcessIdentity
-    """Tells whether `pid` means this process where it is read: the store may be in several containers."""
+    """Tells whether `pid` is a process of this machine: several containers may share the store."""
     since: float
     """Seconds since 1970."""
     deployments: dict[str, str]
@@ -87,7 +87,8 @@ class Serving:
     gpu_slots: int = DEFAULT_GPU_SLOTS
     """So many runs go at once."""
     named_url: str | None = None
-    """The server of PREFECT_API_URL that it uses; empty where it uses the store's own, None where it did not say."""
+    """The server of PREFECT_API_URL that the process uses. Empty: the store's own. None: an earlier version wrote the
+    file."""
 
 
 def up(
@@ -119,11 +120,8 @@ def up(
         nonlocal is_new
         is_new = begin_serving(store.resolve(), own, gpu_slots=gpu_slots)
         console.print(f"server         {address.ui_url}", markup=False)
-        console.print(
-            "deployments    registering them, and starting the process that serves them"
-            if is_new
-            else "deployments    registering them"
-        )
+        more = ", and starting their serving process" if is_new else ""
+        console.print(f"deployments    registering them{more}")
 
     with local_server(store, port=port, meanwhile=begin) as address:
         serving = wait_until_served(store.resolve(), gpu_slots=gpu_slots)
@@ -234,7 +232,7 @@ def status(store: Store = DEFAULT_STORE, as_json: AsJson = False) -> None:
 
 
 def find_server(store: Path) -> tuple[ServerAddress | None, str]:
-    """The server that commands of this store use, where one answers, and what is to be said of it."""
+    """The server of this store's commands, if it answers, and a sentence about it."""
     try:
         address = named_server(store) if named_url() else running_server(store)
     except ServerError as error:
@@ -243,7 +241,7 @@ def find_server(store: Path) -> tuple[ServerAddress | None, str]:
 
 
 def begin_serving(store: Path, own: list[Deployment], *, gpu_slots: int = 0) -> bool:
-    """Start the process that serves the deployments, `own` too; False where it runs, and will take up `own`.
+    """Start the process that serves the deployments, `own` too. False if it runs already: then it will take up `own`.
 
     It needs the store's server, but not at once.
 
@@ -290,7 +288,7 @@ def wait_until_served(store: Path, *, gpu_slots: int = 0) -> Serving:
 
 
 def find_serving(store: Path) -> Serving | None:
-    """The process that serves the store's deployments; None where none lives, or it is not ready."""
+    """The process that serves the store's deployments; None if no such process lives or it is not ready."""
     home = store.resolve() / "prefect"
     try:
         state = json.loads((home / "serving.json").read_text())
@@ -325,7 +323,7 @@ def _served_elsewhere(serving: Serving) -> str:
 
 
 def describe_deployments(serving: Serving) -> str:
-    """The names of what is served; those that evaluate, one for each pipeline, by their ending."""
+    """The names of what is served; evaluations, one per pipeline, are named by their ending."""
     evaluations = {evaluation_name(name) for name in serving.deployments}
     names = [name for name in serving.deployments if name not in evaluations and name not in TOOLS]
     tools = [name for name in serving.deployments if name in TOOLS]
@@ -341,7 +339,7 @@ def require_serving(store: Path) -> Serving:
     """The process that serves the store's deployments.
 
     Raises:
-        ServerError: there is none, so that nobody would start a run.
+        ServerError: no process serves, so no run would start.
         InputError: it serves them at another server than this command would ask.
     """
     check_server(store)
@@ -356,7 +354,7 @@ def _is_locked(home: Path) -> bool:
 
 
 def _wait_until_begun(store: Path) -> Serving | None:
-    """The process that serves; one that is starting is waited for, because only what is ready says which it is.
+    """The process that serves; waits for one that is starting, because only a ready process tells its id.
 
     Raises:
         ServerError: it starts for longer than it may.

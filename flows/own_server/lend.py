@@ -1,4 +1,4 @@
-"""Lend the Prefect server of a store to whoever needs it, and end it when nobody is left.
+"""Lend the Prefect server of a store to its users, and end it after the last one left.
 
 Not here: what runs on the server (the other files of flows), which store is meant (cli.py).
 
@@ -50,28 +50,28 @@ from rollouts.infra.secret_file import open_own_log, own_folder
 from rollouts_core.keys import SENDABLE
 
 DEFAULT_PORT = 4200
-"""The port that Prefect's documentation and people's bookmarks speak of; taken where it is free."""
+"""The port in Prefect's documentation and in bookmarks, taken if it is free."""
 
 LOG_FILE = "server.log"
 PORT_FILE = "port"
 """In the store's Prefect home: the port that `rollouts up --port` asked for."""
 START_TIMEOUT_S = 180.0
-"""A new database takes one core 6 s; where much else is done on the machine, a minute is not enough."""
+"""A new database takes one core 6 s. On a busy machine a minute is not enough."""
 BUSY_SERVER_S = 10.0
-"""How long a server whose keeper lives is waited for by those who only ask whether it is there."""
+"""How long a question whether the server answers waits for one whose keeper lives."""
 JOIN_TIMEOUT_S = 30.0
-"""How long start.lock may be held by others: a stop, or a few starts that fail one after another."""
+"""How long another process may hold start.lock: a stop, or a few failing starts."""
 LOOK_S = 1.0
 """How often users look whether the server lives. When it refuses connections for ten seconds, Prefect's runner gives up
 looking for runs to cancel; a new server accepts connections at once, and answers when it is up."""
 AGAIN_S = 30.0
-"""A server that was started again is given this long before the next one: it may die of what the first one died of."""
+"""Pause before another restart: the cause of the first death may still be there."""
 
 ROOT = Path(__file__).absolute().parents[2]
 SERVER_PROGRAM = (
     "import sys; sys.path.append(sys.argv.pop(1)); from rollouts.flows.own_server.server_process import main; main()"
 )
-"""This package need not be installed; where it lies comes last, and with -P, so that it shadows no module."""
+"""This package need not be installed. Its folder comes last, and with -P, so it shadows no module."""
 
 OWN_LOGGERS = ("rollouts", "rollouts_core")
 """Their INFO lines, said inside a flow or a task, are stored with the run like those of Prefect's loggers."""
@@ -176,7 +176,7 @@ def check_path(store: Path) -> None:
 
 
 def running_server(store: Path) -> ServerAddress | None:
-    """Return the address of the store's server where one answers now; None otherwise. Nothing is started."""
+    """Return the address of the store's server if it answers now, else None. Nothing is started."""
     home = _home(store)
     address = _read_address(home) if home.is_dir() else None
     is_there = address is not None and _is_kept(home, address) and _is_healthy(address, timeout_s=BUSY_SERVER_S)
@@ -185,9 +185,9 @@ def running_server(store: Path) -> ServerAddress | None:
 
 @contextmanager
 def held_server() -> Iterator[None]:
-    """Keep the server that this process was told to use from stopping, if it is one of a store.
+    """Keep the server of this process's environment from stopping, if a store owns it.
 
-    For processes that outlive the one that started them.
+    For processes that outlive their parents.
     """
     if OWN_API_URL not in os.environ:
         yield
@@ -390,7 +390,7 @@ def _join_or_start(
         if address is not None and meanwhile:
             meanwhile(address)
             meanwhile = None
-        # The file may be of a keeper that is gone and its port somebody else's: ask for the keeper again.
+        # A dead keeper may have written the file, and its port may be taken: ask for the keeper again.
         if address is not None and _is_healthy(address) and _is_kept(home, address):
             return address
         time.sleep(0.05)
@@ -457,7 +457,7 @@ def _start_process(home: Path, keeper_lock: int, *, port: int) -> None:
             pass_fds=(keeper_lock, listener.fileno()),
             start_new_session=True,
         )
-        # It forks and exits at once: the keeper is nobody's child, and no zombie of a user that lives on.
+        # It forks and exits at once, so the keeper has no parent here and leaves no zombie.
         launcher.wait()
 
 
@@ -489,7 +489,7 @@ def _server_environment(home: Path, port: int) -> dict[str, str]:
 def _port_of_killed(home: Path) -> int:
     """Return the port of a keeper that was killed, which left its address; otherwise 0.
 
-    Runs that go on without the server know no other: on its port they find the next one.
+    Runs that outlive the server know only this port, and find the next server at it.
     """
     address = _read_address(home)
     return (urllib.parse.urlsplit(address.api_url).port or 0) if address else 0
@@ -508,7 +508,7 @@ def remembered_port(home: Path) -> int:
 
 
 def _listen(port: int, *, preferred: int = 0) -> socket.socket:
-    """Return a socket that listens on `port`, or for 0 on the preferred port, the default one, or any free one."""
+    """Return a listening socket at `port`. For 0: at the preferred port, else the default, else any free one."""
     for wanted in [port] if port else filter(None, (preferred, DEFAULT_PORT)):
         try:
             return _bind(wanted)

@@ -22,7 +22,7 @@ def password_file(home: Path) -> Path:
 
 
 def own_password(home: Path) -> str:
-    """Return the password, `rollouts:<token>`, after making one if there is none."""
+    """Return the password, `rollouts:<token>`. The first call makes it."""
     return own_secret(password_file(home), lambda: f"{USER}:{secrets.token_urlsafe(18)}")
 
 

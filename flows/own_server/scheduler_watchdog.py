@@ -1,9 +1,9 @@
 """Notice that the services inside Prefect's server stand still, though it answers.
 
-They plan the runs of schedules, mark late ones and note who polls, as tasks of one worker in the server's event loop.
-In two of forty starts on a machine with much else to do (Prefect 3.8.8, pydocket 0.27.0, burner-redis 0.1.7), that
-worker took up no task any more after some seconds, without a word in the log: no schedule would ever have fired. So one
-of these tasks is ours and notes the time. When it stops, server_process.py starts the server anew. Upstream:
+The services plan scheduled runs, mark late ones and note polls, as tasks of one worker in the server's event loop. In
+two of forty starts on a machine with much else to do (Prefect 3.8.8, pydocket 0.27.0, burner-redis 0.1.7), that worker
+took up no task any more after some seconds, without a word in the log: no schedule would ever have fired. So one of
+these tasks is ours and notes the time. When it stops, server_process.py starts the server anew. Upstream:
 https://github.com/chrisguidry/docket.
 """
 

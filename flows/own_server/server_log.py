@@ -32,7 +32,7 @@ KNOWN_DEATHS = (
 
 
 def describe_death(server: str, log: Path) -> str:
-    """That a server ended while it started, and what to do where that is known, else what it said last."""
+    """A sentence about a server that ended during its start: the remedy if it is known, else the end of the log."""
     tail = log_tail(log)
     advice = next((f": {advice}" for text, advice in KNOWN_DEATHS if text in tail), f"; its log ends with: {tail}")
     return f"{server} ended while it started{advice}"
@@ -48,7 +48,7 @@ def log_tail(log: Path) -> str:
 
 
 def set_log_aside(log: Path) -> None:
-    """Keep what the last server said, which may be why it is no more."""
+    """Keep the last server's log: it may tell why the server ended."""
     with suppress(FileNotFoundError):
         if log.stat().st_size:
             log.replace(f"{log}.1")

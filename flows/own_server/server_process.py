@@ -33,7 +33,7 @@ POLL_S = 0.5
 ASLEEP_S = 10.0
 """A poll that takes so long shows that this process was stopped, or got no processor."""
 UNUSED_S = 1.5
-"""How long nobody may be there before the server stops; the last logs and events of a user still arrive."""
+"""How long the server waits after its last user left, so that this user's last logs and events still arrive."""
 MAX_LOG_BYTES = 8 * 1024 * 1024
 EARLIER_EVENT_WAIT = timedelta(seconds=15)
 """How long automations, such as messages to a team, wait for the event that an event follows.
@@ -59,7 +59,7 @@ def _write_address(home: Path, port: int) -> None:
 
 
 def _keep(home: Path, listener: socket.socket) -> None:
-    """Serve Prefect until nobody is left or SIGTERM comes."""
+    """Serve Prefect until the last user left or SIGTERM comes."""
     signal.signal(signal.SIGTERM, lambda _signal, _frame: sys.exit(0))
     watchdog = SchedulerWatchdog()
     threading.Thread(target=_watch, args=(home, watchdog), daemon=True).start()
@@ -107,10 +107,10 @@ def _serve(home: Path, listener: socket.socket, watchdog: SchedulerWatchdog) -> 
 
 
 def _stay_on_one_core() -> set[int]:
-    """Bind this process to one core; returns those it had, none where the system has no such thing.
+    """Bind this process to one core. Returns its former cores; empty on a system without core affinity.
 
-    A new database is migrated by 34,000 statements, each handed from the event loop's thread to the one of SQLite
-    and back: from core to core that takes 6 to 7 s, on one core 3.
+    A new database is migrated by 34,000 statements. Each passes from the event loop's thread to SQLite's thread and
+    back. Across cores that takes 6 to 7 s, on one core 3 s.
     """
     if not hasattr(os, "sched_setaffinity"):  # macOS
         return set()
@@ -127,7 +127,7 @@ def _use_cores(cores: set[int]) -> None:
 
 
 def _watch(home: Path, watchdog: SchedulerWatchdog) -> None:
-    """End this process when nobody uses it any more, or what looks after that fails: nobody else would end it."""
+    """End this process after its last user left, or when this watch itself fails: no other process would end it."""
     try:
         _wait_until_unused(home, watchdog)
     except Exception:  # noqa: BLE001 - whatever it is
@@ -165,7 +165,7 @@ def _wait_until_unused(home: Path, watchdog: SchedulerWatchdog) -> None:
 
 
 def _begin_anew(watchdog: SchedulerWatchdog) -> None:
-    """Become a new server; the locks and the socket are kept, so that those who call wait for a moment."""
+    """Become a new server. Locks and socket are kept, so requests wait for a moment instead of failing."""
     with suppress(OSError):  # the disk may be full, which may be why
         sys.stderr.write(
             f"the services of Prefect's server stand still: it is started anew. What waited:\n{watchdog.describe()}\n"
