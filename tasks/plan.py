@@ -34,6 +34,7 @@ from rollouts_core.job import (
     job_type,
 )
 from rollouts_core.keys import OWN_KEY_VARIABLE
+from rollouts_core.model.remote_code import check_code_of_start
 from rollouts_core.stages import EVALUATE, kind_of, selection_of
 from rollouts_core.stages.kind import load
 from rollouts_core.stages.planning import input_file, plugin_digest
@@ -144,7 +145,14 @@ def selected_model(training: StageRecord, selection: StageRecord, config: Config
 
 
 def checkpoints_of(training: StageRecord, config: Config) -> list[InputModel]:
-    """The checkpoints of a finished training stage, by step."""
+    """The checkpoints of a finished training stage, by step.
+
+    Raises:
+        CheckpointError: with `model.trust_remote_code`, one of them would run other code than the start model.
+    """
+    if config.model.trust_remote_code:
+        for entry in training.result["checkpoints"]:
+            check_code_of_start(Path(training.run_dir, "checkpoints", entry["name"]), Path(config.model.path))
     return [
         InputModel(
             name=entry["name"],

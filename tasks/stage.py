@@ -49,7 +49,9 @@ from rollouts.tasks.trainer_nodes import start_in_turn, trainers_beside
 from rollouts.tasks.unit_keys import own_keys
 from rollouts.tasks.upload_inputs import place_stage
 from rollouts_core.backends.unit import MACHINE_LOST_CODE
+from rollouts_core.checkpoint import list_checkpoints
 from rollouts_core.errors import InputError
+from rollouts_core.model.remote_code import check_code_of_start
 from rollouts_core.report.results import describe_found
 from rollouts_core.run_directory import RunDirectory
 from rollouts_core.stopping import describe_stop
@@ -127,6 +129,7 @@ def run_on_node(stage: Stage, scope: RunScope, node: Node, progress: StageProgre
         if left := ledger.nodes_left(Path(stage.run_dir).name) - {node.name}:
             progress.say(describe_left_job(left))
         check_plugins(stage)
+        check_code_to_resume(stage)
         placement = place_stage(session, stage, node, say=progress.say)
         with trainers_beside(stage, session, scope, node, progress.say) as trainers:
             placed = placement.stage.model_copy(update={"job": {**placement.stage.job, **trainers}})
@@ -199,6 +202,14 @@ def how_it_began(status: JobStatus) -> How:
     if status.state is JobState.FINISHED:
         return "reused"
     return "attached" if status.attached else "ran"
+
+
+def check_code_to_resume(stage: Stage) -> None:
+    """Raise CheckpointError if a checkpoint of an earlier attempt, perhaps of another machine, brings other code."""
+    model = stage.job["model"]["model"] if stage.trains else {}
+    if model.get("trust_remote_code"):
+        for checkpoint in list_checkpoints(Path(stage.run_dir) / "checkpoints"):
+            check_code_of_start(checkpoint, Path(model["path"]))
 
 
 def follow_until_finished(session: Session, status: JobStatus, progress: StageProgress, *, store: str) -> None:

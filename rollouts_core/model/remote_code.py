@@ -1,0 +1,64 @@
+"""Is the Python code of a checkpoint that of the model from which its training started?
+
+With `model.trust_remote_code` the code in a model's folder runs when the model is loaded. The user trusts the code of
+the start model. A checkpoint may come from another machine, and must not bring other code to the next one. Nothing here
+imports torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+from rollouts_core.errors import CheckpointError
+
+SETTINGS = ("config.json", "tokenizer_config.json", "processor_config.json", "preprocessor_config.json")
+"""Files whose `auto_map` names the classes to run. `REPOSITORY--module.Class` is code of the hub."""
+
+
+def check_code_of_start(checkpoint: Path, start: Path) -> None:
+    """Check that a checkpoint runs no code that its start model does not bring.
+
+    Args:
+        start: the folder of the start model. The code of a hub's model is not here, so nothing can be compared.
+
+    Raises:
+        CheckpointError: a Python file or a class in `auto_map` is not that of the start model.
+    """
+    if not start.is_dir():
+        return
+    trusted = {_digest(path) for path in _code_below(start)}
+    for path in _code_below(checkpoint):
+        if _digest(path) not in trusted:
+            raise CheckpointError(
+                f"{path} differs from the code of the start model at {start}, so loading the checkpoint would run "
+                "code that you have not read (model.trust_remote_code): delete the stage, and train it elsewhere"
+            )
+    if other := sorted(name for name in _classes_of(checkpoint) - _classes_of(start) if "--" in name):
+        raise CheckpointError(
+            f"{checkpoint} names {other[0]} in auto_map, code that the start model at {start} does not name "
+            "(model.trust_remote_code): delete the stage, and train it elsewhere"
+        )
+
+
+def _code_below(folder: Path) -> list[Path]:
+    return [path for path in sorted(folder.rglob("*.py")) if path.is_file()]
+
+
+def _digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def _classes_of(folder: Path) -> set[str]:
+    """Every text in the `auto_map` of a folder."""
+    found: set[str] = set()
+    for name in SETTINGS:
+        try:
+            named = json.loads((folder / name).read_text(encoding="utf-8")).get("auto_map", {})
+        except (OSError, ValueError, AttributeError, RecursionError):
+            continue
+        entries = named.values() if isinstance(named, dict) else ()
+        for entry in entries:
+            found.update(str(each) for each in (entry if isinstance(entry, list | tuple) else [entry]) if each)
+    return found
