@@ -16,6 +16,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
@@ -204,17 +205,8 @@ def status(store: Store = DEFAULT_STORE, as_json: AsJson = False) -> None:
         state = "is a file" if store.exists() else "does not exist"
         typer.echo(f"store        {store} {state}: nothing was run in it, or --store names another folder")
     typer.echo(f"server       {said}")
-    if serving:
-        if elsewhere := _served_elsewhere(serving):
-            typer.echo(f"             {elsewhere}")
-        there = "" if serving.process.is_here else f" of {serving.process.host}"
-        since = datetime.fromtimestamp(serving.since).astimezone().strftime("%Y-%m-%d %H:%M:%S")
-        typer.echo(f"serving      process {serving.pid}{there} since {since}: {describe_deployments(serving)}")
-        typer.echo(f"gpu slots    {describe_gpu_slots(serving)}")
-    elif is_starting(store):
-        typer.echo("serving      a process that is starting")
-    else:
-        typer.echo("serving      none: rollouts up starts it")
+    for line in lines_about_serving(store, serving):
+        typer.echo(line)
     if live := find_live_pages(store):
         typer.echo(f"live pages   {live.url}")
     runs = describe_runs(address, store.resolve()) if address else []
@@ -224,11 +216,25 @@ def status(store: Store = DEFAULT_STORE, as_json: AsJson = False) -> None:
         typer.echo("             (rollouts cancel, finish and evaluate take the name of a run)")
     for line in describe_reports(store) if not address else []:
         typer.echo(f"report       {line}")
-    for job in going_jobs(store.resolve()):
-        if job.waits_for or not (job.has_run and address):
-            typer.echo(f"job          {job.sentence()}")
+    jobs = going_jobs(store.resolve())
+    for job in (each for each in jobs if each.waits_for or not (each.has_run and address)):
+        typer.echo(f"job          {job.sentence()}")
     for line in describe_machines(store.resolve()):
         typer.echo(f"machine      {line}")
+
+
+def lines_about_serving(store: Path, serving: Serving | None) -> Iterator[str]:
+    """The lines of `rollouts status` about the serving process."""
+    if serving is None:
+        state = "a process that is starting" if is_starting(store) else "none: rollouts up starts it"
+        yield f"serving      {state}"
+        return
+    if elsewhere := _served_elsewhere(serving):
+        yield f"             {elsewhere}"
+    there = "" if serving.process.is_here else f" of {serving.process.host}"
+    since = datetime.fromtimestamp(serving.since).astimezone().strftime("%Y-%m-%d %H:%M:%S")
+    yield f"serving      process {serving.pid}{there} since {since}: {describe_deployments(serving)}"
+    yield f"gpu slots    {describe_gpu_slots(serving)}"
 
 
 def find_server(store: Path) -> tuple[ServerAddress | None, str]:
