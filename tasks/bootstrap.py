@@ -55,8 +55,8 @@ def bootstrap(
 ) -> Node:
     """The node when it is good enough for the pipeline, with the interpreter that its stages run by.
 
-    The other nodes of its unit are checked, too. Each of them and the node must reach each other, as must all nodes of
-    one training.
+    The other nodes of its unit are checked, too. The node must reach them, and all nodes of one training must reach
+    each other.
 
     Args:
         trains: whether something is trained there, which takes memory and disk.

@@ -257,8 +257,7 @@ def node_of_engine(rl: Stage, node: Node, index: int) -> Node:
 
 
 def choose_ports(session: Session, job: ServeJob, run_dir: str, *, is_elsewhere: bool) -> dict[str, int]:
-    """The ports of a new engine: the wanted one (0: any free one), and a port for its lease if it runs on another
-    machine.
+    """The ports of a new engine: the wanted port (0: a free one), and the port of its lease on another machine.
 
     A running RL job knows its engine by its ports, so the next attempt takes the same ports if they are free.
 

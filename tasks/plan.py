@@ -148,7 +148,7 @@ def checkpoints_of(training: StageRecord, config: Config) -> list[InputModel]:
     """The checkpoints of a finished training stage, by step.
 
     Raises:
-        CheckpointError: with `model.trust_remote_code`, one of them would run other code than the start model.
+        CheckpointError: with `model.trust_remote_code`, a checkpoint brings code that the start model lacks.
     """
     if config.model.trust_remote_code:
         for entry in training.result["checkpoints"]:

@@ -45,8 +45,7 @@ ALONE: Trainers = MappingProxyType({})
 def start_in_turn(stage: Stage, scope: RunScope, node: Node, say: Callable[[str], None]) -> Iterator[ExitStack]:
     """Until the block is left or the stack closed, no other run starts the same stage on other machines.
 
-    Otherwise two runs could take each other's jobs on further machines for leftovers, or overwrite a job that the other
-    run just started.
+    Otherwise two runs could take each other's jobs for leftovers, or overwrite a job that has just started.
     """
     with ExitStack() as turn:
         if node.is_remote or trains_with_others(stage, node):
