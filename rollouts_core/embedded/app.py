@@ -164,6 +164,7 @@ async def _generate(model: ServedModel, request: Request) -> Response:
     answers = [
         completion_to_json(
             completion,
+            asked,
             wants_logprobs=call.wants_logprobs,
             text=model.text_of_completion(completion, asked.params),
         )
@@ -470,11 +471,12 @@ def _stream_answer(
     model: ServedModel, call: GenerateCall, index: int, event: Partial | Future[Completion]
 ) -> dict[str, Json]:
     place = index if call.is_batch else None
-    params = call.requests[index].params
+    asked = call.requests[index]
+    params = asked.params
     if isinstance(event, Future):
         completion = event.result()
         text = model.text_of_completion(completion, params)
-        return completion_to_json(completion, wants_logprobs=call.wants_logprobs, text=text, index=place)
+        return completion_to_json(completion, asked, wants_logprobs=call.wants_logprobs, text=text, index=place)
     return progress_to_json(
         event,
         weight_version=model.scheduler.weight_version,

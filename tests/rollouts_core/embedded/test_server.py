@@ -521,10 +521,10 @@ def test_no_more_is_read_of_a_request_than_is_taken(
 
 
 def test_a_stream_says_what_ended_the_engine(scheduler: Scheduler) -> None:
-    def step_without_memory(*_: object) -> torch.Tensor:
+    def step_without_memory(*_: object, **__: object) -> torch.Tensor:
         raise NoMemoryError("lower deployment.max_running_requests")
 
-    scheduler.decoder.step = step_without_memory  # type: ignore[method-assign,assignment]
+    scheduler.decoder.step = step_without_memory  # type: ignore[method-assign]
     events = ask(scheduler, "POST", "/generate", {"input_ids": [3], "stream": True}).text.split("\n\n")
     assert json.loads(events[0].removeprefix("data: ")) == {
         "error": {"message": "lower deployment.max_running_requests", "code": 400}
