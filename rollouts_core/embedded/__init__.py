@@ -13,6 +13,13 @@ Not here: the client that drives it (it speaks SGLang's HTTP API, so SGLang's cl
     scheduler.py     owns the thread that steps: queue, pause, weight updates, aborts
     protocol.py      SGLang's JSON -> requests, completions -> SGLang's JSON
     app.py           HTTP endpoints
+    exchange.py      bodies within limits, answers, errors in each API's form
+    served.py        requests submitted, followed and given up, for all endpoints
+    openai_api.py    OpenAI's endpoints; openai_requests.py has the fields of requests
+    anthropic_api.py Anthropic's
+    chatting.py      a chat -> one call, and the pieces of its answers
+    chat_model.py    chat template: messages -> token ids, a turn -> answer, thoughts, calls
+    text_stream.py   tokens -> text, piece by piece
     gate.py          whom they answer
     slow_clients.py  connections on which no request comes
     server.py        the server process
