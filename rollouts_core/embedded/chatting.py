@@ -5,15 +5,20 @@ Not here: the JSON of an API (openai_api.py, anthropic_api.py), templates and di
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rollouts_core.embedded.chat_model import AnswerReader, ChatForm, join_pieces
+import torch
+
+from rollouts_core.embedded.chat_model import AnswerReader, ChatForm, ChatModel, join_pieces
+from rollouts_core.embedded.decoder import Decoder
 from rollouts_core.embedded.protocol import GenerateCall, Json, parse_generate
+from rollouts_core.embedded.receiving import WeightReceiver
 from rollouts_core.embedded.running import Completion, Partial
-from rollouts_core.embedded.scheduler import RequestError
+from rollouts_core.embedded.scheduler import RequestError, Scheduler
 from rollouts_core.embedded.served import ServedModel, follow
 from rollouts_core.embedded.text_stream import TextStream
 
@@ -60,6 +65,20 @@ class News:
     """Parts of its text, and its calls."""
     found: Partial | Completion
     """All that exists of it; a Completion is whole."""
+
+
+@contextmanager
+def loaded_model(model_dir: Path, name: str, *, num_threads: int) -> Iterator[ServedModel]:
+    """A model for chats in this process, one at a time."""
+    torch.set_num_threads(num_threads)
+    with Scheduler(Decoder(model_dir, num_slots=1), model_dir=model_dir) as scheduler:
+        yield ServedModel(
+            scheduler=scheduler,
+            receiver=WeightReceiver(),
+            tokenizer=scheduler.tokenizer,
+            name=name,
+            chat=ChatModel(model_dir),
+        )
 
 
 def prepare_chat(model: ServedModel, chat: Chat) -> ChatCall:

@@ -214,8 +214,8 @@ async def complete_text(model: ServedModel, request: Request) -> Response:
     body = await read_body(request)
     asked = parse_request(body, CompletionRequest)
     model.check_name(asked.model)
-    if model.tokenizer is None and (asked.stream or asked.echo or asked.logprobs is not None):
-        raise RequestError("Streams, echo and logprobs need a tokenizer.json in the model directory: use /generate.")
+    if model.tokenizer is None and (asked.stream or asked.echo):
+        raise RequestError("Streams and echo need a tokenizer.json in the model directory: use /generate.")
     generate = asked.generate_body()
     context_length = model.scheduler.decoder.context_length
     parse = partial(parse_generate, generate, model.encode(), context_length=context_length)
@@ -363,14 +363,14 @@ def text_logprobs(
 
 
 def _token_texts(model: ServedModel) -> Callable[[int], str]:
-    """The text of a token by itself."""
+    """The text of a token by itself; its number where there is no tokenizer."""
     tokenizer = model.tokenizer
-    assert tokenizer is not None, "the caller has checked it"
     known: dict[int, str] = {}
 
     def text_of(token_id: int) -> str:
         if token_id not in known:
-            known[token_id] = tokenizer.decode([token_id], skip_special_tokens=False)
+            numbered = f"token_id:{token_id}"  # as vLLM writes it
+            known[token_id] = numbered if tokenizer is None else tokenizer.decode([token_id], skip_special_tokens=False)
         return known[token_id]
 
     return text_of
