@@ -8,6 +8,7 @@ twice.
 
     ours, vllm, sglang    servers reached over HTTP, started as the pipeline starts them; vllm and sglang are left out
                           where `make engines` has not installed them. A server is stopped (SIGSTOP) between its turns
+    ours-v1               the same as ours, asked at /v1/completions, as vllm is, instead of /generate
     hf-batching           transformers' continuous batching in this process: no HTTP, no JSON
     hf-generate           transformers' generate in this process: requests wait until a batch of them is full, and all
                           of it runs until its longest completion ends; no log-probs
@@ -62,8 +63,8 @@ START_TIMEOUT_S, REQUEST_TIMEOUT_S = 300.0, 300.0
 POLL_S = 0.02
 WARMUP_STEPS = 1
 TERMINATED_CODE = 143
-NAMES = ("ours", "vllm", "sglang", "hf-batching", "hf-generate")
-ENGINES = {"ours": "embedded", "vllm": "vllm", "sglang": "sglang"}
+NAMES = ("ours", "ours-v1", "vllm", "sglang", "hf-batching", "hf-generate")
+ENGINES = {"ours": "embedded", "ours-v1": "embedded", "vllm": "vllm", "sglang": "sglang"}
 HF_CACHE_BLOCKS, HF_BATCH_TOKENS = 256, 4096
 SESSION_FIELD, USER_FIELD = 3, 11
 """Places in /proc/PID/stat behind the name: the session, and the user time, which the system time follows."""
@@ -250,8 +251,9 @@ class Server:
     """An inference server with one thread; used with `with`, which waits until it answers."""
 
     def __init__(self, name: str, model_dir: Path, folder: Path) -> None:
-        python = "" if name == "ours" else str(engine_python(name))
-        self._is_vllm = name == "vllm"
+        is_own = ENGINES[name] == "embedded"
+        python = "" if is_own else str(engine_python(name))
+        self._speaks_openai = name in ("vllm", "ours-v1")
         self._model = str(model_dir)
         job = ServeJob(
             model=InputModel(name="model", model=ModelConfig(path=str(model_dir)), digest=""),
@@ -264,7 +266,7 @@ class Server:
         (folder / "job.json").write_text(job.model_dump_json())
         self._process = subprocess.Popen(
             [sys.executable, "-m", "rollouts_core", "serve", str(folder / "job.json")],
-            env=worker_environment(1) | (KEPT_MEMORY if name == "ours" else {}),
+            env=worker_environment(1) | (KEPT_MEMORY if is_own else {}),
             stdin=subprocess.DEVNULL,
             start_new_session=True,
         )
@@ -316,18 +318,18 @@ class Server:
                     clients.create_task(ask_one_after_another())
 
     async def _ask(self, session: aiohttp.ClientSession, request: Wanted) -> None:
-        path, body = self._vllm_request(request) if self._is_vllm else self._sglang_request(request)
+        path, body = self._openai_request(request) if self._speaks_openai else self._sglang_request(request)
         async with session.post(path, json=body) as response:
             answer = await response.json()
             assert response.status == 200, answer
-        num_tokens = (answer["usage"] if self._is_vllm else answer["meta_info"])["completion_tokens"]
+        num_tokens = (answer["usage"] if self._speaks_openai else answer["meta_info"])["completion_tokens"]
         assert num_tokens == request.num_tokens, f"{num_tokens} of {request.num_tokens} tokens"
 
     def _sglang_request(self, request: Wanted) -> tuple[str, dict[str, Any]]:  # Any: JSON
         sampling = {"max_new_tokens": request.num_tokens, "temperature": 1.0, "ignore_eos": True}
         return "/generate", {"input_ids": request.prompt, "sampling_params": sampling, "return_logprob": True}
 
-    def _vllm_request(self, request: Wanted) -> tuple[str, dict[str, Any]]:  # Any: JSON
+    def _openai_request(self, request: Wanted) -> tuple[str, dict[str, Any]]:  # Any: JSON
         body = {
             "model": self._model,
             "prompt": request.prompt,

@@ -43,6 +43,7 @@ from rollouts.flows.commands.prefect_yaml import prefect_yaml
 from rollouts.flows.commands.preset import preset
 from rollouts.flows.commands.prune import prune
 from rollouts.flows.commands.runs import logs, report, runs, samples, show
+from rollouts.flows.commands.serve import chat, serve
 from rollouts.flows.commands.terminal import (
     DEFAULT_STORE,
     LOOKING_FOR_SERVER,
@@ -75,14 +76,12 @@ from rollouts.flows.store import STORE_VARIABLE, from_home
 from rollouts.flows.upkeep import look_after
 from rollouts.infra.errors import JobFailedError, MachineGoneError, PermanentInfraError, TransientInfraError
 from rollouts.infra.foreign_text import shown_lines
-from rollouts.infra.ports import check_loopback
 from rollouts.tasks.inputs import bring_inputs
 from rollouts_core.config import Config, parse_config
 from rollouts_core.config.record import MAX_INTEGER
 from rollouts_core.errors import InputError, RolloutsError
 from rollouts_core.mistakes import Mistakes
 from rollouts_core.stages import STAGE_NAMES
-from rollouts_core.system.open_files import raise_file_limit
 from rollouts_core.system.utf8 import ensure_utf8
 
 if TYPE_CHECKING:
@@ -399,63 +398,6 @@ def watch(
             time.sleep(3600)
 
 
-def serve(
-    model_dir: Annotated[Path, typer.Argument(metavar="MODEL_DIR", help="Folder of a Hugging Face checkpoint.")],
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 takes any free one.")] = 30000,
-    threads: Annotated[int, typer.Option(min=1, help="CPU threads.")] = 1,
-    max_running_requests: Annotated[int, typer.Option(min=1, help="Completions generated together.")] = 64,
-    api_key: Annotated[
-        str,
-        typer.Option(
-            envvar="ROLLOUTS_API_KEY",
-            help="Key that every request must carry; needed where --host is beyond this machine.",
-            show_default=False,
-        ),
-    ] = "",
-) -> None:
-    """Serve a checkpoint by the embedded engine, which speaks SGLang's HTTP API.
-
-    Prints its address and a command that asks it for a completion; Ctrl-C ends it. A run starts its engines itself.
-    """
-    check_model_folder(model_dir)
-    raise_file_limit()
-    from rollouts_core.embedded.gate import is_loopback
-    from rollouts_core.embedded.server import serve as serve_model
-
-    if is_loopback(host):
-        check_loopback()
-
-    def announce(url: str) -> None:
-        console.print(f"serving {model_dir} at {url} (Ctrl-C ends it)", markup=False)
-        console.print(f"try: {render_curl(url, model_dir, has_key=bool(api_key))}", markup=False)
-
-    serve_model(
-        model_dir,
-        host=host,
-        port=port,
-        num_threads=threads,
-        max_running_requests=max_running_requests,
-        api_key=api_key,
-        on_ready=announce,
-    )
-
-
-def check_model_folder(model_dir: Path) -> None:
-    """Raise InputError where no model can be, before anything large is loaded."""
-    if not model_dir.is_dir():
-        raise InputError(f"{model_dir} is not a folder: give the folder of a Hugging Face checkpoint")
-
-
-def render_curl(url: str, model_dir: Path, *, has_key: bool) -> str:
-    """A command that asks the server for a completion; the key is named, not shown."""
-    has_tokenizer = (model_dir / "tokenizer.json").exists()
-    prompt = '"text": "Hello"' if has_tokenizer else '"input_ids": [1, 2, 3]'
-    key = ' -H "Authorization: Bearer $ROLLOUTS_API_KEY"' if has_key else ""
-    body = f'{{{prompt}, "sampling_params": {{"max_new_tokens": 16}}}}'
-    return f"curl {url}/generate{key} -H 'Content-Type: application/json' -d '{body}'"
-
-
 def run_pipeline(pipeline: Pipeline, *, port: int) -> None:
     """Check the pipeline, run it against the store's Prefect server, and say where everything is."""
     result = run_checked(pipeline, check_pipeline, run_flow, port=port)
@@ -566,7 +508,7 @@ PANELS: dict[str, tuple[Callable[..., None], ...]] = {
     "Pipelines": (quickstart, preset, validate, run, evaluate, status, finish, cancel),
     "Runs": (runs, show, samples, logs, report),
     "Prefect": (up, down, ui, watch, notify, credentials, prefect_yaml),
-    "Models and files": (serve, pull, prune, plugins),
+    "Models and files": (serve, chat, pull, prune, plugins),
 }
 """The commands as the help shows them; `models` and `nodes` with what is below them are of the last two panels."""
 for panel, functions in PANELS.items():

@@ -16,7 +16,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import regex
 
@@ -164,6 +164,21 @@ class ToolCall:
     arguments: dict[str, Any]  # Any: JSON that the policy wrote
 
 
+class Thought(NamedTuple):
+    """A part of the thoughts of a turn."""
+
+    text: str
+
+
+class Said(NamedTuple):
+    """A part of the answer of a turn."""
+
+    text: str
+
+
+Piece = Thought | Said | ToolCall
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dialect:
     """How a policy writes tool calls."""
@@ -193,7 +208,8 @@ class Dialect:
         Raises:
             CallError: a call cannot be read.
         """
-        return [ToolCall(**call) for call in _read_calls(self, text, tools)]
+        reader = TurnReader(self, tools)
+        return [piece for piece in reader.feed(text) + reader.finish() if isinstance(piece, ToolCall)]
 
 
 DEFAULT_DIALECT = Dialect(name=HERMES, template=DIALECTS[HERMES])
@@ -367,31 +383,85 @@ def _with_end(tokenizer: PreTrainedTokenizerBase, whole: Dialect, probed: Dialec
     return whole
 
 
-def _read_calls(dialect: Dialect, text: str, tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:  # Any: JSON
-    from transformers.utils.chat_parsing import ResponseParser  # heavy
-    from transformers.utils.chat_parsing.response_templates import load_response_template
+class TurnReader:
+    """Reads a turn piece by piece as its text grows.
 
-    loaded = load_response_template(dialect.template)
-    field = loaded.fields.get("tool_calls")
-    if field is None or field.open_re is None:
-        return []
-    fed = text + dialect.closing
-    events: list[dict[str, Any]] = []  # Any: as transformers has them
-    is_over = False
-    try:
-        parser = ResponseParser(loaded, prefix=dialect.prefix, tools=list(tools))
-        events += parser.feed(fed)
-        is_over = True
-        _, last_events = parser.finalize()
-    except (ValueError, RecursionError) as error:
-        if is_over and not _ends_with(field.close_re, fed):
-            raise CallError(_say_unclosed(field)) from error
-        raise CallError(f"the tool call is not valid JSON: {error.__cause__ or error}") from error
-    except KeyError as error:  # a name that the opening did not have
-        raise CallError("the tool call has no name, or not where this model's calls have it") from error
-    if any(_is_call(event) for event in last_events) and not _ends_with(field.close_re, fed):
-        raise CallError(_say_unclosed(field))
-    return _check_calls([*events, *last_events], field)
+    Args:
+        dialect: how the policy writes thoughts and calls.
+        tools: their schemas tell numbers from texts where the dialect does not.
+    """
+
+    def __init__(self, dialect: Dialect, tools: Sequence[dict[str, Any]] = ()) -> None:  # Any: JSON schemas
+        from transformers.utils.chat_parsing import ResponseParser  # heavy
+        from transformers.utils.chat_parsing.response_templates import load_response_template
+
+        loaded = load_response_template(dialect.template)
+        field = loaded.fields.get("tool_calls")
+        self._calls = None if field is None or field.open_re is None else field
+        self._closing = dialect.closing
+        self._parser = ResponseParser(loaded, prefix=dialect.prefix, tools=list(tools))
+        self._fed = ""
+        self._body = ""
+
+    def feed(self, text: str) -> list[Piece]:
+        """The pieces that the next part of the text completes.
+
+        Raises:
+            CallError: a call cannot be read; nothing else is lost if the part begins no earlier than the call.
+        """
+        self._fed += text
+        try:
+            return self._pieces(self._parser.feed(text))
+        except (ValueError, RecursionError) as error:
+            raise CallError(f"the tool call is not valid JSON: {error.__cause__ or error}") from error
+        except KeyError as error:  # a name that the opening did not have
+            raise CallError("the tool call has no name, or not where this model's calls have it") from error
+
+    def finish(self) -> list[Piece]:
+        """The pieces that the end of the text completes.
+
+        Raises:
+            CallError: a call cannot be read, or has no end.
+        """
+        pieces = self.feed(self._closing)
+        is_closed = self._calls is None or _ends_with(self._calls.close_re, self._fed)
+        try:
+            _, events = self._parser.finalize()
+        except (ValueError, RecursionError) as error:
+            reason = f"the tool call is not valid JSON: {error.__cause__ or error}"
+            raise CallError(reason if is_closed else _say_unclosed(self._calls)) from error
+        except KeyError as error:
+            raise CallError("the tool call has no name, or not where this model's calls have it") from error
+        if any(_is_call(event) for event in events) and not is_closed:
+            raise CallError(_say_unclosed(self._calls))
+        return pieces + self._pieces(events)
+
+    def unread(self) -> str:
+        """The text from the last call on, for a turn whose call cannot be read."""
+        starts = [found.start() for found in self._calls.open_re.finditer(self._fed)] if self._calls else []
+        return self._fed[starts[-1] :] if starts else ""
+
+    def _pieces(self, events: Sequence[Mapping[str, Any]]) -> list[Piece]:  # Any: as transformers has them
+        pieces: list[Piece] = []
+        for event in events:
+            if event["field"] == "tool_calls":
+                pieces += self._read_call(event)
+            elif event["type"] == "region_chunk":
+                is_thought = event["field"] != "content"
+                pieces.append(Thought(event["text"]) if is_thought else Said(event["text"]))
+        return pieces
+
+    def _read_call(self, event: Mapping[str, Any]) -> list[ToolCall]:  # Any: as transformers has them
+        self._body = "" if event["type"] == "region_open" else self._body + event.get("text", "")
+        if not _is_call(event) or self._calls is None:
+            return []
+        if self._calls.content == "xml-inline":
+            pattern = self._calls.content_args["tag_pattern"]
+            if rest := regex.sub(pattern, "", self._body, flags=regex.DOTALL).strip():
+                raise CallError(f"the tool call has {rest[:80]!r} beside its arguments")
+        values = event["value"] if isinstance(event["value"], list) else [event["value"]]
+        functions = [value.get("function", value) if isinstance(value, dict) else value for value in values]
+        return [ToolCall(**call) for function in functions for call in _as_calls(function)]
 
 
 def _is_call(event: Mapping[str, Any]) -> bool:  # Any: as transformers has them
@@ -406,26 +476,6 @@ def _say_unclosed(field: Any) -> str:  # Any: a field of transformers' response 
     if field.open_literals and field.close_literals:
         return f"a {field.open_literals[0]} has no {field.close_literals[0]}"
     return "the tool call has no end"
-
-
-def _check_calls(events: Sequence[Mapping[str, Any]], field: Any) -> list[dict[str, Any]]:  # Any: transformers', JSON
-    """The calls of a parse as names and arguments."""
-    calls: list[dict[str, Any]] = []
-    body = ""
-    for event in events:
-        if event["field"] != "tool_calls":
-            continue
-        body = "" if event["type"] == "region_open" else body + event.get("text", "")
-        if not _is_call(event):
-            continue
-        if field.content == "xml-inline":
-            rest = regex.sub(field.content_args["tag_pattern"], "", body, flags=regex.DOTALL).strip()
-            if rest:
-                raise CallError(f"the tool call has {rest[:80]!r} beside its arguments")
-        values = event["value"] if isinstance(event["value"], list) else [event["value"]]
-        for value in values:
-            calls += _as_calls(value.get("function", value) if isinstance(value, dict) else value)
-    return calls
 
 
 def _as_calls(function: Any) -> list[dict[str, Any]]:  # Any: JSON that the policy wrote

@@ -9,27 +9,36 @@ Errors have SGLang's forms: {"error": "unknown field ..."} where a request break
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
-from concurrent.futures import Future
-from contextlib import suppress
-from dataclasses import dataclass, field
+from contextlib import aclosing
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import get_args
 
-import anyio
-import orjson
 import torch
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
-from tokenizers import Tokenizer
 
+from rollouts_core.embedded.anthropic_api import ANTHROPIC_ENDPOINTS
+from rollouts_core.embedded.chat_model import ChatModel
+from rollouts_core.embedded.exchange import (
+    as_object,
+    error_answer,
+    event,
+    json_answer,
+    parse_json,
+    read_body,
+    read_bytes,
+    read_object,
+    status_of,
+    string_field,
+)
+from rollouts_core.embedded.openai_api import OPENAI_ENDPOINTS
 from rollouts_core.embedded.protocol import (
     ContractError,
     GenerateCall,
@@ -45,80 +54,35 @@ from rollouts_core.embedded.protocol import (
     progress_to_json,
     segments_from_json,
 )
-from rollouts_core.embedded.receiving import OrderError, WeightReceiver
+from rollouts_core.embedded.receiving import WeightReceiver
 from rollouts_core.embedded.running import Completion, GenerationRequest, Partial
 from rollouts_core.embedded.sampling import SamplingParams
-from rollouts_core.embedded.scheduler import MAX_WAITING_REQUESTS, PauseMode, RequestError, Scheduler
+from rollouts_core.embedded.scheduler import PauseMode, RequestError, Scheduler
 from rollouts_core.embedded.segments import memory_scope
+from rollouts_core.embedded.served import INCOMPLETE, ServedModel, complete_all, follow
 from rollouts_core.embedded.weights import tensor_sha256
-from rollouts_core.errors import EngineError, EngineUnavailableError, InputError, RolloutsError
+from rollouts_core.errors import InputError, RolloutsError
 
 logger = logging.getLogger(__name__)
 
 ENGINE_VERSION = "embedded, API of SGLang 0.5.23"
-MAX_BODY_BYTES = 32 * 2**20
-"""Of any request: the token ids of 40 prompts of 100,000 tokens."""
-NAMES_BODY_BYTES = 16 * 2**20
-"""Of a request that names tensors."""
-SMALL_BODY_BYTES = 64 * 2**10
-"""Of every other request."""
-MAX_BRACKETS = 8 * MAX_WAITING_REQUESTS
-"""Of any request, also those in texts: millions of lists take the event loop seconds."""
-BODY_BYTES = {
-    "/generate": MAX_BODY_BYTES,
-    "/update_weights_from_segments": NAMES_BODY_BYTES,
-    "/begin_weight_update": NAMES_BODY_BYTES,
-    "/update_weights_from_distributed": NAMES_BODY_BYTES,
-}
 HEALTH_TIMEOUT_S = 20.0
-INCOMPLETE = "\ufffd"
-"""What stands in a text for bytes that are no character, as at the end of one whose next token brings the rest."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServedModel:
-    """What the endpoints answer from."""
-
-    scheduler: Scheduler
-    """Generates, and owns the weights."""
-    receiver: WeightReceiver
-    """Takes weights that are sent."""
-    tokenizer: Tokenizer | None
-    """Turns text into token ids and back; None where the model directory has no tokenizer.json."""
-    encoding: anyio.CapacityLimiter = field(default_factory=lambda: anyio.CapacityLimiter(1))
-    """Requests whose text is turned into token ids at a time, which takes hundreds of bytes for each of the text."""
-
-    def encode(self) -> Callable[[str], list[int]] | None:
-        """The function from text to token ids, None without a tokenizer."""
-        if (tokenizer := self.tokenizer) is None:
-            return None
-        # The form for several texts computes beside the event loop, and without the places of tokens in the text.
-        return lambda text: list(tokenizer.encode_batch_fast([text])[0].ids)
-
-    def text_of(self, token_ids: tuple[int, ...], params: SamplingParams) -> str:
-        """The text of a completion, empty without a tokenizer."""
-        if self.tokenizer is None:
-            return ""
-        return self.tokenizer.decode(list(token_ids), skip_special_tokens=params.skip_special_tokens)
-
-    def text_of_completion(self, completion: Completion, params: SamplingParams) -> str:
-        """The text of a completion up to what ended it, which `no_stop_trim` keeps; as in SGLang."""
-        reason = completion.finish_reason
-        ends_in_token = reason.kind == "stop" and not reason.string
-        if params.no_stop_trim or not ends_in_token:
-            text = self.text_of(completion.output_ids, params)
-        else:
-            text = self.text_of(completion.output_ids[:-1], params)
-        before, found, _ = text.partition(reason.string) if reason.string else (text, "", "")
-        return before + found if params.no_stop_trim else before
-
-
 Endpoint = Callable[[ServedModel, Request], Awaitable[Response]]
 
 
-def build_app(scheduler: Scheduler, receiver: WeightReceiver | None = None) -> Starlette:
-    """The endpoints over `scheduler`; whoever made it closes it, and the receiver, where it is not the app's own."""
-    model = ServedModel(scheduler=scheduler, receiver=receiver or WeightReceiver(), tokenizer=scheduler.tokenizer)
+def build_app(scheduler: Scheduler, receiver: WeightReceiver | None = None, *, name: str = "") -> Starlette:
+    """The endpoints over `scheduler`, which its maker closes; also the receiver, unless it is the app's own.
+
+    Args:
+        name: what requests call the model; its folder by default.
+    """
+    model = ServedModel(
+        scheduler=scheduler,
+        receiver=receiver or WeightReceiver(),
+        tokenizer=scheduler.tokenizer,
+        name=name or str(scheduler.model_dir),
+        chat=ChatModel(scheduler.model_dir),
+    )
     endpoints: dict[str, tuple[Endpoint, list[str]]] = {
         "/generate": (_generate, ["POST", "PUT"]),
         "/health": (_health, ["GET"]),
@@ -143,6 +107,8 @@ def build_app(scheduler: Scheduler, receiver: WeightReceiver | None = None) -> S
         "/release_memory_occupation": (_keep_memory, ["GET", "POST"]),
         "/resume_memory_occupation": (_keep_memory, ["GET", "POST"]),
         "/flush_cache": (_flush_cache, ["GET", "POST"]),
+        **OPENAI_ENDPOINTS,
+        **ANTHROPIC_ENDPOINTS,
     }
     return Starlette(
         routes=[
@@ -153,23 +119,23 @@ def build_app(scheduler: Scheduler, receiver: WeightReceiver | None = None) -> S
 
 
 async def _generate(model: ServedModel, request: Request) -> Response:
-    body = await _read_body(request)
+    body = await read_body(request)
     parse = partial(parse_generate, body, model.encode(), context_length=model.scheduler.decoder.context_length)
     has_text = isinstance(body, dict) and body.get("text") is not None
-    call = await anyio.to_thread.run_sync(parse, limiter=model.encoding) if has_text else parse()
+    call = await model.prepare(parse) if has_text else parse()
     if call.is_stream:
         return StreamingResponse(_stream(model, call), media_type="text/event-stream")
-    futures = _submit_all(model.scheduler, call.requests)
-    completions = await _wait_or_abort(request, model.scheduler, call.requests, futures)
+    completions = await complete_all(request, model.scheduler, call.requests)
     answers = [
         completion_to_json(
             completion,
+            asked,
             wants_logprobs=call.wants_logprobs,
             text=model.text_of_completion(completion, asked.params),
         )
         for completion, asked in zip(completions, call.requests, strict=True)
     ]
-    return _json(answers if call.is_batch else answers[0])
+    return json_answer(answers if call.is_batch else answers[0])
 
 
 async def _health(model: ServedModel, _: Request) -> Response:
@@ -190,7 +156,7 @@ async def _health_generate(model: ServedModel, _: Request) -> Response:
 async def _model_info(model: ServedModel, _: Request) -> Response:
     architecture = model.scheduler.decoder.architecture
     model_dir = str(model.scheduler.model_dir)
-    return _json(
+    return json_answer(
         {
             "model_path": model_dir,
             "served_model_name": model_dir,
@@ -214,7 +180,7 @@ async def _server_info(model: ServedModel, _: Request) -> Response:
     """As in SGLang what generates is asked for its state: a server in which that hangs does not answer."""
     scheduler = model.scheduler
     load = await asyncio.wrap_future(scheduler.load())
-    return _json(
+    return json_answer(
         {
             "status": "ready",
             "model_path": str(scheduler.model_dir),
@@ -246,7 +212,7 @@ async def _loads(model: ServedModel, request: Request) -> Response:
         raise RequestError(f"format {form} is not supported by the embedded engine: leave it out.")
     include = [name.strip() for name in request.query_params.get("include", "").split(",") if name]
     load = load_to_json(await asyncio.wrap_future(model.scheduler.load()), model.scheduler.decoder, include)
-    return _json(
+    return json_answer(
         {
             "timestamp": datetime.now(UTC).isoformat(),
             "version": ENGINE_VERSION,
@@ -258,8 +224,8 @@ async def _loads(model: ServedModel, request: Request) -> Response:
 
 
 async def _update_weights_from_disk(model: ServedModel, request: Request) -> Response:
-    body = await _read_object(request)
-    model_path = _string(body, "model_path")
+    body = await read_object(request)
+    model_path = string_field(body, "model_path")
     version = body.get("weight_version")
     if version is not None and not isinstance(version, str):
         raise ContractError(f"weight_version must be a string, found {version!r}")
@@ -269,11 +235,11 @@ async def _update_weights_from_disk(model: ServedModel, request: Request) -> Res
     try:
         num_paused = await asyncio.wrap_future(update)
     except InputError as error:
-        return _json({"success": False, "message": str(error), "num_paused_requests": 0}, status=400)
+        return json_answer({"success": False, "message": str(error), "num_paused_requests": 0}, status=400)
     message = "Succeeded to update model weights."
     if version is not None:
         message += f" Weight version updated to {version}."
-    return _json({"success": True, "message": message, "num_paused_requests": num_paused})
+    return json_answer({"success": True, "message": message, "num_paused_requests": num_paused})
 
 
 async def _update_weights_from_segments(model: ServedModel, request: Request) -> Response:
@@ -281,41 +247,41 @@ async def _update_weights_from_segments(model: ServedModel, request: Request) ->
 
     SGLang has no such endpoint: it takes a pickle, by which the caller would run code in the server.
     """
-    body = await _read_object(request)
-    version = _string(body, "weight_version")
+    body = await read_object(request)
+    version = string_field(body, "weight_version")
     segments = segments_from_json(body.get("segments"))
-    model_dir = Path(_string(body, "model_path"))
+    model_dir = Path(string_field(body, "model_path"))
     try:
         await asyncio.wrap_future(model.scheduler.update_weights(model_dir, segments=segments, weight_version=version))
     except InputError as error:
-        return _json({"success": False, "message": str(error)}, status=400)
+        return json_answer({"success": False, "message": str(error)}, status=400)
     digests = await asyncio.wrap_future(model.scheduler.weight_digests())
-    return _json({"success": True, "weight_version": model.scheduler.weight_version, "checksums": digests})
+    return json_answer({"success": True, "weight_version": model.scheduler.weight_version, "checksums": digests})
 
 
 async def _init_weights_update_group(model: ServedModel, request: Request) -> Response:
-    await model.receiver.join(group_from_json(await _read_object(request)))
-    return _json({"success": True, "message": "Succeeded to initialize custom process group."})
+    await model.receiver.join(group_from_json(await read_object(request)))
+    return json_answer({"success": True, "message": "Succeeded to initialize custom process group."})
 
 
 async def _destroy_weights_update_group(model: ServedModel, request: Request) -> Response:
-    model.receiver.leave(group_name_from_json(await _read_object(request)))
-    return _json({"success": True, "message": "Succeeded to destroy custom process group."})
+    model.receiver.leave(group_name_from_json(await read_object(request)))
+    return json_answer({"success": True, "message": "Succeeded to destroy custom process group."})
 
 
 async def _begin_weight_update(model: ServedModel, request: Request) -> Response:
     """Open an update; SGLang does not know `kept`, the names of tensors that will not be sent."""
-    kept = (await _read_object(request)).get("kept", [])
+    kept = (await read_object(request)).get("kept", [])
     if not isinstance(kept, list) or not all(isinstance(name, str) for name in kept):
         raise ContractError(f"kept must be a list of names, found {kept!r}")
     model.receiver.begin([str(name) for name in kept])
-    return _json({"success": True, "message": "Succeeded to begin weight update."})
+    return json_answer({"success": True, "message": "Succeeded to begin weight update."})
 
 
 async def _update_weights_from_distributed(model: ServedModel, request: Request) -> Response:
     """Keep a bucket of tensors that is broadcast to this server; they are loaded at the end of the update."""
-    await model.receiver.receive(bucket_from_json(await _read_object(request)))
-    return _json({"success": True, "message": "Succeeded to update parameter online."})
+    await model.receiver.receive(bucket_from_json(await read_object(request)))
+    return json_answer({"success": True, "message": "Succeeded to update parameter online."})
 
 
 async def _end_weight_update(model: ServedModel, _: Request) -> Response:
@@ -326,43 +292,43 @@ async def _end_weight_update(model: ServedModel, _: Request) -> Response:
             model.scheduler.model_dir, tensors=tensors, kept=kept, weight_version=None
         )
         await asyncio.wrap_future(update)
-    return _json({"success": True, "message": "Succeeded to end weight update."})
+    return json_answer({"success": True, "message": "Succeeded to end weight update."})
 
 
 async def _update_weight_version(model: ServedModel, request: Request) -> Response:
-    body = await _read_object(request)
-    version = _string(body, "new_version")
+    body = await read_object(request)
+    version = string_field(body, "new_version")
     if body.get("abort_all_requests", True):
         await asyncio.wrap_future(model.scheduler.abort_all())
     await asyncio.wrap_future(model.scheduler.set_weight_version(version))
-    return _json({"success": True, "message": f"Weight version updated to {version}", "new_version": version})
+    return json_answer({"success": True, "message": f"Weight version updated to {version}", "new_version": version})
 
 
 async def _weights_checker(model: ServedModel, request: Request) -> Response:
-    body = await _read_object(request)
+    body = await read_object(request)
     if (action := body.get("action", "checksum")) != "checksum":
-        return _json({"success": False, "message": f"Unsupported action={action!r}"}, status=400)
+        return json_answer({"success": False, "message": f"Unsupported action={action!r}"}, status=400)
     digests = await asyncio.wrap_future(model.scheduler.weight_digests(tensor_sha256))
-    return _json(checksums_to_json(digests))
+    return json_answer(checksums_to_json(digests))
 
 
 async def _pause_generation(model: ServedModel, request: Request) -> Response:
-    mode: PauseMode = (await _read_object(request)).get("mode", "abort")
+    mode: PauseMode = (await read_object(request)).get("mode", "abort")
     if mode not in get_args(PauseMode):
         raise ContractError(f"mode must be one of {', '.join(get_args(PauseMode))}, found {mode!r}")
     await asyncio.wrap_future(model.scheduler.pause(mode))
-    return _json({"message": "Generation paused successfully.", "status": "ok"})
+    return json_answer({"message": "Generation paused successfully.", "status": "ok"})
 
 
 async def _continue_generation(model: ServedModel, _: Request) -> Response:
     await asyncio.wrap_future(model.scheduler.resume())
-    return _json({"message": "Generation continued successfully.", "status": "ok"})
+    return json_answer({"message": "Generation continued successfully.", "status": "ok"})
 
 
 async def _abort_request(model: ServedModel, request: Request) -> Response:
-    if not (content := await _read_bytes(request)):
+    if not (content := await read_bytes(request)):
         raise ContractError("expected a JSON object, found nothing")
-    rid, is_all = abort_from_json(_as_object(_parse(content)))
+    rid, is_all = abort_from_json(as_object(parse_json(content)))
     if is_all:
         model.scheduler.abort_all()
     elif rid:
@@ -372,7 +338,7 @@ async def _abort_request(model: ServedModel, request: Request) -> Response:
 
 async def _keep_memory(_: ServedModel, __: Request) -> Response:
     """Nothing is handed over, since weights and cache lie in host memory; answered as by an SGLang that did."""
-    return _json(None)
+    return json_answer(None)
 
 
 async def _flush_cache(model: ServedModel, _: Request) -> Response:
@@ -382,182 +348,36 @@ async def _flush_cache(model: ServedModel, _: Request) -> Response:
     return PlainTextResponse("Cache flushed.\n")
 
 
-def _submit_all(
-    scheduler: Scheduler,
-    requests: tuple[GenerationRequest, ...],
-    listener_of: Callable[[int], Callable[[Partial], None]] | None = None,
-) -> list[Future[Completion]]:
-    """Submit all or none of the requests."""
-    futures: list[Future[Completion]] = []
-    for index, asked in enumerate(requests):
-        try:
-            futures.append(scheduler.submit(asked, on_progress=listener_of(index) if listener_of else None))
-        except EngineError:
-            scheduler.give_up([submitted.request_id for submitted in requests[:index]])
-            raise
-    return futures
-
-
-async def _wait_or_abort(
-    request: Request,
-    scheduler: Scheduler,
-    requests: tuple[GenerationRequest, ...],
-    futures: list[Future[Completion]],
-) -> list[Completion]:
-    """The completions; when the client goes away they end early. How long to wait is the client's decision."""
-    disconnected = asyncio.ensure_future(_until_disconnected(request))
-    loop, unfinished = asyncio.get_running_loop(), [*futures]
-
-    def note_end(_: Future[Completion]) -> None:
-        unfinished.pop()  # in the generation thread: the loop is woken once, not for each of them
-        if not unfinished:
-            with suppress(RuntimeError):  # the server has ended meanwhile, and its loop with it
-                loop.call_soon_threadsafe(disconnected.cancel)
-
-    for future in futures:
-        future.add_done_callback(note_end)
-    try:
-        await asyncio.wait([disconnected])
-    finally:
-        _abort_unfinished(scheduler, requests, futures)
-        disconnected.cancel()
-    return await asyncio.gather(*map(asyncio.wrap_future, futures))
-
-
-async def _until_disconnected(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
-
-
 async def _stream(model: ServedModel, call: GenerateCall) -> AsyncIterator[bytes]:
-    """Server-sent events: per step and prompt everything so far, at the end `[DONE]`.
-
-    Steps that are over before the client has read an earlier event have none: what it does not read is not kept.
-    """
-    loop = asyncio.get_running_loop()
-    newest: dict[int, Partial | Future[Completion]] = {}
-    has_news = asyncio.Event()
-
-    def note(index: int, event: Partial | Future[Completion]) -> None:
-        newest[index] = event
-        has_news.set()
-
-    def push(index: int, event: Partial | Future[Completion]) -> None:
-        loop.call_soon_threadsafe(note, index, event)
-
-    futures: list[Future[Completion]] = []
+    """Server-sent events: per step and prompt everything so far, at the end `[DONE]`."""
     try:
-        futures += _submit_all(model.scheduler, call.requests, lambda index: partial(push, index))
-        for index, future in enumerate(futures):
-            future.add_done_callback(partial(push, index))
-        num_open = len(futures)
-        while num_open:
-            await has_news.wait()
-            has_news.clear()
-            while newest:
-                index = next(iter(newest))  # the one that waits for the longest
-                event = newest.pop(index)
-                num_open -= isinstance(event, Future)
-                yield _event(_stream_answer(model, call, index, event))
+        async with aclosing(follow(model.scheduler, call.requests)) as news:
+            async for index, found in news:
+                yield event(_stream_answer(model, call, index, found))
     except RolloutsError as error:
-        yield _event({"error": {"message": str(error), "code": _status_of(error)}})
-    finally:
-        _abort_unfinished(model.scheduler, call.requests, futures)
+        yield event({"error": {"message": str(error), "code": status_of(error)}})
     yield b"data: [DONE]\n\n"
 
 
-def _stream_answer(
-    model: ServedModel, call: GenerateCall, index: int, event: Partial | Future[Completion]
-) -> dict[str, Json]:
+def _stream_answer(model: ServedModel, call: GenerateCall, index: int, found: Partial | Completion) -> dict[str, Json]:
     place = index if call.is_batch else None
-    params = call.requests[index].params
-    if isinstance(event, Future):
-        completion = event.result()
-        text = model.text_of_completion(completion, params)
-        return completion_to_json(completion, wants_logprobs=call.wants_logprobs, text=text, index=place)
+    asked = call.requests[index]
+    if isinstance(found, Completion):
+        text = model.text_of_completion(found, asked.params)
+        return completion_to_json(found, asked, wants_logprobs=call.wants_logprobs, text=text, index=place)
     return progress_to_json(
-        event,
+        found,
         weight_version=model.scheduler.weight_version,
         wants_logprobs=call.wants_logprobs,
-        text=model.text_of(event.output_ids, params).rstrip(INCOMPLETE),
+        text=model.text_of(found.output_ids, asked.params).rstrip(INCOMPLETE),
         index=place,
     )
 
 
-def _abort_unfinished(
-    scheduler: Scheduler, requests: tuple[GenerationRequest, ...], futures: list[Future[Completion]]
-) -> None:
-    scheduler.give_up([asked.request_id for asked, future in zip(requests, futures, strict=False) if not future.done()])
-
-
-async def _read_body(request: Request) -> Json:
-    return _parse(await _read_bytes(request))
-
-
-async def _read_object(request: Request) -> dict[str, Json]:
-    content = await _read_bytes(request)
-    return _as_object(_parse(content) if content else {})
-
-
-def _as_object(body: Json) -> dict[str, Json]:
-    if not isinstance(body, dict):
-        raise ContractError(f"expected a JSON object, found {type(body).__name__}")
-    return body
-
-
-async def _read_bytes(request: Request) -> bytearray:
-    content, most = bytearray(), min(BODY_BYTES.get(request.url.path, SMALL_BODY_BYTES), MAX_BODY_BYTES)
-    async for part in request.stream():
-        content += part
-        if len(content) > most:  # who sends in chunks does not say how much it will be
-            raise RequestError(f"The request has more than the {most} bytes that are taken: send less at once.")
-    return content
-
-
-def _parse(content: bytearray) -> Json:
-    if content.count(b"[") + content.count(b"{") > MAX_BRACKETS:
-        raise RequestError(f"The request has more than {MAX_BRACKETS} lists and objects: send less at once.")
-    try:
-        return orjson.loads(content)
-    except ValueError as error:
-        raise ContractError(f"invalid JSON: {error}") from error
-
-
-def _string(body: dict[str, Json], name: str) -> str:
-    value = body.get(name)
-    if not isinstance(value, str):
-        raise ContractError(f"{name} must be a string, found {value!r}")
-    return value
-
-
-def _json(content: Json, *, status: int = 200) -> Response:
-    return Response(_render(content), status_code=status, media_type="application/json")
-
-
-def _event(content: Json) -> bytes:
-    return b"data: " + _render(content) + b"\n\n"
-
-
-def _render(content: Json) -> bytes:
-    try:
-        return orjson.dumps(content)
-    except TypeError:  # halves of characters, as a file of others may have them, which orjson does not write
-        return json.dumps(content).encode()
-
-
-async def _error_response(_: Request, error: Exception) -> Response:
-    if isinstance(error, OrderError):
-        return _json({"success": False, "message": str(error)}, status=400)
-    content = str(error) if isinstance(error, ContractError) else {"message": str(error)}
-    return _json({"error": content}, status=_status_of(error))
+async def _error_response(request: Request, error: Exception) -> Response:
+    return error_answer(request.url.path, error)
 
 
 async def _no_response(_: Request, __: Exception) -> Response:
     """Who left before the request was whole reads none."""
     return Response(status_code=400)
-
-
-def _status_of(error: Exception) -> int:
-    if isinstance(error, EngineUnavailableError):
-        return 503
-    return 400 if isinstance(error, RequestError | InputError) else 500

@@ -38,6 +38,7 @@ from rollouts_core.embedded.architecture import (
     tensor_shapes,
 )
 from rollouts_core.embedded.projection import Projection, choose_library, find_row_step
+from rollouts_core.embedded.scoring import PromptScorer
 from rollouts_core.embedded.segments import SegmentAddress, read_segment
 from rollouts_core.embedded.weights import check_tensors, digest_tensors, read_tensors, tensor_digest
 from rollouts_core.errors import CheckpointError, NoMemoryError, RolloutsError
@@ -50,6 +51,8 @@ over fewer positions, which libraries split in other places: in MKL's for AVX-51
 TRIAL_ROWS = 4
 MAX_PASS_TOKENS = 8192
 """Tokens of prompts in one pass through the model; bounds the memory of activations."""
+MAX_LOGITS_BYTES = 32 * 2**20
+"""Logits of a prompt's positions that exist at a time."""
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
@@ -113,6 +116,8 @@ class Pass:
     """Slots that the cache needs."""
     num_cached: int
     """Positions per slot that the cache needs."""
+    scored: tuple[tuple[Tensor, PromptScorer], ...] = ()
+    """Which of the F tokens have logits that a scorer reads."""
 
 
 class Decoder:
@@ -233,13 +238,21 @@ class Decoder:
         return self.step(nothing, nothing, prompts)
 
     @torch.inference_mode()
-    def step(self, token_ids_B: Tensor, positions_B: Tensor, prompts: Sequence[Sequence[int]] = ()) -> Tensor:
+    def step(
+        self,
+        token_ids_B: Tensor,
+        positions_B: Tensor,
+        prompts: Sequence[Sequence[int]] = (),
+        *,
+        scorers: Sequence[PromptScorer] = (),
+    ) -> Tensor:
         """Append one token to each of the slots 0..B-1, fill the slots behind them, and return the logits of all.
 
         Args:
             token_ids_B: the token of each slot.
             positions_B: where it goes: the number of tokens that the slot already holds.
             prompts: whose KV goes into the slots from B on; equal ones are computed once.
+            scorers: read the logits of positions of these prompts.
 
         Returns:
             Next-token logits of slots 0..B-1 and of the prompts, [B + P, V].
@@ -247,10 +260,10 @@ class Decoder:
         assert all(0 < len(prompt) <= self.context_length for prompt in prompts), "prompt of an unusable length"
         num_decoding, nothing = len(token_ids_B), token_ids_B[:0]
         first, *others = _split_prompts(prompts)
-        logits = [self._run(_lay_out(token_ids_B, positions_B, first, first_slot=num_decoding))]
+        logits = [self._run(_lay_out(token_ids_B, positions_B, first, first_slot=num_decoding, scorers=scorers))]
         slot = num_decoding + len(first)
         for more in others:
-            logits.append(self._run(_lay_out(nothing, nothing, more, first_slot=slot)))
+            logits.append(self._run(_lay_out(nothing, nothing, more, first_slot=slot, scorers=scorers)))
             slot += len(more)
         return torch.cat(logits) if others else logits[0]
 
@@ -265,11 +278,13 @@ class Decoder:
         self._kv[:, slot] = 0.0
 
     def _run(self, work: Pass) -> Tensor:
-        """Logits of a pass's rows, [B + P, V]."""
+        """Logits of a pass's rows, [B + P, V]; scorers read those of theirs."""
         self._reserve(work.num_slots, self._attended_length(work.num_cached))  # so much of it is read
         num_tokens, num_rows = len(work.ids_F), len(work.last_R)
         ids_F, places_F = (_pad(values, self.row_step) for values in (work.ids_F, work.places_F))
         last_R = _pad(work.last_R, self.row_step)
+        if work.scored:
+            last_R = torch.cat([last_R, *(_pad(rows, self.row_step) for rows, _ in work.scored)])
         cells_N = work.slots_N * self._kv.shape[2] + work.slot_places_N
         hidden = F.embedding(ids_F, self._weights.embedding)
         cos, sin = self._cos_TD[places_F][:, None], self._sin_TD[places_F][:, None]
@@ -286,7 +301,18 @@ class Decoder:
             if work.spans and weights is self._weights.layers[-1]:  # of a prompt only the last token is still needed
                 hidden, attended = hidden[last_R], attended[last_R]
             hidden = self._finish_block(hidden, attended, weights)
-        return self._logits(hidden)[:num_rows]
+        end = num_rows + -num_rows % self.row_step
+        for rows, scorer in work.scored:
+            begin, end = end, end + len(rows) + -len(rows) % self.row_step
+            self._score(hidden[begin:end], len(rows), scorer)
+        return self._logits(hidden[: num_rows + -num_rows % self.row_step])[:num_rows]
+
+    def _score(self, hidden: Tensor, num_rows: int, scorer: PromptScorer) -> None:
+        """Let a scorer read the logits of the first rows, some at a time."""
+        num_bytes = self.architecture.vocab_size * hidden.element_size()
+        step = _round_up(max(MAX_LOGITS_BYTES // num_bytes, 1), self.row_step)
+        for begin in range(0, num_rows, step):
+            scorer.read(self._logits(hidden[begin : begin + step])[: num_rows - begin])
 
     def _hide_later(self, places_B: Tensor) -> Tensor:
         """What is added to attention scores: minus infinity behind each row's own position."""
@@ -382,7 +408,14 @@ def _failures_named(source: str) -> Iterator[None]:
         raise CheckpointError(f"{source} cannot be read as a model ({problem}): publish it again") from error
 
 
-def _lay_out(ids_B: Tensor, places_B: Tensor, prompts: Sequence[Sequence[int]], *, first_slot: int) -> Pass:
+def _lay_out(
+    ids_B: Tensor,
+    places_B: Tensor,
+    prompts: Sequence[Sequence[int]],
+    *,
+    first_slot: int,
+    scorers: Sequence[PromptScorer],
+) -> Pass:
     """One token each of the slots 0..B-1, then the different prompts, without padding in between."""
     num_decoding = len(ids_B)
     slots_B = torch.arange(num_decoding)
@@ -422,6 +455,11 @@ def _lay_out(ids_B: Tensor, places_B: Tensor, prompts: Sequence[Sequence[int]], 
         last_R=torch.tensor([*range(num_decoding), *(starts[tuple(p)] + len(p) - 1 for p in prompts)]),
         num_slots=first_slot + len(prompts),
         num_cached=max(sizes + ([int(places_B.max()) + 1] if num_decoding else [])),
+        scored=tuple(
+            (torch.arange(starts[each.prompt] + each.start, starts[each.prompt] + len(each.prompt) - 1), each)
+            for each in scorers
+            if each.prompt in starts and not each.is_done
+        ),
     )
 
 

@@ -2,7 +2,7 @@
 
 Not here: listening (server.py). It also runs in vLLM (engines/in_vllm/rollouts_gate.py), so it needs Python alone.
 
-    a key:      `Authorization: Bearer KEY`, or 401
+    a key:      `Authorization: Bearer KEY` or `x-api-key: KEY`, or 401
     no key:     Host is this machine, so are Origin and Referer, Sec-Fetch-Site is not cross-site, or 403
                 browsers change nothing by GET: a link would do
 """
@@ -51,16 +51,18 @@ class Gate:
         elif scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008})
         else:
-            status, problem = refusal
+            status = refusal[0]
             headers = [(b"content-type", b"application/json"), (b"connection", b"close")]  # strangers keep no place
             await send({"type": "http.response.start", "status": status, "headers": headers})
-            await send({"type": "http.response.body", "body": json.dumps({"error": problem}).encode()})
+            await send({"type": "http.response.body", "body": json.dumps(_refusal_body(scope, refusal)).encode()})
 
     def _find_refusal(self, scope: Scope) -> tuple[int, str] | None:
         is_get = scope.get("method") in ("GET", "HEAD")
         if self._expected:
             is_open = is_get and scope["path"] in self._open_paths
-            given = _values_of(scope, b"authorization") or [b""]
+            given = _values_of(scope, b"authorization")
+            given += [b"Bearer " + key for key in _values_of(scope, b"x-api-key")]  # of Anthropic's clients
+            given = given or [b""]
             is_known = all(hmac.compare_digest(value, self._expected) for value in given)
             return None if is_known or is_open else (401, UNAUTHORIZED)
         hosts = [b"//" + host for host in _values_of(scope, b"host")]
@@ -70,6 +72,16 @@ class Gate:
             return 403, NOT_FROM_HERE
         # A link in another program opens with the site "none", as an address that is typed does.
         return (403, NOT_BY_BROWSERS) if sites and is_get and scope["path"] in CHANGING_GETS else None
+
+
+def _refusal_body(scope: Scope, refusal: tuple[int, str]) -> dict[str, Any]:  # Any: JSON
+    """The body of a refusal: below /v1 in a form that clients of OpenAI and of Anthropic read."""
+    status, problem = refusal
+    if not scope["path"].startswith("/v1/"):
+        return {"error": problem}
+    kind = "authentication_error" if status == 401 else "permission_error"
+    code = "invalid_api_key" if status == 401 else None
+    return {"type": "error", "error": {"message": problem, "type": kind, "param": None, "code": code}}
 
 
 def is_loopback(host: str) -> bool:

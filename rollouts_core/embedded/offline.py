@@ -64,6 +64,10 @@ def check_request(request: GenerationRequest, decoder: Decoder, *, has_text: boo
         raise ValueError(f"logit_bias may have at most {vocab_size} keys, got {count}.")
     if foreign := [token for token, _ in request.params.logit_bias if not 0 <= token < vocab_size]:
         raise ValueError(f"logit_bias must has keys in [0, {vocab_size - 1}], got {foreign[0]}.")  # SGLang's words
+    if not 0 <= request.logprobs.num_top <= vocab_size:
+        raise ValueError(f"top_logprobs_num may be at most {vocab_size}, got {request.logprobs.num_top}.")
+    if foreign := [token for token in request.logprobs.token_ids if not 0 <= token < vocab_size]:
+        raise ValueError(f"token_ids_logprob must have ids in [0, {vocab_size}), got {foreign[0]}.")
     num_new = request.params.max_new_tokens
     if num_new is not None and num_input + num_new > limit:
         raise ValueError(

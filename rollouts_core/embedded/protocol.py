@@ -25,6 +25,7 @@ from rollouts_core.embedded.receiving import BucketCall, GroupCall
 from rollouts_core.embedded.running import Completion, FinishReason, GenerationRequest, Partial, WeightSpan, complete
 from rollouts_core.embedded.sampling import MAX_SEED, MIN_SEED, SamplingParams
 from rollouts_core.embedded.scheduler import MAX_WAITING_REQUESTS, Load, RequestError
+from rollouts_core.embedded.scoring import NO_LOGPROBS, Alternatives, LogprobParams
 from rollouts_core.embedded.segments import SegmentAddress
 
 Json = Any
@@ -35,6 +36,8 @@ MAX_CHARS_PER_TOKEN = 32
 take minutes and gigabytes."""
 MAX_NAMED_TOKENS = 2**18
 """In `stop_token_ids` and `logit_bias`, which are looked through at every token; no vocabulary is larger."""
+MAX_LOGPROBS = 2**21
+"""In the answer to a request, beside those of the sampled tokens: 100 MB as JSON."""
 MAX_GROUP_SIZE = 4096
 """Ranks in a group with a trainer; each takes memory before any of them has come."""
 MAX_ID_CHARS = 1024
@@ -70,7 +73,7 @@ UNSUPPORTED_FIELDS = (
     *("return_prompt_token_ids", "watermark"),
 )
 """Fields of a generate request that ask for something this engine does not have."""
-UNSUPPORTED_LOGPROB_FIELDS = ("top_logprobs_num", "token_ids_logprob", "return_text_in_logprobs")
+UNSUPPORTED_LOGPROB_FIELDS = ("return_text_in_logprobs",)
 """The same for requests that want log-probs; others may carry them."""
 
 
@@ -122,29 +125,30 @@ def parse_generate(
     count = _completions_per_prompt(params_of_prompts)
     if (total := len(prompts) * count) > MAX_WAITING_REQUESTS:  # before there is a record of each
         raise RequestError(f"A request may ask for at most {MAX_WAITING_REQUESTS} completions, found {total}.")
-    for name in ("return_logprob", "logprob_start_len"):
+    for name in ("return_logprob", "logprob_start_len", "top_logprobs_num"):
         if count > 1 and isinstance(body.get(name), list):
             raise RequestError(f"Cannot use list {name} with parallel_sample_num > 1")
     wanted = [_boolean("return_logprob", value) for value in _spread(body, "return_logprob", len(prompts))]
     if unsupported := [name for name in UNSUPPORTED_LOGPROB_FIELDS if True in wanted and body.get(name)]:
         raise _unsupported(unsupported[0])
-    _check_logprob_start(body, prompts, wanted)
-    logprobs = set(wanted)
-    if len(logprobs) > 1:
+    if len(set(wanted)) > 1:
         raise RequestError("return_logprob must be the same for all prompts of a request.")
+    logprobs = _logprob_params(body, prompts) if True in wanted else [NO_LOGPROBS] * len(prompts)
     request_ids = _request_ids(body.get("rid"), len(prompts), count, is_batch=is_batch or count > 1)
     asked = [
-        (prompt, _of_sibling(prompt_params, sibling))
-        for prompt, prompt_params in zip(prompts, params, strict=True)
+        (prompt, _of_sibling(prompt_params, sibling), own_logprobs)
+        for prompt, prompt_params, own_logprobs in zip(prompts, params, logprobs, strict=True)
         for sibling in range(count)
     ]
+    requests = tuple(
+        GenerationRequest(request_id=request_id, input_ids=prompt, params=own_params, logprobs=own_logprobs)
+        for request_id, (prompt, own_params, own_logprobs) in zip(request_ids, asked, strict=True)
+    )
+    _check_num_logprobs(requests, context_length)
     return GenerateCall(
-        requests=tuple(
-            GenerationRequest(request_id=request_id, input_ids=prompt, params=own_params)
-            for request_id, (prompt, own_params) in zip(request_ids, asked, strict=True)
-        ),
+        requests=requests,
         is_batch=is_batch or count > 1,
-        wants_logprobs=logprobs == {True},
+        wants_logprobs=True in wanted,
         is_stream=_boolean("stream", body.get("stream")),
     )
 
@@ -188,7 +192,7 @@ def sampling_params_from_json(value: Json) -> SamplingParams:
 
 
 def completion_to_json(
-    completion: Completion, *, wants_logprobs: bool, text: str, index: int | None = None
+    completion: Completion, asked: GenerationRequest, *, wants_logprobs: bool, text: str, index: int | None = None
 ) -> dict[str, Json]:
     """SGLang's answer to one prompt."""
     meta_info = {
@@ -205,9 +209,11 @@ def completion_to_json(
         "e2e_latency": completion.latency_s,
     }
     if wants_logprobs:
-        meta_info["input_token_logprobs"] = []  # a start within the prompt is refused
+        meta_info["input_token_logprobs"] = _prompt_logprobs_to_json(completion, asked)
         meta_info["output_token_logprobs"] = logprobs_to_json(completion.output_ids, completion.output_logprobs)
         meta_info["output_token_logprobs_length"] = len(completion.output_ids)
+        if asked.logprobs.num_alternatives:
+            meta_info |= _alternatives_to_json(completion, asked.logprobs)
     answer = {"text": text, "output_ids": list(completion.output_ids), "meta_info": meta_info}
     return answer if index is None else {**answer, "index": index}
 
@@ -217,7 +223,7 @@ def progress_to_json(
 ) -> dict[str, Json]:
     """SGLang's event for a completion that goes on: everything so far, without what the end tells."""
     so_far = complete(partial, FinishReason("length"), weight_version=weight_version)
-    answer = completion_to_json(so_far, wants_logprobs=wants_logprobs, text=text, index=index)
+    answer = completion_to_json(so_far, partial.request, wants_logprobs=wants_logprobs, text=text, index=index)
     meta_info = answer["meta_info"]
     meta_info["finish_reason"] = None
     del meta_info["weight_versions"], meta_info["e2e_latency"]
@@ -407,6 +413,41 @@ def logprobs_to_json(token_ids: tuple[int, ...], logprobs: tuple[float, ...]) ->
     return [(logprob, token_id, None) for logprob, token_id in zip(logprobs, token_ids, strict=True)]
 
 
+def _prompt_logprobs_to_json(completion: Completion, asked: GenerationRequest) -> list[tuple[float | None, int, None]]:
+    """SGLang's entries for the prompt; the first one has no log-prob."""
+    if completion.prompt_scores is None:
+        return []
+    logprobs = [None, *completion.prompt_scores.logprobs_T.tolist()]
+    token_ids = asked.input_ids[-len(logprobs) :]
+    return [(logprob, token_id, None) for logprob, token_id in zip(logprobs, token_ids, strict=True)]
+
+
+def _alternatives_to_json(completion: Completion, wanted: LogprobParams) -> dict[str, Json]:
+    """SGLang's entries of other tokens, a list per position; a prompt's first position has none."""
+    scores, found = completion.prompt_scores, completion.alternatives
+    prompt = None if scores is None else scores.alternatives
+    answer: dict[str, Json] = {}
+    for place, each in (("input", prompt), ("output", found)):
+        first = [None] if each is not None and place == "input" else []
+        if wanted.num_top:
+            answer[f"{place}_top_logprobs"] = first + ([] if each is None else top_entries(each))
+        if wanted.token_ids:
+            answer[f"{place}_token_ids_logprobs"] = first + ([] if each is None else given_entries(each, wanted))
+    return answer
+
+
+def top_entries(found: Alternatives) -> list[list[tuple[float, int, None]]]:
+    """SGLang's entries of the most probable tokens, a list per position."""
+    rows = zip(found.top_logprobs_TK.tolist(), found.top_ids_TK.tolist(), strict=True)
+    return [[(logprob, token, None) for logprob, token in zip(*row, strict=True)] for row in rows]
+
+
+def given_entries(found: Alternatives, wanted: LogprobParams) -> list[list[tuple[float, int, None]]]:
+    """SGLang's entries of the tokens that were named, a list per position."""
+    rows = found.given_logprobs_TG.tolist()
+    return [[(logprob, token, None) for logprob, token in zip(row, wanted.token_ids, strict=True)] for row in rows]
+
+
 def finish_reason_to_json(reason: FinishReason, num_tokens: int) -> dict[str, Json]:
     """SGLang's finish_reason object."""
     match reason.kind:
@@ -523,19 +564,40 @@ def _request_ids(value: Json, num_prompts: int, per_prompt: int, *, is_batch: bo
     return [f"{own}_{sibling}" for own in value for sibling in range(per_prompt)] if per_prompt > 1 else value
 
 
-def _check_logprob_start(body: Mapping[str, Json], prompts: list[tuple[int, ...]], wanted: list[bool]) -> None:
-    """Logprobs of the prompt are not computed: a start within it is refused, unless no logprobs are wanted."""
+def _logprob_params(body: Mapping[str, Json], prompts: Sequence[tuple[int, ...]]) -> list[LogprobParams]:
+    """The log-probs that each prompt's answer has beside those of the sampled tokens."""
     starts = _spread(body, "logprob_start_len", len(prompts))
-    for start, prompt, is_wanted in zip(starts, prompts, wanted, strict=True):
-        if start is None or start == -1:
-            continue
-        if not _is_integer(start):
-            raise ContractError(f"invalid type: {_show(start)}, expected i64")
-        if is_wanted and start < len(prompt):
-            raise RequestError(
-                "logprob_start_len within the prompt is not supported by the embedded engine: leave it out, or use "
-                "the engine SGLang."
-            )
+    tops = _spread(body, "top_logprobs_num", len(prompts))
+    named = body.get("token_ids_logprob")
+    is_spread = isinstance(named, list) and any(not _is_integer(each) for each in named)
+    ids = _spread(body, "token_ids_logprob", len(prompts)) if is_spread else [named] * len(prompts)
+    for name, values in (("logprob_start_len", starts), ("top_logprobs_num", tops)):
+        if wrong := [value for value in values if value is not None and not _is_i64(value)]:
+            raise ContractError(f"invalid type: {_show(wrong[0])} for `{name}`, expected i64")
+    if wrong := [each for each in ids if each is not None and not (isinstance(each, list) and all(map(_is_i64, each)))]:
+        raise ContractError(f"invalid type: {_show(wrong[0])} for `token_ids_logprob`, expected a list of i64")
+    return [
+        LogprobParams(
+            start=start if start is not None and 0 <= start < len(prompt) else None,
+            num_top=max(top or 0, 0),
+            token_ids=tuple(own_ids or ()),
+        )
+        for prompt, start, top, own_ids in zip(prompts, starts, tops, ids, strict=True)
+    ]
+
+
+def _check_num_logprobs(requests: Sequence[GenerationRequest], context_length: int | None) -> None:
+    """Refuse a call whose answer would have more log-probs than are sent."""
+    total = 0
+    for asked in requests:
+        num_prompt, limit = len(asked.input_ids), asked.params.max_new_tokens
+        room = (limit or 0) if context_length is None else context_length - num_prompt
+        total += asked.logprobs.count_entries(num_prompt, room if limit is None else min(limit, room))
+    if total > MAX_LOGPROBS:
+        raise RequestError(
+            f"The answer may have at most {MAX_LOGPROBS} log-probs, and this request asks for up to {total}: lower "
+            "top_logprobs_num or max_new_tokens, name fewer token ids, or send fewer prompts at once."
+        )
 
 
 def _check_sampling_type(name: str, value: Json) -> None:

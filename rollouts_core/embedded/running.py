@@ -13,7 +13,7 @@ Letters: B rows, V vocabulary.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
@@ -30,6 +30,16 @@ from rollouts_core.embedded.sampling import (
     SamplingRows,
     adjust_logits,
     sample_tokens,
+    tempered_logprobs,
+)
+from rollouts_core.embedded.scoring import (
+    NO_LOGPROBS,
+    Alternatives,
+    LogprobParams,
+    PromptScorer,
+    PromptScores,
+    find_alternatives,
+    join_alternatives,
 )
 from rollouts_core.errors import NoMemoryError
 
@@ -77,6 +87,8 @@ class GenerationRequest:
     """The prompt."""
     params: SamplingParams
     """How to sample and when to end."""
+    logprobs: LogprobParams = NO_LOGPROBS
+    """Log-probs that are wanted beside those of the sampled tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +105,10 @@ class Partial:
     """Log-probability of each, under the distribution that was sampled from."""
     version_changes: tuple[tuple[str, int], ...] = ()
     """(version that ended, tokens that existed then), in order."""
+    prompt_scores: PromptScores | None = None
+    """Log-probs of the prompt, where they are wanted and were computed."""
+    alternatives: tuple[Alternatives, ...] = ()
+    """Log-probs of other tokens in the place of each of the completion, where they are wanted."""
     submitted_at: float = field(default_factory=time.monotonic)
     """Clock of `time.monotonic`."""
 
@@ -115,6 +131,10 @@ class Completion:
     """Which weights sampled which tokens; one span unless weights changed on the way."""
     latency_s: float
     """From submission to the last token."""
+    prompt_scores: PromptScores | None = None
+    """Log-probs of the prompt, where they were wanted."""
+    alternatives: Alternatives | None = None
+    """Log-probs of other tokens in the place of each of the completion, where they were wanted."""
 
     @property
     def weight_version(self) -> str:
@@ -132,6 +152,10 @@ def complete(partial: Partial, reason: FinishReason, *, weight_version: str) -> 
         prompt_tokens=len(partial.request.input_ids),
         weight_versions=weight_spans(partial.version_changes, weight_version, len(partial.output_ids)),
         latency_s=time.monotonic() - partial.submitted_at,
+        prompt_scores=partial.prompt_scores,
+        alternatives=join_alternatives(partial.alternatives, partial.request.logprobs)
+        if partial.request.logprobs.num_alternatives
+        else None,
     )
 
 
@@ -173,6 +197,7 @@ class RunningBatch:
         self._decoder = decoder
         self._tokenizer = tokenizer
         self._partials: list[Partial] = []
+        self._alternatives: list[list[Alternatives]] = []
         self._patterns = PatternSearch()
         try:
             self._sampling = SamplingRows(slots)
@@ -182,6 +207,7 @@ class RunningBatch:
             self._max_output = np.zeros(slots, dtype=np.int64)
             self._stop_ids = np.full((slots, 1), NO_TOKEN, dtype=np.int64)
             self._search_s = np.zeros(slots)
+            self._has_alternatives = np.zeros(slots, dtype=np.bool_)
             self._output_ids = np.zeros((slots, length), dtype=np.int64)
             self._output_logprobs = np.zeros((slots, length), dtype=np.float32)
         except MemoryError as error:
@@ -212,23 +238,40 @@ class RunningBatch:
     def step(self, admitted: Sequence[Partial] = ()) -> list[tuple[Partial, FinishReason]]:
         """Take in requests and sample one more token for every row; return the requests that ended."""
         assert len(admitted) <= self.num_free, f"{len(admitted)} requests for {self.num_free} free rows"
-        ended: list[tuple[Partial, FinishReason]] = []
         num_decoding = self.num_rows
+        full = [partial for partial in admitted if self._output_limit(partial) == 0]
         for partial in admitted:
             if self._output_limit(partial) > 0:
                 self._add_row(partial)
-            else:
-                ended.append((partial, FinishReason("length")))
-        if self.num_rows == 0:
-            return ended
+        scorers = {key: PromptScorer(*key) for partial in admitted if (key := _scorer_key(partial))}
+        prompts = [added.request.input_ids + added.output_ids for added in self._partials[num_decoding:]]
+        # A prompt without a completion takes a free slot for this pass alone.
+        prompts += [partial.request.input_ids for partial in full if _scorer_key(partial)]
+        if not num_decoding and not prompts:
+            return [(partial, FinishReason("length")) for partial in full]
         logits_BV = self._decoder.step(
             torch.from_numpy(self._last_token[:num_decoding]),
             torch.from_numpy(self._num_cached[:num_decoding]),
-            [added.request.input_ids + added.output_ids for added in self._partials[num_decoding:]],
+            prompts,
+            scorers=list(scorers.values()),
         )
+        scores = {key: scorer.scores() for key, scorer in scorers.items()}
+        num_filled = num_decoding + len(prompts)
+        ended = [self._end_scored(_with_scores(partial, scores), num_filled) for partial in full]
+        if not self.num_rows:
+            return ended
+        self._partials[num_decoding:] = [_with_scores(added, scores) for added in self._partials[num_decoding:]]
         self._num_cached[:num_decoding] += 1
-        self._append_tokens(logits_BV)
+        self._append_tokens(logits_BV[: self.num_rows])
         return ended + self._take_finished()
+
+    def _end_scored(self, partial: Partial, num_filled: int) -> tuple[Partial, FinishReason]:
+        """A request that wants no token, with the reason for its end; slots behind the rows were filled for such."""
+        if partial.prompt_scores is None or not np.isnan(partial.prompt_scores.logprobs_T).any():
+            return partial, FinishReason("length")
+        for slot in range(self.num_rows, num_filled):
+            self._decoder.clear_slot(slot)
+        return partial, NO_NUMBERS
 
     def remove(self, is_chosen: Callable[[str], bool]) -> list[Partial]:
         """Take out the rows whose request id is chosen, with the tokens they have, in row order."""
@@ -244,6 +287,7 @@ class RunningBatch:
             self._partials[row],
             output_ids=tuple(self._output_ids[row, :count].tolist()),
             output_logprobs=tuple(self._output_logprobs[row, :count].tolist()),
+            alternatives=tuple(self._alternatives[row]),
         )
 
     def row_of(self, request_id: str) -> int | None:
@@ -272,6 +316,8 @@ class RunningBatch:
         self._output_logprobs[row, :count] = partial.output_logprobs
         self._sampling.set(row, params, partial.seed)
         self._partials.append(partial)
+        self._alternatives.append([*partial.alternatives])
+        self._has_alternatives[row] = partial.request.logprobs.num_alternatives > 0
 
     def _ends_of(self, params: SamplingParams) -> set[int]:
         """Tokens of the model that end a completion, unless these are ignored."""
@@ -300,6 +346,9 @@ class RunningBatch:
         self._output_ids[row_numbers, places] = self._last_token[:count]
         self._output_logprobs[row_numbers, places] = logprobs_B.numpy()
         self._num_output[:count] += 1
+        for row in np.flatnonzero(self._has_alternatives[:count]):
+            logprobs_RV = tempered_logprobs(logits_BV[row : row + 1], sampling.temperature_B[row : row + 1])
+            self._alternatives[row].append(find_alternatives(logprobs_RV, self._partials[row].request.logprobs))
 
     def _take_finished(self) -> list[tuple[Partial, FinishReason]]:
         """Remove and return the rows whose last token ended them."""
@@ -369,14 +418,31 @@ class RunningBatch:
             if row != last:
                 self._move_row(last, row)
             self._partials.pop()
+            self._alternatives.pop()
 
     def _move_row(self, source: int, target: int) -> None:
         self._decoder.move_slot(source, target, length=int(self._num_cached[source]))
         columns = (self._last_token, self._num_cached, self._num_output, self._max_output, self._stop_ids)
-        for column in (*columns, self._search_s):
+        for column in (*columns, self._search_s, self._has_alternatives):
             column[target] = column[source]
         count = self._num_output[source]
         self._output_ids[target, :count] = self._output_ids[source, :count]
         self._output_logprobs[target, :count] = self._output_logprobs[source, :count]
         self._sampling.move(source, target)
         self._partials[target] = self._partials[source]
+        self._alternatives[target] = self._alternatives[source]
+
+
+def _scorer_key(partial: Partial) -> tuple[tuple[int, ...], LogprobParams, int | None] | None:
+    """What the log-probs of a prompt depend on; None where they are not wanted, or known."""
+    request = partial.request
+    if request.logprobs.start is None or partial.prompt_scores is not None:
+        return None
+    return request.input_ids, request.logprobs, request.params.num_tokens
+
+
+def _with_scores(
+    partial: Partial, scores: Mapping[tuple[tuple[int, ...], LogprobParams, int | None], PromptScores]
+) -> Partial:
+    key = _scorer_key(partial)
+    return partial if key is None else replace(partial, prompt_scores=scores[key])

@@ -208,7 +208,7 @@ def sample_tokens(logits_BV: Tensor, rows: SamplingRows, positions_B: NDArray[np
     is_limited = bool((rows.num_tokens_B < num_words).any())
     if is_limited:
         leave_out(logits_BV, rows.num_tokens_B)
-    logprobs_BV = torch.log_softmax(logits_BV.float() / _as_column(rows.temperature_B), -1)
+    logprobs_BV = tempered_logprobs(logits_BV, rows.temperature_B)
     probs_BV = logprobs_BV.exp()
     allowed_BV = _restrict(probs_BV, rows) if rows.is_restricted_B.any() else probs_BV
     cumulative_BV = allowed_BV.cumsum(-1, dtype=torch.float64)
@@ -220,6 +220,12 @@ def sample_tokens(logits_BV: Tensor, rows: SamplingRows, positions_B: NDArray[np
     if rows.is_greedy_B.any():
         tokens_B = torch.where(torch.from_numpy(rows.is_greedy_B), logprobs_BV.argmax(-1), tokens_B)
     return tokens_B, logprobs_BV.gather(-1, tokens_B[:, None])[:, 0]
+
+
+@torch.inference_mode()
+def tempered_logprobs(logits_BV: Tensor, temperature_B: NDArray[np.float32]) -> Tensor:
+    """The distribution that is sampled from, before some tokens are excluded from the choice."""
+    return torch.log_softmax(logits_BV.float() / _as_column(temperature_B), -1)
 
 
 @torch.inference_mode()

@@ -174,10 +174,7 @@ class Scheduler:
             RequestError: the model cannot take this request.
             EngineUnavailableError: the engine is closing, failed or full.
         """
-        try:
-            check_request(request, self.decoder, has_text=self.tokenizer is not None)
-        except ValueError as error:
-            raise RequestError(str(error)) from error
+        self.check(request)
         done: Future[Completion] = Future()
         done.set_running_or_notify_cancel()
         partial = Partial(request=request, seed=choose_seed(request.params))
@@ -193,6 +190,13 @@ class Scheduler:
             self._incoming.append(partial)
             self._wake.notify()
         return done
+
+    def check(self, request: GenerationRequest) -> None:
+        """Raise RequestError if the model cannot take this request."""
+        try:
+            check_request(request, self.decoder, has_text=self.tokenizer is not None)
+        except ValueError as error:
+            raise RequestError(str(error)) from error
 
     def abort(self, request_id: str) -> Future[None]:
         """End a request, or the members `<request_id>_<n>` of a batch, with the tokens they have.

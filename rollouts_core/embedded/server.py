@@ -54,6 +54,7 @@ def serve(
     model_dir: Path,
     *,
     port: int,
+    name: str = "",
     host: str = "127.0.0.1",
     num_threads: int = 1,
     max_running_requests: int = 64,
@@ -66,6 +67,7 @@ def serve(
     Args:
         model_dir: a Hugging Face directory: config.json, safetensors, and tokenizer.json where text is wanted.
         port: 0 takes a free one; `on_ready` learns which.
+        name: what requests call the model; the directory by default.
         host: address to listen on.
         num_threads: CPU threads of the whole process.
         max_running_requests: completions that are generated together.
@@ -95,7 +97,7 @@ def serve(
         url = f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
         with Scheduler(decoder, model_dir=model_dir) as scheduler:
             receiver = WeightReceiver(max_bytes=MAX_SENT_SHARE * decoder.num_weight_bytes)
-            app = build_app(scheduler, receiver)
+            app = build_app(scheduler, receiver, name=name)
             config = uvicorn.Config(
                 Gate(app, api_key),
                 log_config=None,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import resource
 import threading
 import time
@@ -18,7 +19,7 @@ import httpx
 import pytest
 
 from rollouts_core.data.chat import tokenize_prompt
-from rollouts_core.embedded import app
+from rollouts_core.embedded import exchange
 from rollouts_core.embedded.decoder import Decoder
 from rollouts_core.embedded.protocol import MAX_CHARS_PER_TOKEN, ContractError, parse_generate
 from rollouts_core.embedded.scheduler import MAX_WAITING_REQUESTS, RequestError, Scheduler
@@ -108,10 +109,49 @@ def test_a_request_of_more_than_the_engine_takes_is_refused_at_once(
     assert ask(scheduler, "POST", "/generate", {"input_ids": [3], "sampling_params": SHORT}).status_code == 200
 
 
+MESSAGE = b'{"model": "m", "max_tokens": 1, "messages": [{"role": "user", "content": '
+
+
+@pytest.mark.parametrize(
+    ("path", "content", "words"),
+    [
+        (
+            "/v1/completions",
+            b'{"model": "m", "prompt": "' + b"a " * (10 << 20) + b'"}',
+            "longer than the model's context",
+        ),
+        ("/v1/completions", b'{"model": "m", "prompt": "' + b"a" * (60 << 20) + b'"}', "bytes that are taken"),
+        ("/v1/completions", b'{"model": "m", "prompt": [' + b"1," * 10_000_000 + b"1]}", "longer than the model's"),
+        ("/v1/completions", b'{"model": "m", "prompt": [' + b"[1]," * 100_000 + b"[1]]}", "at most 65536 completions"),
+        ("/v1/completions", b'{"model": "m", "prompt": [' + b"[1]," * 3_000_000 + b"[1]]}", "lists and objects"),
+        ("/tokenize", b'{"prompt": "' + b"a " * (10 << 20) + b'"}', "may have at most"),
+        ("/v1/chat/completions", MESSAGE + b'"' + b"a" * (60 << 20) + b'"}]}', "bytes that are taken"),
+        ("/v1/messages", MESSAGE + b'"' + b"a" * (60 << 20) + b'"}]}', "bytes that are taken"),
+    ],
+    ids=["text", "60 MB", "ids", "prompts", "lists", "tokenize", "chat", "messages"],
+)
+def test_the_other_apis_have_the_same_limits(scheduler: Scheduler, path: str, content: bytes, words: str) -> None:
+    content = content.replace(b'"m"', json.dumps(str(scheduler.model_dir)).encode(), 1)
+    before, longest_s = held_mb(), 0.0
+
+    async def conversation(client: httpx.AsyncClient) -> None:
+        nonlocal longest_s
+        asked = asyncio.create_task(client.post(path, content=content))
+        while not asked.done():
+            last = time.monotonic()
+            await asyncio.sleep(0.01)
+            longest_s = max(longest_s, time.monotonic() - last)
+        assert (asked.result().status_code, words in asked.result().text) == (400, True), asked.result().text[:300]
+
+    talk(scheduler, conversation)
+    assert longest_s < 5
+    assert held_mb() - before < 1200
+
+
 @pytest.mark.parametrize("path", ["/abort_request", "/pause_generation", "/update_weight_version", "/weights_checker"])
 def test_requests_that_say_little_are_taken_little_of(scheduler: Scheduler, path: str) -> None:
     answer = ask(scheduler, "POST", path, {"rid": "x" * (1 << 20)})
-    assert (answer.status_code, f"more than the {app.SMALL_BODY_BYTES} bytes" in answer.text) == (400, True)
+    assert (answer.status_code, f"more than the {exchange.SMALL_BODY_BYTES} bytes" in answer.text) == (400, True)
 
 
 def test_a_text_is_turned_into_token_ids_beside_the_event_loop(scheduler: Scheduler) -> None:

@@ -27,7 +27,7 @@ from typer.core import TyperGroup
 from typer.main import get_command
 from typer.testing import CliRunner
 
-from rollouts.flows.cli import app, explain_server, render_curl, run_pipeline
+from rollouts.flows.cli import app, explain_server, run_pipeline
 from rollouts.flows.form import Pipeline, load_pipeline
 from rollouts.flows.own_server.lend import ServerAddress
 from rollouts.flows.pipeline import PipelineResult
@@ -49,7 +49,10 @@ SURFACE = {
     "preset": ["[NAME]"],
     "validate": ["CONFIG", "--store", "--show", "--json"],
     "ui": ["--store", "--port"],
-    "serve": ["MODEL_DIR", "--host", "--port", "--threads", "--max-running-requests", "--api-key"],
+    "serve": ["MODEL", "--host", "--port", "--threads", "--max-running-requests", "--api-key", "--store"],
+    "chat": [
+        *("MODEL", "[OTHER]", "--system", "--temperature", "--top-p", "--max-tokens", "--seed", "--threads", "--store"),
+    ],
     "gpus": [
         *("--gpu", "--count", "--min-vram", "--max-price", "--disk", "--region"),
         *("--community", "--spot", "--min-cuda", "--provider", "--limit", "--credentials", "--store", "--json"),
@@ -382,9 +385,9 @@ def test_a_key_is_asked_for_on_every_request(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["nowhere"], r"nowhere is not a folder: give the folder of a Hugging Face checkpoint"),
+        (["nowhere"], r"nowhere is not a folder, nor a finished run or a registered model of the store \.rollouts"),
         (["empty"], r"empty has no config\.json: give the folder of a Hugging Face checkpoint"),
-        (["run"], r"run has no config\.json: give \S*run.checkpoint$"),
+        (["run"], r"run/checkpoint: config\.json is not the whole config\.json of a model"),
         (["gpt2"], r"does not support architecture GPT2LMHeadModel; it supports LlamaForCausalLM"),
         (["gpt2", "--port", "TAKEN"], r"port \d+ on 127\.0\.0\.1 is in use by another process"),
         (["gpt2", "--host", "0.0.0.0"], r"needs an API key: set ROLLOUTS_API_KEY, or listen on 127\.0\.0\.1"),
@@ -408,14 +411,6 @@ def test_what_cannot_be_served_is_refused_in_one_sentence(
     assert outcome.exit_code == 2, outcome.output
     assert re.search(words, outcome.stderr)
     assert len(outcome.stderr.splitlines()) == 1
-
-
-def test_the_example_of_a_request_fits_the_model_and_keeps_the_key_to_itself(tmp_path: Path) -> None:
-    assert '"input_ids": [1, 2, 3]' in render_curl("http://h:1", tmp_path, has_key=False)
-    (tmp_path / "tokenizer.json").touch()
-    shown = render_curl("http://h:1", tmp_path, has_key=True)
-    assert '"text": "Hello"' in shown
-    assert "Bearer $ROLLOUTS_API_KEY" in shown
 
 
 @pytest.mark.slow

@@ -166,10 +166,3 @@ def test_a_start_of_logprobs_is_harmless_if_none_are_wanted(start: object, url: 
         answer = post(url, "/generate", **body, **wanted)
         assert answer.status_code == 200, answer.text
         assert "output_token_logprobs" not in answer.json()[0]["meta_info"]
-    refused = post(
-        url,
-        "/generate",
-        **{**body, "logprob_start_len": 0, "top_logprobs_num": 0, "token_ids_logprob": None},
-        return_logprob=True,
-    )
-    assert refused.status_code == 400 and "logprob_start_len within the prompt" in refused.text

@@ -19,7 +19,7 @@ from rollouts_core.embedded.protocol import (
     parse_generate,
     sampling_params_from_json,
 )
-from rollouts_core.embedded.running import Completion, FinishReason, WeightSpan
+from rollouts_core.embedded.running import Completion, FinishReason, GenerationRequest, WeightSpan
 from rollouts_core.embedded.sampling import MAX_SEED, MIN_SEED, SamplingParams
 from rollouts_core.embedded.scheduler import RequestError
 from tests.excuses import ExcusedSkip
@@ -176,9 +176,12 @@ def test_requests_of_the_wrong_form_break_the_contract(body: Any, words: str) ->
         ({"input_ids": [[1], [2]], "sampling_params": [{"n": 2}, {"n": 3}]}, "should be the same for all samples"),
         ({"return_logprob": [True], "sampling_params": {"n": 2}}, "Cannot use list return_logprob"),
         ({"sampling_params": {"logit_bias": {"3": 1e999}}}, "logit_bias must have finite numbers"),
-        ({"return_logprob": True, "top_logprobs_num": 3}, "`top_logprobs_num` is not supported"),
+        ({"return_logprob": True, "return_text_in_logprobs": True}, "`return_text_in_logprobs` is not supported"),
         ({"lora_path": "x"}, "`lora_path` is not supported"),
-        ({"return_logprob": True, "logprob_start_len": 0}, "logprob_start_len within the prompt"),
+        (
+            {"return_logprob": True, "top_logprobs_num": 2**20},
+            "at most 2097152 log-probs, and this request asks for up to",
+        ),
         ({"rid": ["a", "a"]}, "different ids"),
     ],
 )
@@ -222,7 +225,8 @@ def test_an_answer_has_sglangs_fields(reason: FinishReason, rendered: dict[str, 
         weight_versions=(WeightSpan("1", 0, 1), WeightSpan("2", 1, 2)),
         latency_s=0.25,
     )
-    answer = json.loads(json.dumps(completion_to_json(completion, wants_logprobs=True, text="t")))
+    asked = GenerationRequest(request_id="r", input_ids=(1, 2, 3, 4), params=SamplingParams())
+    answer = json.loads(json.dumps(completion_to_json(completion, asked, wants_logprobs=True, text="t")))
     assert answer == {
         "text": "t",
         "output_ids": [5, 9],

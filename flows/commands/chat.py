@@ -1,0 +1,179 @@
+"""Talk to models in the terminal, or from a pipe: one line is a message.
+
+Not here: which folders are meant (serve.py), how a chat runs (rollouts_core/embedded/chatting.py).
+
+    you            >  a line, or /reset, /system TEXT, /set NAME=VALUE, /help, /quit
+    one model      its answer, as it comes
+    two models     both compute at once; the first answer as it comes, then the second
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+from rollouts.flows.commands.terminal import console
+from rollouts_core.embedded.chatting import Chat, follow_chat, loaded_model, prepare_chat
+from rollouts_core.embedded.openai_api import split_pieces
+from rollouts_core.embedded.running import Completion
+from rollouts_core.embedded.served import ServedModel
+from rollouts_core.errors import RolloutsError
+
+if TYPE_CHECKING:
+    from rollouts_core.types import Message
+
+HELP = """/reset            forget the conversation
+/system TEXT      another system prompt; forgets the conversation
+/set NAME=VALUE   temperature, top_p, max_tokens or seed; without NAME=VALUE shows them
+/quit             end, as Ctrl-D does"""
+THINKING = "(thinking) "
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """How models answer."""
+
+    system: str = ""
+    temperature: float = 1.0
+    top_p: float = 1.0
+    max_tokens: int | None = None
+    """None for the room that the context has."""
+    seed: int | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class Talker:
+    """A model, and what was said with it."""
+
+    model: ServedModel
+    messages: list[Message] = field(default_factory=list)
+
+
+def talk(folders: Mapping[str, Path], settings: Settings, *, threads: int) -> None:
+    """Answer lines of the standard input until it ends."""
+    with ExitStack() as stack:
+        models = [
+            stack.enter_context(loaded_model(folder, name, num_threads=threads)) for name, folder in folders.items()
+        ]
+        talkers = [Talker(model=model) for model in models]
+        console.print(f"{' and '.join(folders)}: /help shows the commands, Ctrl-D ends", markup=False)
+        for line in _lines():
+            if line == "/quit":
+                return
+            if line.startswith("/"):
+                settings = obey(line, settings, talkers)
+            elif line:
+                _answer(line, settings, talkers)
+
+
+def _lines() -> Iterator[str]:
+    """The user's lines; only a terminal is shown a prompt."""
+    is_terminal = sys.stdin.isatty()
+    while True:
+        try:
+            line = input("> ") if is_terminal else sys.stdin.readline()
+        except EOFError:
+            return
+        except KeyboardInterrupt:
+            console.print("\n/quit or Ctrl-D ends")
+            continue
+        if not is_terminal and not line:
+            return
+        yield line.strip()
+
+
+def obey(line: str, settings: Settings, talkers: list[Talker]) -> Settings:
+    """Carry out a command, and return the settings from now on."""
+    command, _, rest = line.partition(" ")
+    rest = rest.strip()
+    if command in ("/reset", "/system"):
+        for talker in talkers:
+            talker.messages.clear()
+        console.print("the conversation begins anew")
+        return replace(settings, system=rest) if command == "/system" else settings
+    if command == "/set":
+        return _set(rest, settings)
+    console.print(HELP if command == "/help" else f"{command} is not a command:\n{HELP}", markup=False)
+    return settings
+
+
+def _set(rest: str, settings: Settings) -> Settings:
+    kinds = {"temperature": float, "top_p": float, "max_tokens": int, "seed": int}
+    name, _, value = (part.strip() for part in rest.partition("="))
+    try:
+        changed = replace(settings, **{name: kinds[name](value)}) if rest else settings
+    except (KeyError, ValueError):
+        console.print(f"{rest} is not a setting: give one of {', '.join(kinds)} as NAME=VALUE", markup=False)
+        return settings
+    shown = (f"{each.name}={getattr(changed, each.name)}" for each in fields(changed) if each.name in kinds)
+    console.print(", ".join(shown), markup=False)
+    return changed
+
+
+def _answer(line: str, settings: Settings, talkers: list[Talker]) -> None:
+    """Let all models answer at once, and write the answers behind each other."""
+    try:
+        asyncio.run(_answer_all(line, settings, talkers))
+    except KeyboardInterrupt:
+        sys.stdout.write("\n")
+        console.print("the answer was ended; /reset forgets the conversation")
+    except BrokenPipeError:
+        sys.stdout = None  # nothing more can be written
+        raise SystemExit(1) from None
+
+
+async def _answer_all(line: str, settings: Settings, talkers: list[Talker]) -> None:
+    parts: list[asyncio.Queue[str | None]] = [asyncio.Queue() for _ in talkers]
+    tasks = [
+        asyncio.create_task(_say(line, settings, talker, queue)) for talker, queue in zip(talkers, parts, strict=True)
+    ]
+    try:
+        for talker, queue in zip(talkers, parts, strict=True):
+            if len(talkers) > 1:
+                sys.stdout.write(f"[{talker.model.name}]\n")
+            while (part := await queue.get()) is not None:
+                sys.stdout.write(part)
+                sys.stdout.flush()
+            sys.stdout.write("\n")
+            sys.stdout.flush()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _say(line: str, settings: Settings, talker: Talker, parts: asyncio.Queue[str | None]) -> None:
+    """Put a model's answer into a queue as it comes, and remember it."""
+    asked: list[Message] = [*talker.messages, {"role": "user", "content": line}]
+    system: list[Message] = [{"role": "system", "content": settings.system}] if settings.system else []
+    sampling = {
+        "temperature": settings.temperature,
+        "top_p": settings.top_p,
+        "max_new_tokens": settings.max_tokens,
+        "sampling_seed": settings.seed,
+    }
+    chat = Chat(messages=[*system, *asked], tools=(), template_values={}, fields={"sampling_params": sampling})
+    answer = thoughts = ""
+    try:
+        async for news in follow_chat(talker.model, prepare_chat(talker.model, chat)):
+            said, thought, _ = split_pieces(news.pieces)
+            if thought:
+                parts.put_nowait(thought if thoughts else THINKING + thought)
+            if said:
+                parts.put_nowait("\n\n" + said if thoughts and not answer else said)
+            answer, thoughts = answer + said, thoughts + thought
+            if isinstance(news.found, Completion) and news.found.finish_reason.kind == "length":
+                parts.put_nowait(" [...]")
+    except RolloutsError as error:
+        console.print(f"{talker.model.name}: {error}", markup=False)
+        return
+    finally:
+        if answer or thoughts:
+            turn = {"role": "assistant", "content": answer} | ({"reasoning_content": thoughts} if thoughts else {})
+            talker.messages = [*asked, cast("Message", turn)]
+        parts.put_nowait(None)

@@ -1,0 +1,162 @@
+"""`rollouts serve` and `rollouts chat`: use a checkpoint that was trained here, or any other.
+
+Not here: the server (rollouts_core/embedded), the other commands (cli.py), talking in the terminal (chat.py).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from rollouts.flows.commands.models import only_line, open_registry
+from rollouts.flows.commands.terminal import DEFAULT_STORE, console
+from rollouts.flows.store import STORE_VARIABLE, from_home
+from rollouts.infra.errors import PermanentInfraError
+from rollouts.infra.ports import check_loopback
+from rollouts.infra.registry import Alias, current, models
+from rollouts_core.errors import InputError
+from rollouts_core.system.open_files import raise_file_limit
+
+if TYPE_CHECKING:
+    pass
+
+MODEL_HELP = "A run, a registered model or its line (its production model), or the folder of a Hugging Face checkpoint."
+Model = Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP)]
+Store = Annotated[
+    Path, typer.Option(envvar=STORE_VARIABLE, callback=from_home, help="Folder with the runs and registered models.")
+]
+
+
+def serve(
+    model: Model,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 takes any free one.")] = 30000,
+    threads: Annotated[int, typer.Option(min=1, help="CPU threads.")] = 1,
+    max_running_requests: Annotated[int, typer.Option(min=1, help="Completions generated together.")] = 64,
+    api_key: Annotated[
+        str,
+        typer.Option(
+            envvar="ROLLOUTS_API_KEY",
+            help="Key that every request must carry; needed where --host is beyond this machine.",
+            show_default=False,
+        ),
+    ] = "",
+    store: Store = DEFAULT_STORE,
+) -> None:
+    """Serve a checkpoint by the embedded engine, which speaks the APIs of OpenAI, Anthropic and SGLang.
+
+    Prints its address and lines to paste; Ctrl-C ends it. A run starts its engines itself.
+    """
+    model_dir = find_checkpoint(model, store)
+    raise_file_limit()
+    from rollouts_core.embedded.gate import is_loopback
+    from rollouts_core.embedded.server import serve as serve_model
+
+    if is_loopback(host):
+        check_loopback()
+
+    def announce(url: str) -> None:
+        console.print(f"serving {model_dir} at {url} (Ctrl-C ends it)", markup=False)
+        console.print(render_examples(url, model, model_dir, has_key=bool(api_key)), markup=False)
+
+    serve_model(
+        model_dir,
+        name=model,
+        host=host,
+        port=port,
+        num_threads=threads,
+        max_running_requests=max_running_requests,
+        api_key=api_key,
+        on_ready=announce,
+    )
+
+
+def chat(
+    model: Model,
+    other: Annotated[str, typer.Argument(metavar="[OTHER]", help="A second model, which answers the same.")] = "",
+    system: Annotated[str, typer.Option(help="System prompt.")] = "",
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the most probable token.")] = 1.0,
+    top_p: Annotated[float, typer.Option(help="Only the most probable tokens that together reach it.")] = 1.0,
+    max_tokens: Annotated[int, typer.Option(min=0, help="Tokens of an answer; 0 for the context's room.")] = 0,
+    seed: Annotated[int | None, typer.Option(help="Same seed, same answers.", show_default=False)] = None,
+    threads: Annotated[int, typer.Option(min=1, help="CPU threads.")] = 1,
+    store: Store = DEFAULT_STORE,
+) -> None:
+    """Talk to one model, or to two at once. Each line is a message, from a terminal or a pipe.
+
+    Answers go to the output, everything else to the error output. /help shows the commands; Ctrl-C ends an answer,
+    Ctrl-D the chat.
+    """
+    folders = {given: find_checkpoint(given, store) for given in (model, other) if given}
+    from rollouts.flows.commands.chat import Settings, talk  # torch
+
+    settings = Settings(system=system, temperature=temperature, top_p=top_p, max_tokens=max_tokens or None, seed=seed)
+    talk(folders, settings, threads=threads)
+
+
+def find_checkpoint(given: str, store: Path) -> Path:
+    """The folder of the checkpoint that is meant: of a folder, a run's name or a registered model.
+
+    Raises:
+        InputError: there is none, or there are several.
+    """
+    folder = Path(given)
+    for found in (folder, folder / "checkpoint"):
+        if (found / "config.json").is_file():
+            return found
+    if folder.is_dir():
+        raise InputError(f"{given} has no config.json: give the folder of a Hugging Face checkpoint")
+    runs = store / "runs"
+    if (runs / given / "checkpoint").is_dir():
+        return runs / given / "checkpoint"
+    if registered := _registered(given, store):
+        return registered
+    named = [each for each in sorted(runs.glob("*/checkpoint")) if each.parent.name.rpartition("-")[0] == given]
+    if len(named) > 1:
+        raise InputError(f"{given} may be {' or '.join(each.parent.name for each in named)}: name one of them")
+    if named:
+        return named[0]
+    raise InputError(
+        f"{given} is not a folder, nor a finished run or a registered model of the store {store}: give the folder of a "
+        "Hugging Face checkpoint, or a name from `rollouts status` or `rollouts models`"
+    )
+
+
+def _registered(given: str, store: Path) -> Path | None:
+    """The checkpoint of a registered model, or of the production model of a line."""
+    try:
+        with open_registry(store) as ledger:
+            named = [each for each in models(ledger) if each.name == given]
+            model = named[0] if named else current(ledger, only_line(ledger, given), Alias.PRODUCTION)
+    except (PermanentInfraError, InputError):
+        return None
+    return store / model.checkpoint if model else None
+
+
+def render_examples(url: str, name: str, model_dir: Path, *, has_key: bool) -> str:
+    """Lines to paste that ask the server for an answer; the key is named, not shown."""
+    if not (model_dir / "tokenizer.json").exists():
+        return f"try: {render_curl(url, '/generate', NUMBERS, has_key=has_key)}"
+    body = f'{{"model": "{name}", "messages": [{{"role": "user", "content": "Hello"}}]}}'
+    key = 'os.environ["ROLLOUTS_API_KEY"]' if has_key else '"none"'
+    python = [
+        *(["import os"] if has_key else []),
+        "from openai import OpenAI",
+        f'client = OpenAI(base_url="{url}/v1", api_key={key})',
+        'messages = [{"role": "user", "content": "Hello"}]',
+        f'print(client.chat.completions.create(model="{name}", messages=messages).choices[0].message.content)',
+    ]
+    curl = render_curl(url, "/v1/chat/completions", body, has_key=has_key)
+    return "\n".join([f"try: {curl}", "from Python, after pip install openai:", *(f"    {line}" for line in python)])
+
+
+NUMBERS = '{"input_ids": [1, 2, 3], "sampling_params": {"max_new_tokens": 16}}'
+"""For a model without a tokenizer."""
+
+
+def render_curl(url: str, path: str, body: str, *, has_key: bool) -> str:
+    """A command that sends a request."""
+    key = ' -H "Authorization: Bearer $ROLLOUTS_API_KEY"' if has_key else ""
+    return f"curl {url}{path}{key} -H 'Content-Type: application/json' -d '{body}'"

@@ -1,0 +1,224 @@
+"""A model's chat template: messages to token ids, and a turn of the assistant to its text, thoughts and tool calls.
+
+Not here: the template itself (data/rendering.py), the dialects of tool calls (data/dialects.py), JSON of any API.
+
+transformers loads at the first chat, because that takes seconds; an engine of a training run never needs it.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Lock
+from typing import TYPE_CHECKING, Any
+
+from rollouts_core.embedded.protocol import MAX_CHARS_PER_TOKEN
+from rollouts_core.embedded.scheduler import RequestError
+from rollouts_core.errors import DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from rollouts_core.data.dialects import Dialect, Piece
+    from rollouts_core.types import Message
+
+MAX_FORMS = 16
+"""Sets of template values whose templates are kept."""
+MAX_VALUES_CHARS = 4096
+"""Of `chat_template_kwargs` as JSON."""
+RESERVED_VALUES = ("messages", "tools", "documents", "add_generation_prompt")
+PARTS = re.compile(r"<[^<]*|[^<]+")
+"""A text in parts that begin a call each, or none: if a call cannot be read, what was ahead of it is known."""
+THOUGHT_MARKS = ("</think>", "reasoning_content", "<|channel")
+"""A template that has one of them knows thoughts, so they are told apart from the answer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatForm:
+    """How a model chats, with one set of template values."""
+
+    tokenizer: PreTrainedTokenizerBase
+    """Has the template with the values."""
+    dialect: Dialect
+    """In which calls and thoughts are written."""
+    stop_ids: tuple[int, ...]
+    """Tokens that end a turn."""
+    has_thoughts: bool
+    """The template knows thoughts."""
+
+    def encode(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[dict[str, Any]],  # Any: JSON schemas
+        *,
+        context_length: int,
+    ) -> list[int]:
+        """Token ids of a conversation that waits for the assistant.
+
+        Raises:
+            RequestError: the template refuses it, or it exceeds the context.
+        """
+        from rollouts_core.data.chat import encode_texts, render_prompt  # heavy
+
+        try:
+            text = render_prompt(self.tokenizer, messages, tools or None)
+        except DataError as error:
+            raise RequestError(f"{error}.") from error
+        if len(text) > (most := context_length * MAX_CHARS_PER_TOKEN):
+            raise RequestError(
+                f"The input ({len(text)} characters) is longer than the model's context length ({context_length} "
+                f"tokens): at most {most} characters are taken."
+            )
+        return encode_texts(self.tokenizer, [text])[0]
+
+
+class ChatModel:
+    """Loads the chat template of a model directory when it is first needed; may be used in any thread."""
+
+    def __init__(self, model_dir: Path) -> None:
+        self._model_dir = model_dir
+        self._lock = Lock()
+        self._forms: dict[str, ChatForm] = {}
+        self._tokenizer: PreTrainedTokenizerBase | None = None
+
+    def form(self, values: Mapping[str, Any]) -> ChatForm:  # Any: JSON
+        """The form with these template values.
+
+        Raises:
+            RequestError: there is no chat template, or the values are none of a template's.
+        """
+        key = json.dumps(values, sort_keys=True)
+        if len(key) > MAX_VALUES_CHARS:
+            raise RequestError(f"chat_template_kwargs may have at most {MAX_VALUES_CHARS} characters as JSON.")
+        if wrong := [name for name in values if not name.isidentifier() or name in RESERVED_VALUES]:
+            raise RequestError(f"chat_template_kwargs: {wrong[0][:80]!r} is no name of a template's value.")
+        with self._lock:
+            if key not in self._forms:
+                if len(self._forms) == MAX_FORMS:
+                    self._forms.pop(next(iter(self._forms)))
+                self._forms[key] = self._make_form(values)
+            return self._forms[key]
+
+    def _make_form(self, values: Mapping[str, Any]) -> ChatForm:  # Any: JSON
+        from rollouts_core.config import ModelConfig
+        from rollouts_core.data.chat import stop_token_ids  # heavy
+        from rollouts_core.data.dialects import DEFAULT_DIALECT, find_dialect
+        from rollouts_core.data.rendering import NO_TEMPLATE, with_template_values
+        from rollouts_core.model.loading import load_tokenizer
+
+        try:
+            self._tokenizer = self._tokenizer or load_tokenizer(ModelConfig(path=str(self._model_dir)))
+        except DataError as error:
+            raise RequestError(f"Chats need a tokenizer: {error}.") from error
+        if self._tokenizer.chat_template is None:
+            raise RequestError(f"{NO_TEMPLATE}; /v1/completions and /generate need none.")
+        tokenizer = copy.copy(self._tokenizer)
+        tokenizer.chat_template = (
+            with_template_values(tokenizer.chat_template, values) if values else tokenizer.chat_template
+        )
+        try:
+            dialect = find_dialect(tokenizer)
+        except DataError:  # calls stay text
+            dialect = DEFAULT_DIALECT
+        template = json.dumps(tokenizer.chat_template)
+        return ChatForm(
+            tokenizer=tokenizer,
+            dialect=dialect,
+            stop_ids=tuple(dict.fromkeys([*stop_token_ids(tokenizer), *dialect.ends])),
+            has_thoughts=any(mark in template for mark in THOUGHT_MARKS),
+        )
+
+
+class AnswerReader:
+    """Reads a turn of the assistant as it grows: its answer and thoughts without the white space around, and its calls.
+
+    Args:
+        form: None reads no thoughts and no calls, so all of the text is the answer.
+        tools: what may be called.
+    """
+
+    def __init__(self, form: ChatForm | None, tools: Sequence[dict[str, Any]] = ()) -> None:  # Any: JSON schemas
+        from rollouts_core.data.dialects import TurnReader  # heavy
+
+        self._reader = None if form is None else TurnReader(form.dialect, tools)
+        self._held: dict[type[Piece], str] = {}
+        self._begun: set[type[Piece]] = set()
+
+    def read(self, text: str) -> list[Piece]:
+        """The pieces that the next part of the text completes."""
+        from rollouts_core.data.dialects import CallError, Said
+
+        if not text:
+            return []
+        if self._reader is None:
+            return [Said(text)]
+        pieces: list[Piece] = []
+        parts = PARTS.findall(text)
+        for number, part in enumerate(parts):
+            try:
+                pieces += self._trim(self._reader.feed(part))
+            except CallError:
+                return [*pieces, *self._give_up(), *map(Said, parts[number + 1 :])]
+        return pieces
+
+    def finish(self, text: str) -> list[Piece]:
+        """The pieces that the end of the text completes, with what was still to come of it."""
+        from rollouts_core.data.dialects import CallError, Said
+
+        pieces = self.read(text)
+        if self._reader is None:
+            return pieces
+        try:
+            pieces += self._trim(self._reader.finish())
+        except CallError:
+            return pieces + self._give_up()
+        # White space belongs to an answer that is all of the turn.
+        is_alone = self._begun <= {Said}
+        return pieces + ([Said(self._held[Said])] if is_alone and self._held.get(Said) else [])
+
+    def _give_up(self) -> list[Piece]:
+        """A call that cannot be read, and all behind it, is a part of the answer."""
+        from rollouts_core.data.dialects import Said
+
+        assert self._reader is not None, "it read a call"
+        unread, self._reader = self._reader.unread(), None
+        return [Said(self._held.pop(Said, "") + unread)]
+
+    def _trim(self, pieces: Sequence[Piece]) -> list[Piece]:
+        from rollouts_core.data.dialects import Said, ToolCall
+
+        trimmed: list[Piece] = []
+        for piece in pieces:
+            kind = type(piece)
+            if isinstance(piece, ToolCall):
+                trimmed.append(piece)
+            else:
+                is_alone = kind is Said and not self._begun - {Said}
+                text = self._held.pop(kind, "") + piece.text
+                text = text if kind in self._begun or is_alone else text.lstrip()
+                shown = text.rstrip()
+                self._held[kind] = text[len(shown) :]
+                if not shown:
+                    continue
+                trimmed.append(piece._replace(text=shown))
+            self._begun.add(kind)
+        return trimmed
+
+
+def join_pieces(pieces: Sequence[Piece]) -> list[Piece]:
+    """The pieces, with texts of a kind that follow each other as one."""
+    from rollouts_core.data.dialects import ToolCall
+
+    joined: list[Piece] = []
+    for piece in pieces:
+        last = joined[-1] if joined else None
+        if isinstance(piece, ToolCall) or isinstance(last, ToolCall) or type(last) is not type(piece):
+            joined.append(piece)
+        else:
+            assert last is not None, "it has the type of the piece"
+            joined[-1] = piece._replace(text=last.text + piece.text)
+    return joined

@@ -1,0 +1,132 @@
+"""A chat on its way through the engine: one call of /generate, and the pieces of its answers as they come.
+
+Not here: the JSON of an API (openai_api.py, anthropic_api.py), templates and dialects (chat_model.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from contextlib import aclosing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rollouts_core.embedded.chat_model import AnswerReader, ChatForm, ChatModel, join_pieces
+from rollouts_core.embedded.decoder import Decoder
+from rollouts_core.embedded.protocol import GenerateCall, Json, parse_generate
+from rollouts_core.embedded.receiving import WeightReceiver
+from rollouts_core.embedded.running import Completion, Partial
+from rollouts_core.embedded.scheduler import RequestError, Scheduler
+from rollouts_core.embedded.served import ServedModel, follow
+from rollouts_core.embedded.text_stream import TextStream
+
+if TYPE_CHECKING:
+    from rollouts_core.data.dialects import Piece
+    from rollouts_core.types import Message
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chat:
+    """What a client says, whatever API it speaks."""
+
+    messages: Sequence[Message]
+    """The conversation so far; the beginning of an answer at its end is continued."""
+    tools: Sequence[dict[str, Any]]  # Any: JSON schemas
+    """The tools that the model may call."""
+    template_values: Mapping[str, Any]  # Any: JSON
+    """Values for the chat template."""
+    fields: Mapping[str, Json]
+    """Fields of /generate beside the prompt."""
+    has_thoughts_apart: bool = True
+    """Thoughts are no part of the answer, if the template knows them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatCall:
+    """A chat that the engine can take."""
+
+    generate: GenerateCall
+    """One request for each of its answers."""
+    form: ChatForm | None
+    """How thoughts and calls are read in the answers; None if all is text."""
+    tools: Sequence[dict[str, Any]]  # Any: JSON schemas
+    """The tools that the model may call."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class News:
+    """What is new of one answer."""
+
+    index: int
+    """Which of the answers."""
+    pieces: Sequence[Piece]
+    """Parts of its text, and its calls."""
+    found: Partial | Completion
+    """All that exists of it; a Completion is whole."""
+
+
+@contextmanager
+def loaded_model(model_dir: Path, name: str, *, num_threads: int) -> Iterator[ServedModel]:
+    """A model for chats in this process, one at a time."""
+    torch.set_num_threads(num_threads)
+    with Scheduler(Decoder(model_dir, num_slots=1), model_dir=model_dir) as scheduler:
+        yield ServedModel(
+            scheduler=scheduler,
+            receiver=WeightReceiver(),
+            tokenizer=scheduler.tokenizer,
+            name=name,
+            chat=ChatModel(model_dir),
+        )
+
+
+def prepare_chat(model: ServedModel, chat: Chat) -> ChatCall:
+    """Render and encode a chat; takes a while for a long one.
+
+    Raises:
+        RequestError: the model cannot take it.
+    """
+    if model.tokenizer is None:
+        raise RequestError("Chats need a tokenizer.json in the model directory, which has none: use /generate.")
+    form, decoder = model.chat.form(chat.template_values), model.scheduler.decoder
+    reads_turns = bool(chat.tools) or (chat.has_thoughts_apart and form.has_thoughts)
+    sampling = dict(chat.fields["sampling_params"])
+    sampling["stop_token_ids"] = [*form.stop_ids, *sampling.get("stop_token_ids", ())]
+    if reads_turns:
+        sampling["skip_special_tokens"] = False  # some dialects mark calls by special tokens
+    prompt = form.encode(chat.messages, chat.tools, context_length=decoder.context_length)
+    body = {**chat.fields, "input_ids": prompt, "sampling_params": sampling}
+    call = parse_generate(body, None, context_length=decoder.context_length)
+    for asked in call.requests:
+        model.scheduler.check(asked)
+    return ChatCall(generate=call, form=form if reads_turns else None, tools=chat.tools)
+
+
+def read_answer(model: ServedModel, call: ChatCall, completion: Completion, index: int) -> list[Piece]:
+    """The pieces of a whole answer, no two texts of a kind behind each other."""
+    reader = AnswerReader(call.form, call.tools)
+    return join_pieces(reader.finish(model.text_of_completion(completion, call.generate.requests[index].params)))
+
+
+async def follow_chat(model: ServedModel, call: ChatCall) -> AsyncGenerator[News, None]:
+    """Yield what is new of each answer, until all are whole."""
+    requests = call.generate.requests
+    texts = [new_text_stream(model, call.generate, index) for index in range(len(requests))]
+    readers = [AnswerReader(call.form, call.tools) for _ in requests]
+    async with aclosing(follow(model.scheduler, requests)) as news:
+        async for index, found in news:
+            if isinstance(found, Completion):
+                text = texts[index].finish(model.text_of_completion(found, requests[index].params))
+                pieces = readers[index].finish(text)
+            else:
+                pieces = readers[index].read(texts[index].read(found.output_ids))
+            yield News(index=index, pieces=pieces, found=found)
+
+
+def new_text_stream(model: ServedModel, call: GenerateCall, index: int) -> TextStream:
+    """The text of one of the completions of a call, as it grows."""
+    assert model.tokenizer is not None, "the caller has checked it"
+    params = call.requests[index].params
+    stops = () if params.no_stop_trim else params.stop
+    return TextStream(model.tokenizer, stops, skip_special_tokens=params.skip_special_tokens)

@@ -1,0 +1,337 @@
+"""OpenAI's requests: their fields, and the call of /generate that each one means.
+
+Not here: answers (openai_api.py), the limits of a call (protocol.py), chat templates (chat_model.py).
+
+    {"messages": [...], "max_tokens": 5} -> ChatRequest -> {"input_ids": [...], "sampling_params": {...}}
+
+Unknown fields are refused, as OpenAI does, and fields that would be ignored silently have one value alone.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal, TypeVar, cast
+
+from annotated_types import MaxLen
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from rollouts_core.embedded.protocol import Json
+from rollouts_core.embedded.scheduler import RequestError
+from rollouts_core.types import Message
+
+MAX_SHOWN_CHARS = 200
+MAX_LISTED = 65536
+"""Elements of a list that is checked here: each wrong one takes a kilobyte."""
+DEFAULT_COMPLETION_TOKENS = 16
+"""OpenAI's, of /v1/completions; a chat may fill the context."""
+IGNORED = {
+    "user",
+    "store",
+    "metadata",
+    "service_tier",
+    "safety_identifier",
+    "prompt_cache_key",
+    "prompt_cache_retention",
+}
+"""Fields that say nothing about the answer."""
+TEXT_ALONE = "This model reads text alone: send parts of the type text."
+
+
+T = TypeVar("T")
+
+
+class Fields(BaseModel):
+    """A part of a request."""
+
+    model_config = ConfigDict(extra="forbid", hide_input_in_errors=True)
+
+
+Several = Annotated[list[T], MaxLen(MAX_LISTED)]
+RequestT = TypeVar("RequestT", bound=Fields)
+
+
+class StreamOptions(Fields):
+    """What a stream has beside the answer."""
+
+    include_usage: bool = False
+    continuous_usage_stats: Literal[False] | None = None
+
+
+class FormatRequest(BaseModel):
+    """The form that an answer must have."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: Literal["text", "json_object", "json_schema"]
+
+
+class SamplingFields(Fields):
+    """The fields of both kinds of completions: OpenAI's, and those of /generate that vLLM and SGLang take here, too.
+
+    The call of /generate checks lists that may be long, and their elements.
+    """
+
+    model: str
+    frequency_penalty: float | None = None
+    logit_bias: Json = None
+    n: int | None = None
+    presence_penalty: float | None = None
+    seed: int | None = None
+    stop: Json = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    response_format: FormatRequest | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: Json = None
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    return_token_ids: bool = False
+    rid: str | None = None
+
+    @property
+    def wants_usage(self) -> bool:
+        """A stream ends with the number of tokens."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    def sampling_params(self, max_tokens: int | None) -> dict[str, Json]:
+        """SGLang's sampling parameters; a missing limit stands for the room that the context has."""
+        given = {
+            "n": self.n,
+            "frequency_penalty": self.frequency_penalty,
+            "logit_bias": self.logit_bias,
+            "presence_penalty": self.presence_penalty,
+            "sampling_seed": self.seed,
+            "stop": self.stop,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": self.top_k,
+            "min_p": self.min_p,
+            "repetition_penalty": self.repetition_penalty,
+            "min_new_tokens": self.min_tokens,
+            "ignore_eos": self.ignore_eos,
+            "stop_token_ids": self.stop_token_ids,
+            "skip_special_tokens": self.skip_special_tokens,
+            "no_stop_trim": self.include_stop_str_in_output,
+        }
+        return {name: value for name, value in given.items() if value is not None} | {"max_new_tokens": max_tokens}
+
+
+class CompletionRequest(SamplingFields):
+    """POST /v1/completions."""
+
+    prompt: Json
+    best_of: int | None = None
+    echo: bool | None = None
+    logprobs: int | None = None
+    max_tokens: int | None = DEFAULT_COMPLETION_TOKENS
+    suffix: Literal[""] | None = None
+
+    def generate_body(self) -> dict[str, Json]:
+        """The same as a request to /generate."""
+        if self.best_of is not None and self.best_of != (self.n or 1):
+            raise RequestError("best_of is not supported: ask for n completions, and choose among them.")
+        first = self.prompt[:1] if isinstance(self.prompt, list) else self.prompt
+        is_text = isinstance(self.prompt, str) or (isinstance(first, list) and [type(each) for each in first] == [str])
+        return {
+            "text" if is_text else "input_ids": self.prompt,
+            "sampling_params": self.sampling_params(self.max_tokens),
+            "stream": self.stream,
+            "rid": self.rid,
+            **logprob_fields(self.logprobs, with_prompt=bool(self.echo)),
+        }
+
+
+class FunctionCall(Fields):
+    """The function that an assistant called."""
+
+    name: str
+    arguments: str | dict[str, Any]  # Any: JSON
+
+
+class AssistantCall(Fields):
+    """One call in a turn of an assistant."""
+
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: FunctionCall
+    index: int | None = None
+
+
+class Part(BaseModel):
+    """A part of a message's content."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: str
+    text: str | None = None
+
+
+class ChatMessage(BaseModel):
+    """One turn of a conversation."""
+
+    model_config = ConfigDict(extra="ignore", hide_input_in_errors=True)
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | Several[Part] | None = None
+    name: str | None = None
+    tool_calls: Several[AssistantCall] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+
+    def message(self) -> Message:
+        """The turn as chat templates take it."""
+        fields: dict[str, Any] = {  # Any: JSON arguments
+            "role": "system" if self.role == "developer" else self.role,
+            "content": join_parts(self.content),
+        }
+        if self.tool_calls:
+            fields["tool_calls"] = [_call(call) for call in self.tool_calls]
+        for name in ("name", "tool_call_id", "reasoning_content"):
+            if (value := getattr(self, name)) is not None:
+                fields[name] = value
+        return cast("Message", fields)
+
+
+class FunctionTool(Fields):
+    """A function that may be called."""
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None  # Any: a JSON schema
+    strict: bool | None = None
+
+
+class Tool(Fields):
+    """A tool that may be called."""
+
+    type: Literal["function"]
+    function: FunctionTool
+
+    def schema_of_tool(self) -> dict[str, Any]:  # Any: a JSON schema
+        """The tool as chat templates take it."""
+        function = {"name": self.function.name, "description": self.function.description or ""}
+        parameters = self.function.parameters or {"type": "object", "properties": {}}
+        return {"type": "function", "function": {**function, "parameters": parameters}}
+
+
+class ChatRequest(SamplingFields):
+    """POST /v1/chat/completions."""
+
+    messages: Annotated[Several[ChatMessage], Field(min_length=1)]
+    chat_template_kwargs: dict[str, Any] | None = None  # Any: JSON
+    logprobs: bool | None = None
+    max_completion_tokens: int | None = None
+    max_tokens: int | None = None
+    modalities: list[Literal["text"]] | None = None
+    parallel_tool_calls: Literal[True] | None = None
+    reasoning_effort: str | None = None
+    separate_reasoning: bool = True
+    tool_choice: Literal["none", "auto"] | None = None
+    tools: Several[Tool] | None = None
+    top_logprobs: int | None = None
+
+    @property
+    def limit(self) -> int | None:
+        """Tokens that the answer may have; None for what the context has room for."""
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def template_values(self) -> dict[str, Any]:  # Any: JSON
+        """Values for the chat template."""
+        effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
+        return effort | (self.chat_template_kwargs or {})
+
+    @property
+    def usable_tools(self) -> list[dict[str, Any]]:  # Any: JSON schemas
+        """The tools that the model sees."""
+        return [] if self.tool_choice == "none" else [tool.schema_of_tool() for tool in self.tools or []]
+
+    def logprob_fields(self) -> dict[str, Json]:
+        """Fields of /generate that ask for log-probs."""
+        if self.top_logprobs is not None and not self.logprobs:
+            raise RequestError("top_logprobs needs logprobs = true.")
+        return logprob_fields((self.top_logprobs or 0) if self.logprobs else None, with_prompt=False)
+
+
+class TokenizeRequest(Fields):
+    """POST /tokenize: a text, several, or a conversation."""
+
+    model: str | None = None
+    prompt: str | Several[str] | None = None
+    messages: Several[ChatMessage] | None = None
+    tools: Several[Tool] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None  # Any: JSON
+    add_special_tokens: bool = True
+
+
+class DetokenizeRequest(Fields):
+    """POST /detokenize."""
+
+    model: str | None = None
+    tokens: Json
+    skip_special_tokens: bool = True
+
+
+def parse_request(body: Json, kind: type[RequestT]) -> RequestT:
+    """The request in a JSON body, without the fields that say nothing about the answer.
+
+    Raises:
+        RequestError: a field is unknown, missing or of another type; names the first one.
+    """
+    if not isinstance(body, dict):
+        raise RequestError(f"The request must be a JSON object, found {type(body).__name__}.")
+    try:
+        return kind.model_validate({name: value for name, value in body.items() if name not in IGNORED})
+    except ValidationError as error:
+        problem = error.errors(include_url=False, include_input=False)[0]
+        place = ".".join(str(part) for part in problem["loc"] if not str(part).startswith(("list[", "str")))
+        said = "is not a field that this server knows" if problem["type"] == "extra_forbidden" else problem["msg"]
+        raise RequestError(f"{place[:MAX_SHOWN_CHARS]}: {said[:MAX_SHOWN_CHARS]}.") from error
+
+
+def join_parts(content: str | Sequence[Part] | None) -> str:
+    """The text of a message.
+
+    Raises:
+        RequestError: a part is no text.
+    """
+    if content is None or isinstance(content, str):
+        return content or ""
+    if foreign := [part.type for part in content if part.text is None]:
+        raise RequestError(f"A part of the type {foreign[0][:40]!r} is not supported. {TEXT_ALONE}")
+    return "".join(part.text or "" for part in content)
+
+
+def logprob_fields(num_top: int | None, *, with_prompt: bool) -> dict[str, Json]:
+    """Fields of /generate for so many alternatives at each position; None for no log-probs."""
+    if num_top is None:
+        return {}
+    if num_top < 0:
+        raise RequestError(f"The number of log-probs must be at least 0, got {num_top}.")
+    return {"return_logprob": True, "top_logprobs_num": num_top, "logprob_start_len": 0 if with_prompt else -1}
+
+
+def _call(call: AssistantCall) -> dict[str, Any]:  # Any: JSON
+    function = {"name": call.function.name, "arguments": _arguments(call)}
+    return {"id": call.id, "type": "function", "function": function}
+
+
+def _arguments(call: AssistantCall) -> Mapping[str, Any]:  # Any: JSON
+    """The arguments of a call as an object, which templates write in the model's dialect."""
+    arguments = call.function.arguments
+    if isinstance(arguments, dict):
+        return arguments
+    try:
+        parsed = json.loads(arguments or "{}")
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"The arguments of the call of {call.function.name[:80]} are not JSON: {error}.") from error
+    if not isinstance(parsed, dict):
+        raise RequestError(f"The arguments of the call of {call.function.name[:80]} are not a JSON object.")
+    return parsed

@@ -1,0 +1,51 @@
+"""The text of a completion that grows, piece by piece, so that what a client has printed never changes.
+
+Not here: when there is a new piece (served.py), thoughts and tool calls in the text (data/dialects.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
+
+
+class TextStream:
+    """Turns the tokens of a completion into text as they come.
+
+    Holds back bytes that are no whole character yet, and what may be the beginning of a stop string.
+
+    Args:
+        stops: strings that end the completion; the final text may lack them.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str], *, skip_special_tokens: bool) -> None:
+        self._tokenizer = tokenizer
+        self._stops = stops
+        self._decoding = DecodeStream(skip_special_tokens=skip_special_tokens)
+        self._num_tokens = 0
+        self._sent = ""
+        self._held = ""
+
+    def read(self, token_ids: Sequence[int]) -> str:
+        """The text that is new, from all tokens so far."""
+        for token_id in token_ids[self._num_tokens :]:
+            self._held += self._decoding.step(self._tokenizer, token_id) or ""
+        self._num_tokens = len(token_ids)
+        num_shown = len(self._held) - count_held(self._held, self._stops)
+        shown, self._held = self._held[:num_shown], self._held[num_shown:]
+        self._sent += shown
+        return shown
+
+    def finish(self, text: str) -> str:
+        """The rest of the whole text."""
+        return text.removeprefix(self._sent) if text.startswith(self._sent) else self._held
+
+
+def count_held(text: str, stops: Sequence[str]) -> int:
+    """Characters at the end of a text with which a stop string may begin."""
+    longest = max((len(stop) for stop in stops), default=0)
+    return next(
+        (size for size in range(min(longest, len(text)), 0, -1) if any(s.startswith(text[-size:]) for s in stops)), 0
+    )
