@@ -22,12 +22,15 @@ PAGE_LEVEL = 9
 def pack_json(value: Any, *, level: int = PAGE_LEVEL) -> bytes:  # Any: JSON
     """The value as compressed JSON, the same bytes for the same value."""
     text = json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
-    return pack_text(text, level=level)
+    try:
+        return pack_text(text, level=level)
+    except UnicodeEncodeError:  # half of an emoji, or bytes of a vocabulary: UTF-8 has none, escapes do
+        return pack_text(json.dumps(value, separators=(",", ":"), ensure_ascii=True, allow_nan=False), level=level)
 
 
 def pack_text(text: str, *, level: int = PAGE_LEVEL) -> bytes:
     """The text compressed, the same bytes for the same text."""
-    return gzip.compress(text.encode(errors="surrogatepass"), level, mtime=0)
+    return gzip.compress(text.encode(), level, mtime=0)
 
 
 def embedded_size(packed: bytes) -> int:

@@ -30,7 +30,7 @@ from rollouts_core.report.embedded import embed_samples
 from rollouts_core.report.inputs import ReportInput
 from rollouts_core.report.markdown import as_code, escaped
 from rollouts_core.report.packed import data_block, embedded_size, pack_json
-from rollouts_core.report.provenance import describe_provenance, describe_settings
+from rollouts_core.report.provenance import describe_provenance, describe_reused_time, describe_settings
 from rollouts_core.report.results import Results, load_results, load_selections
 from rollouts_core.report.trainings import describe_trainings, load_job_of
 from rollouts_core.report.transcripts import iterate_samples, load_transcripts
@@ -65,7 +65,7 @@ def render_report(report: ReportInput) -> str:
         assets=make_assets(bare_style(templates)),
         data_place=Markup(DATA_PLACE),
         provenance=describe_provenance(report),
-        stages=[(stage, format_seconds(stage.seconds)) for stage in report.stages],
+        stages=[(stage, format_seconds(stage.seconds), describe_reused_time(stage)) for stage in report.stages],
         costs=format_costs(report),
         outside_stages=OUTSIDE_STAGES,
         total_time=format_seconds(sum(stage.seconds for stage in report.stages)),

@@ -15,7 +15,7 @@ from rollouts_core.config import Config
 from rollouts_core.metrics import read_json_lines, read_metrics
 from rollouts_core.report.charts import format_number, format_seconds
 from rollouts_core.report.curve_data import metrics_total
-from rollouts_core.report.inputs import ReportInput
+from rollouts_core.report.inputs import ReportInput, StageSummary
 from rollouts_core.run_directory import RunDirectory
 from rollouts_core.stages import label_of
 
@@ -43,6 +43,20 @@ def describe_provenance(report: ReportInput) -> list[tuple[str, str]]:
     facts += [(f"Tokens of {label_of(name)}", text) for name, text in _tokens(report)]
     facts.append(("Seeds", _seeds(report.config)))
     return [(what, text) for what, text in facts if text]
+
+
+def describe_reused_time(stage: StageSummary) -> str:
+    """The time of the attempts of a stage that was reused; empty for others, and if no record tells."""
+    took_s = sum(_attempt_seconds(Path(stage.run_dir))) if stage.how.startswith("reused") and stage.run_dir else 0.0
+    return f"ran {format_seconds(took_s)}" if took_s else ""
+
+
+def _attempt_seconds(run_dir: Path) -> Iterator[float]:
+    for path in sorted(run_dir.glob("exit-*.json")):
+        try:
+            yield float(json.loads(path.read_text(encoding="utf-8"))["seconds"])
+        except UNREADABLE:
+            continue
 
 
 def format_time(seconds: float) -> str:

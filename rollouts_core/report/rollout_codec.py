@@ -122,7 +122,7 @@ def _encode_sample(record: JsonObject, score: JsonObject, length: int, vocabular
     if isinstance(advantages := score.get("advantage"), list):
         sample["a"] = [round(each, 3) for each in advantages[length:]]
     if versions := record.get("policy_versions"):
-        is_whole = len(versions) == 1 and versions[0][1:] == [length, len(record["tokens"])]
+        is_whole = len(versions) == 1 and list(versions[0][1:]) == [length, len(record["tokens"])]
         sample["v"] = versions[0][0] if is_whole else versions
     response = record.get("response", "")
     trained = [token for token, weight in zip(tokens, mask, strict=True) if weight]
@@ -202,8 +202,9 @@ def join_columns(groups: Sequence[JsonObject]) -> JsonObject:
     """The groups of a chunk as columns: of groups, and of samples in the order of the groups."""
     samples = [sample for group in groups for sample in group["samples"]]
     columns: JsonObject = {name: [group.get(name) for group in groups] for name in ("turns", "answer", "prefix")}
-    columns |= {name: [sample.get(name) for sample in samples] for name in ("t", "l", "m", "v")}
-    rest = [{name: value for name, value in sample.items() if name not in columns} for sample in samples]
+    of_samples = ("t", "l", "m", "v")
+    columns |= {name: [sample.get(name) for sample in samples] for name in of_samples}
+    rest = [{name: value for name, value in sample.items() if name not in of_samples} for sample in samples]
     return {**columns, "sizes": [len(group["samples"]) for group in groups], "rest": [each or None for each in rest]}
 
 

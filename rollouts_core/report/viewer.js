@@ -123,7 +123,7 @@
   /** Rows of which only those in sight are in the document. `columns`: {key, title, css, sort, cell(row) -> text or node}. */
   class VirtualTable {
     constructor(columns, { label, open, sorted, onSort }) {
-      Object.assign(this, { columns, open, onSort, rows: [], active: 0 });
+      Object.assign(this, { columns, open, onSort, rows: [], active: 0, drawn: new Map() });
       this.sorted = sorted;
       this.body = el("tbody", { onkeydown: (event) => this.move(event), onclick: (event) => this.clicked(event) });
       this.head = el("tr", {});
@@ -134,6 +134,7 @@
 
     setRows(rows) {
       this.rows = rows;
+      this.drawn = new Map();
       this.active = Math.min(this.active, Math.max(0, rows.length - 1));
       this.element.scrollTop = 0;
       this.table.setAttribute("aria-rowcount", rows.length + 1);
@@ -162,13 +163,15 @@
       const visible = Math.min(160, Math.ceil(this.element.clientHeight / ROW_PX) + 2 * OVERSCAN);
       const last = Math.min(this.rows.length, first + visible);
       const hadFocus = this.body.contains(document.activeElement);
-      const spacer = (rows) => el("tr", { class: "spacer", "aria-hidden": "true" }, el("td", { colspan: this.columns.length }));
+      const spacer = () => el("tr", { class: "spacer", "aria-hidden": "true" }, el("td", {})); // a colspan would count hidden columns
       const above = spacer(), below = spacer();
       above.firstChild.style.height = `${first * ROW_PX}px`;
       below.firstChild.style.height = `${(this.rows.length - last) * ROW_PX}px`;
-      const shown = [];
-      for (let place = first; place < last; place++) shown.push(this.drawRow(place));
-      this.body.replaceChildren(above, ...shown, below);
+      const drawn = new Map();
+      for (let place = first; place < last; place++) drawn.set(place, this.drawn.get(place) || this.drawRow(place));
+      this.drawn = drawn;
+      for (const [place, line] of drawn) line.querySelector("a").tabIndex = place === this.active ? 0 : -1;
+      this.body.replaceChildren(above, ...drawn.values(), below);
       if (hadFocus) this.focusActive();
     }
 
@@ -177,7 +180,7 @@
       const cells = this.columns.map((column, i) => {
         const content = column.cell(row);
         if (i > 0) return el("td", { class: column.css }, content);
-        const link = el("a", { href: this.open(row), tabindex: place === this.active ? "0" : "-1" }, content);
+        const link = el("a", { href: this.open(row) }, content);
         return el("td", { class: column.css }, link);
       });
       return el("tr", { "aria-rowindex": place + 2, "data-place": place }, cells);
@@ -833,7 +836,7 @@
           const [low, high] = [u.scales.x.min, u.scales.x.max], seen = low === null || low === undefined ? raw : raw.filter((_, i) => xs[i] >= low && xs[i] <= high);
           return valueRange(seen, metric);
         } } },
-        axes: [{ ...axis, space: 46, size: 26, values: (_, ticks) => ticks.map((at) => (at % 1 && stage.xName === "step" ? "" : count(at))) }, { ...axis, size: 52, space: 30, values: (_, ticks) => ticks.map(tick) }],
+        axes: [{ ...axis, space: 46, size: 26, values: (_, ticks) => ticks.map((at) => (at % 1 && stage.xName === "step" ? "" : count(at))) }, { ...axis, size: (_, labels) => 14 + 6.6 * Math.max(4, ...(labels || []).map((label) => label.length)), space: 30, values: (_, ticks) => ticks.map(tick) }],
         series: [{}, { stroke: color, width: faint ? 1 : 1.6, alpha: faint ? 0.3 : 1, points: { show: numbers.length === 1 || isSparse, size: 4 } }, ...(faint ? [{ stroke: color, width: 2, points: { show: false } }] : [])],
         hooks: {
           setCursor: [(u) => { const i = u.cursor.idx; value.textContent = i === null || i === undefined ? ends : `${stage.xName} ${tick(xs[i])}: ${exact(line[i])}`; }],
