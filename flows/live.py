@@ -38,6 +38,7 @@ from rollouts.infra.ledger import StageUse
 from rollouts.infra.process_identity import ProcessIdentity, identify
 from rollouts.infra.secret_file import own_folder
 from rollouts.infra.session import LOOPBACK
+from rollouts_core.report.assets import find_policy
 from rollouts_core.report.live import render_live, render_runs
 from rollouts_core.system.files import write_json
 
@@ -112,9 +113,9 @@ def live_app(store: Path) -> Starlette:
 
     wanted = basic_authorization(own_password(store / "prefect"))
 
-    def respond(page: str, *, nonce: str = "") -> Response:
+    def respond(page: str, *, nonce: str = "", policy: str = "") -> Response:
         script = f"script-src 'nonce-{nonce}'; connect-src 'self'" if nonce else "script-src 'none'"
-        policy = f"default-src 'none'; style-src 'unsafe-inline'; {script}"
+        policy = policy or f"default-src 'none'; style-src 'unsafe-inline'; {script}"
         headers = {"Content-Security-Policy": policy, "Cache-Control": "no-store", "X-Frame-Options": "DENY"}
         return HTMLResponse(page.encode(errors="replace"), headers=headers)  # half an emoji cannot be encoded
 
@@ -144,7 +145,8 @@ def live_app(store: Path) -> Starlette:
         path = report_path(store, uses) if uses else None
         if path is None or not path.is_file():
             return PlainTextResponse("there is no such run, or it has not come to its report yet", 404)
-        return respond(path.read_text())
+        page = path.read_text(encoding="utf-8", errors="replace")
+        return respond(page, policy=find_policy(page))
 
     return Starlette(routes=[Route("/", runs), Route("/runs/{run}", run), Route("/runs/{run}/report", report)])
 

@@ -36,6 +36,8 @@ NUMBER = re.compile(r"(?:(?<!\d)[-−])?(?:\d[\d,]*+(?:\.\d+)?|(?<!\d)\.\d+)")
 """Its minus, which is a dash or a difference behind a digit, may be the sign of Unicode, as models write it."""
 THOUSANDS = re.compile(r"[-−]?\d{1,3}(?:,\d{2,3})*,\d{3}(?:\.\d+)?")
 """Commas within a number; all others are between numbers."""
+TERMS = "reward_terms"
+"""The metadata of a sample that holds each term of its reward, without weights."""
 
 
 def exact_match(sample: Sample) -> float:
@@ -96,7 +98,8 @@ async def grade_sample(sample: Sample, reward_fn: RewardFn, *, timeout_s: float 
     if sample.status is Status.INVALID:
         return replace(sample, reward=None)
     if isinstance(reward_fn, WeightedRewards):  # its terms name themselves and the prompt
-        return replace(sample, reward=await reward_fn(sample, timeout_s=timeout_s))
+        reward, terms = await reward_fn.grade(sample, timeout_s=timeout_s)
+        return replace(sample, reward=reward, metadata={**sample.metadata, TERMS: terms} if terms else sample.metadata)
     where = f"reward function {name_of_function(reward_fn)} on prompt {sample.metadata.get('prompt_id', '?')!r}"
     try:
         reward = await call_within(timeout_s, reward_fn, sample)
@@ -177,6 +180,10 @@ class WeightedRewards:
 
     async def __call__(self, sample: Sample, *, timeout_s: float | None = None) -> float | None:
         """The sum of the terms; a term that fails fails the sum, and without one of them there is no sum."""
+        return (await self.grade(sample, timeout_s=timeout_s))[0]
+
+    async def grade(self, sample: Sample, *, timeout_s: float | None = None) -> tuple[float | None, dict[str, float]]:
+        """The sum, and each term without its weight; no terms if there is no sum."""
         calls = [partial(grade_sample, sample, reward_fn, timeout_s=timeout_s) for _, _, reward_fn in self.terms]
         try:
             graded = await gather(calls)
@@ -186,11 +193,12 @@ class WeightedRewards:
         rewards = [result.reward for result in graded if result.reward is not None]
         if len(rewards) < len(graded):
             self._num_unscored += 1
-            return None
+            return None, {}
         self._num_scored += 1
         for (name, _, _), reward in zip(self.terms, rewards, strict=True):
             self._sums[name] += reward
-        return sum(weight * reward for (_, weight, _), reward in zip(self.terms, rewards, strict=True))
+        total = sum(weight * reward for (_, weight, _), reward in zip(self.terms, rewards, strict=True))
+        return total, {name: reward for (name, _, _), reward in zip(self.terms, rewards, strict=True)}
 
     def take_metrics(self) -> dict[str, float]:
         """The mean of each term over scored samples, and the share of all that failed, since the last call."""

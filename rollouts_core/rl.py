@@ -24,7 +24,7 @@ from typing import Any
 
 from torch import Tensor
 
-from rollouts_core.algorithms.credit import RolloutScores, trained_samples
+from rollouts_core.algorithms.credit import Credit, RolloutScores, assign_credit, trained_samples
 from rollouts_core.algorithms.loss import Metrics
 from rollouts_core.algorithms.mismatch import ENGINE_METRICS, MISMATCH_METRICS
 from rollouts_core.backends.protocol import TrainingBackend, TrainingState
@@ -51,6 +51,7 @@ from rollouts_core.types import RolloutBatch, Sample, Status, trajectory_places
 from rollouts_core.update import SkipCounter, update_policy
 
 OnBatch = Callable[[int, RolloutBatch], None]
+OnCredit = Callable[[int, Credit, RolloutScores], None]
 """(step, batch): called with the rollouts of every step before they are trained on."""
 
 
@@ -68,6 +69,7 @@ async def run_rl_training(
     inputs: Mapping[str, str] | None = None,
     events: EventLog | None = None,
     on_batch: OnBatch | None = None,
+    on_credit: OnCredit | None = None,
     is_colocated: bool = False,
     is_end_asked: Callable[[], bool] = lambda: False,
     stop: TrainingStop | None = None,
@@ -82,6 +84,7 @@ async def run_rl_training(
         rollout_manager: gives the batches: sampled for the prompts of `data_buffer`, or recorded, without prompts.
         target: where weights are published for the engines, and under which names; None takes a folder in
             `checkpoint_dir`, or one that is removed at the end, and names that no other training has.
+        on_credit: gets the advantages of each step's samples, and what was scored before the first update.
         is_colocated: the engines hand their memory over while the trainer trains, and are published to after each step.
         inputs: digests of what the training was made from, by name; a checkpoint of others is refused.
         is_end_asked: looked at after every step; True ends the training there, with a checkpoint.
@@ -118,6 +121,7 @@ async def run_rl_training(
         async with handed_over():  # says before the first step where an engine cannot
             state, skips, signal = await resume(checkpoints, data_buffer, rollout_manager)
         cursors = partial(read_cursors, data_buffer, rollout_manager, skips, signal)
+        train = partial(train_on_rollouts, config=config, pad_id=pad_id, stop=checkpoints.stop)
         conclude = partial(conclude_step, checkpoints, signal, cursors, history, metrics_logger)
         began = perf_counter()
         published = await publish(earlier=find_earlier(checkpoints, state, inference_engines))
@@ -131,8 +135,8 @@ async def run_rl_training(
             note_batch(step, batch, events, on_batch)
             generated = perf_counter()
             async with handed_over():
-                train = partial(train_on_rollouts, batch=batch, config=config, pad_id=pad_id, stop=checkpoints.stop)
-                metrics = await run_with(trainer, train)
+                noted = partial(on_credit, step) if on_credit else None
+                metrics = await run_with(trainer, partial(train, batch=batch, on_credit=noted))
             skips.after_step(step, metrics)
             trained = perf_counter()
             metrics |= describe_rollouts(batch) | {"generate_s": generated - began, "train_s": trained - generated}
@@ -298,11 +302,13 @@ async def train_on_rollouts(
     *,
     pad_id: int,
     stop: TrainingStop | None = None,
+    on_credit: Callable[[Credit, RolloutScores], None] | None = None,
 ) -> Metrics:
     """The optimizer updates that a batch of rollouts gives; without any signal in it there is none.
 
     Args:
         stop: held before the weights change.
+        on_credit: gets the advantages, and what was scored before the first update.
 
     Raises:
         RewardError: a sample without a reward, unless the settings exclude such samples.
@@ -311,6 +317,8 @@ async def train_on_rollouts(
     check_scored(batch.samples, config)
     check_logprobs(batch.samples, config)
     scores = await score_rollouts(backend, batch, config, pad_id=pad_id)
+    if on_credit:
+        on_credit(assign_credit(batch.samples, batch.rewards, config, scores), scores)
     updates = prepare_updates(
         batch,
         batch.rewards,

@@ -68,6 +68,16 @@ class RunDirectory:
         return self.root / "samples"
 
     @property
+    def rows(self) -> Path:
+        """Out: rows of SFT as training sees them, and the lengths of all."""
+        return self.root / "rows.json"
+
+    @property
+    def credit(self) -> Path:
+        """Out: what RL made of each sample, one file per step: advantages, and log-probs of the trainer."""
+        return self.root / "credit"
+
+    @property
     def checkpoints(self) -> Path:
         """Out: one directory per checkpoint."""
         return self.root / "checkpoints"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -40,7 +41,10 @@ def write_report(
     verdict = judge_training(by_stage[EVALUATE.name], by_stage[last.name], config) if last.kind.is_judged else None
     settings_toml = render_settings(config, node, scope)
     spending = spending_of_records(records, scope)
-    report = build_report_input(by_stage, config, settings_toml, checkpoint_path, scope, verdict, spending)
+    report = replace(
+        build_report_input(by_stage, config, settings_toml, checkpoint_path, scope, verdict, spending),
+        written_at=time.time(),
+    )
     path = scope.output_dir / "report.html"
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(scope.output_dir / "config.toml", settings_toml)
@@ -144,4 +148,8 @@ def build_report_input(
         use_command=shlex.join(["rollouts", "serve", checkpoint_path]),
         verdict=verdict.sentence if verdict else "",
         is_improvement=verdict.is_improvement if verdict else None,
+        contents=config.report,
+        run_id=scope.run_id,
+        began_at=min((record.began_at for record in by_stage.values() if record.began_at), default=0.0),
+        config=config,
     )

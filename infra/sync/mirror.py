@@ -47,8 +47,8 @@ APPENDED = ("log.txt", "metrics.jsonl", "events.jsonl", "gpu_use.jsonl")
 MANIFEST, RESULT = "manifest.json", "result.json"
 STEP = re.compile(r"checkpoints/step_(\d+)")
 JOB_FILES = re.compile(
-    r"(job|result)\.json|log\.txt|(metrics|events|gpu_use)\.jsonl|exit-[0-9]+\.json|finish-([0-9]+|asked)"
-    r"|stop-[0-9]+|stop\.json|(engine-[0-9]+|router)\.txt|samples/[^/\x00-\x1f]+\.jsonl|checkpoints(/[^/\x00-\x1f]+){2,4}"
+    r"(job|result|rows)\.json|log\.txt|(metrics|events|gpu_use)\.jsonl|exit-[0-9]+\.json|finish-([0-9]+|asked)"
+    r"|stop-[0-9]+|stop\.json|(engine-[0-9]+|router)\.txt|(samples|credit)/[^/\x00-\x1f]+\.jsonl|checkpoints(/[^/\x00-\x1f]+){2,4}"
 )
 """What the files of a run directory are called (docs/run_directory.md)."""
 MAX_FILES = 100_000

@@ -40,21 +40,22 @@ def show_rows(config: Config, num_rows: int) -> Iterator[ShownRow]:
         commit = resolve_revision(dataset.path, dataset.revision)
         [table] = open_datasets([dataset.model_copy(update={"revision": commit})])
         rows = table.read(range(min(num_rows, len(table))))
-        yield from _show_demonstrations(rows, dataset.path, tokenizer, rules)
+        yield from show_demonstrations(rows, dataset.path, tokenizer, rules)
     for name in get_args(RowFile):
         path = getattr(config.data, name)
         if not path or not (config.reads(name) or name in ("selection", "heldout")):
             continue
         rows = list(itertools.islice(load_rows(path, columns=config.data.columns_of(name)), num_rows))
         if name == "sft_eval" or (by_loss and name != "prompts"):
-            yield from _show_demonstrations(rows, path, tokenizer, rules)
+            yield from show_demonstrations(rows, path, tokenizer, rules)
         else:
             yield from _show_prompts(rows, path, config, tokenizer)
 
 
-def _show_demonstrations(
+def show_demonstrations(
     rows: Iterable[tuple[int, Row]], source: str, tokenizer: PreTrainedTokenizerBase, rules: SampleRules
 ) -> Iterator[ShownRow]:
+    """Demonstrations as SFT sees them, also those that it leaves out."""
     for number, row in rows:
         try:
             [samples] = iterate_samples([(number, row)], source, tokenizer, rules)

@@ -18,7 +18,8 @@ Not here: machines and clouds (infra), reading data (data/dataset.py), what a na
     │   ├── engine   engine.py       the inference server
     │   └── rewards  reward.py       several rewards and services that grade
     ├── evaluation   evaluation.py   how checkpoints are compared
-    └── deployment   deployment.py   where things run: never changes a result
+    ├── deployment   deployment.py   where things run: never changes a result
+    └── report       report.py       the samples inside the report
 
 What all records share is in record.py; files of settings are read by files.py.
 """
@@ -35,6 +36,7 @@ from rollouts_core.config.optim import OptimConfig, RLOptimConfig
 from rollouts_core.config.pipeline import Config, TrainingConfig
 from rollouts_core.config.policy import PLAIN_POLICY, LoRAConfig, PolicyConfig
 from rollouts_core.config.record import PLACEMENT, SELECTION, FunctionName, Record, name_of_function
+from rollouts_core.config.report import ReportConfig
 from rollouts_core.config.reward import RewardConfig
 from rollouts_core.config.rl import RLTrainingConfig, algorithm_preset
 from rollouts_core.config.rollout import InFlight, MultiTurnConfig, RolloutConfig, SamplingConfig
@@ -66,6 +68,7 @@ __all__ = [
     "RLOptimConfig",
     "RLTrainingConfig",
     "Record",
+    "ReportConfig",
     "RewardConfig",
     "RewardShapingConfig",
     "RolloutConfig",

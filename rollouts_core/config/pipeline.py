@@ -19,6 +19,7 @@ from rollouts_core.config.evaluation import EvaluationConfig
 from rollouts_core.config.files import parse_config, read_settings, resolve_paths
 from rollouts_core.config.model import ModelConfig
 from rollouts_core.config.record import Record
+from rollouts_core.config.report import ReportConfig
 from rollouts_core.config.rl import RLTrainingConfig
 from rollouts_core.config.rollout import RolloutConfig
 from rollouts_core.config.sft import SFTTrainingConfig
@@ -72,6 +73,8 @@ class Config(Record):
     """How checkpoints are compared."""
     deployment: DeploymentConfig = DeploymentConfig()
     """Placement on the node."""
+    report: ReportConfig = ReportConfig()
+    """The samples inside the report."""
 
     @property
     def trainings(self) -> dict[str, SFTTrainingConfig | RLTrainingConfig]:

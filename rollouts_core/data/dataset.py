@@ -177,6 +177,8 @@ class SFTDataset:
         self._rules = rules
         self.num_dropped = 0
         """Rows left out because of their length; while streaming, visits of such rows."""
+        self.first_dropped: list[int] = []
+        """The first of these rows, numbered from 0 through all datasets."""
         self._kept: _CompactSamples | None = None
         if not streaming:
             self._kept = _CompactSamples(self._read_chunk(chunk) for chunk in _chunks(range(len(self))))
@@ -205,12 +207,18 @@ class SFTDataset:
             for number, (row, _), outcome in zip(wanted, rows, built, strict=True):
                 samples[number] = tuple(replace(sample, metadata={"row": number + 1}) for sample in outcome)
                 if not outcome:
-                    self._count_drop(f"{table.path}, row {row}")
+                    self._count_drop(f"{table.path}, row {row}", number)
             first_row += size
         return [samples[number] for number in numbers]
 
-    def _count_drop(self, row: str) -> None:
+    def lengths(self) -> list[tuple[int, int]]:
+        """Tokens and trained tokens of each sample; empty while streaming."""
+        return self._kept.lengths() if self._kept else []
+
+    def _count_drop(self, row: str, number: int) -> None:
         self.num_dropped += 1
+        if len(self.first_dropped) < MAX_LOGGED_DROPS:
+            self.first_dropped.append(number)
         if self.num_dropped <= MAX_LOGGED_DROPS:
             logger.warning("left out %s: longer than max_length %d", row, self._rules.max_length)
 
@@ -235,6 +243,10 @@ class _CompactSamples:
 
     def __getitem__(self, row: int) -> RowSamples:
         return tuple(self._sample(number, row) for number in range(self._row_ends[row], self._row_ends[row + 1]))
+
+    def lengths(self) -> list[tuple[int, int]]:
+        bounds = itertools.pairwise(self._ends)
+        return [(end - start, end - start - self._mask.count(0, start, end)) for start, end in bounds]
 
     def _sample(self, number: int, row: int) -> Sample:
         start, end = self._ends[number], self._ends[number + 1]

@@ -10,12 +10,17 @@ Not here: what the job is (job.py), the loop (rl.py), its processes and signals 
 
 from __future__ import annotations
 
+import json
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
+from torch import Tensor
+
+from rollouts_core.algorithms.credit import Credit, RolloutScores
 from rollouts_core.algorithms.loss import create_policy_loss
 from rollouts_core.backends.create import create_backend
 from rollouts_core.backends.protocol import TrainingBackend
@@ -42,10 +47,12 @@ from rollouts_core.rollout.resolve import resolve_environment, resolve_generate_
 from rollouts_core.run_directory import RunDirectory
 from rollouts_core.signal_watch import BY_REWARDS, REMEDIES, is_untaught, why_skipped
 from rollouts_core.stopping import TrainingStop
+from rollouts_core.system.files import write_atomically
 from rollouts_core.types import RolloutBatch
 
 logger = logging.getLogger(__name__)
 
+CREDIT_DIGITS = 4
 MANY_SKIPPED = 0.5
 """From this share of steps without an update on a training says so."""
 
@@ -163,6 +170,7 @@ async def run_rl_loop(
             inputs=job.inputs,
             events=events,
             on_batch=partial(write_rollouts, directory, temperature=job.rollout.sampling.temperature),
+            on_credit=partial(write_credit, directory),
             is_colocated=job.deployment.colocated,
             is_end_asked=directory.end_request.exists,
             stop=stop,
@@ -206,6 +214,27 @@ def write_rollouts(directory: RunDirectory, step: int, batch: RolloutBatch, *, t
     Those of later steps go: they are of an attempt that was not gone on from, and may never be done again.
     """
     directory.write_samples(f"step_{step:06d}", batch.samples, temperature=temperature)
-    for path in directory.samples.glob("step_*.jsonl"):
+    for path in (*directory.samples.glob("step_*.jsonl"), *directory.credit.glob("step_*.jsonl")):
         if int(path.stem.removeprefix("step_")) > step:
             path.unlink()
+
+
+def write_credit(directory: RunDirectory, step: int, credit: Credit, scores: RolloutScores) -> None:
+    """Write to credit/, a line per sample: its advantage, or one per token, and the trainer's log-probs if scored.
+
+    Numbers per token stand at the token that they are about, as in samples/.
+    """
+    lines = []
+    for place, advantage in enumerate(credit.advantages):
+        number = _rounded(advantage) if isinstance(advantage, Tensor) else round(advantage, CREDIT_DIGITS)
+        line: dict[str, Any] = {"advantage": number}  # Any: JSON
+        if place in scores.old_logprobs:
+            line["logprobs"] = _rounded(scores.old_logprobs[place])
+        lines.append(json.dumps(line) + "\n")
+    directory.credit.mkdir(exist_ok=True)
+    write_atomically(directory.credit / f"step_{step:06d}.jsonl", "".join(lines))
+
+
+def _rounded(of_positions: Tensor) -> list[float]:
+    """Numbers of positions, each of which predicts the next token, as numbers of tokens."""
+    return [0.0, *(round(each, CREDIT_DIGITS) for each in of_positions.tolist())]

@@ -9,6 +9,10 @@ Not here: what the job is (job.py), the loop (sft.py), its processes and signals
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -16,20 +20,28 @@ from rollouts_core.algorithms.loss import create_cross_entropy_loss
 from rollouts_core.backends.create import create_backend
 from rollouts_core.backends.protocol import TrainingBackend
 from rollouts_core.backends.ranks import Ranks
+from rollouts_core.checks.shown import show_demonstrations
 from rollouts_core.data.dataset import SFTDataset, load_sft_dataset, sample_rules
+from rollouts_core.data.rows import RowTable
+from rollouts_core.data.shown_rows import ShownRow
 from rollouts_core.job import SFTJob
 from rollouts_core.jobs.attention import settle_attention
 from rollouts_core.jobs.job_inputs import check_model, check_resume, checked_file, open_checked_datasets
 from rollouts_core.jobs.training_job import describe_training, run_training_job
 from rollouts_core.metrics import EventLog, JSONLLogger
 from rollouts_core.model.loading import load_tokenizer, pad_token_id
-from rollouts_core.run_directory import RunDirectory
+from rollouts_core.run_directory import FORMAT, RunDirectory
 from rollouts_core.sft import run_sft_training
 from rollouts_core.stopping import TrainingStop
+from rollouts_core.system.files import write_json
 from rollouts_core.types import Sample
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+MAX_SHOWN_ROWS = 100
+NUM_BINS = 40
+"""Lengths are counted in so many bins up to `max_length`."""
 
 
 def run_sft_job(job: SFTJob, directory: RunDirectory) -> None:
@@ -69,6 +81,7 @@ async def train_on_demonstrations(
     rules = sample_rules(job.training)
     samples = SFTDataset(job.data, tables, tokenizer, rules, streaming=job.streaming)
     eval_samples = load_eval_samples(job, tokenizer)
+    write_rows(job, directory, tables, samples, tokenizer)
     events.write("data_loaded", num_samples=len(samples), num_dropped=samples.num_dropped)
     with JSONLLogger(directory.metrics, attempt=events.attempt) as metrics_logger:
         await run_sft_training(
@@ -86,6 +99,37 @@ async def train_on_demonstrations(
         )
     num_samples = len(samples) if job.streaming else len(samples) - samples.num_dropped
     directory.write_result({**describe_training(job, directory), "num_samples": num_samples})
+
+
+def write_rows(
+    job: SFTJob,
+    directory: RunDirectory,
+    tables: Sequence[RowTable],
+    samples: SFTDataset,
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    """Write rows.json: rows at even distances and the first dropped ones as training sees them, and all lengths."""
+    shown: list[ShownRow] = []
+    starts = [0, *itertools.accumulate(samples.sizes)]
+    spread = {number * len(samples) // MAX_SHOWN_ROWS for number in range(MAX_SHOWN_ROWS)}
+    wanted = sorted(spread | set(samples.first_dropped))
+    for table, start, end in zip(tables, starts, starts[1:], strict=False):
+        of_table = [number - start for number in wanted if start <= number < end]
+        rows = table.read(of_table) if of_table else []
+        shown += show_demonstrations(rows, table.path, tokenizer, sample_rules(job.training))
+    lengths = samples.lengths()
+    counts = Counter(min(length * NUM_BINS // job.training.max_length, NUM_BINS - 1) for length, _ in lengths)
+    num_tokens = sum(length for length, _ in lengths)
+    described = {
+        "format": FORMAT,
+        "num_rows": len(samples),
+        "num_dropped": samples.num_dropped,
+        "max_length": job.training.max_length,
+        "length_counts": [counts[place] for place in range(NUM_BINS)] if lengths else [],
+        "trained_share": sum(trained for _, trained in lengths) / num_tokens if num_tokens else None,
+        "rows": [asdict(row) for row in shown],
+    }
+    write_json(directory.rows, described)
 
 
 def load_eval_samples(job: SFTJob, tokenizer: PreTrainedTokenizerBase) -> list[Sample]:

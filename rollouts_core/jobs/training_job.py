@@ -29,6 +29,7 @@ from rollouts_core.run_directory import RunDirectory, attempt_number
 from rollouts_core.stopping import STOPPED_CODE, StoppedError, TrainingStop, describe_stop
 from rollouts_core.system.gpu_use import gpus_in_use, sampled_gpu_use
 from rollouts_core.system.processors import count_processors
+from rollouts_core.system.provenance import describe_process
 
 JAX_THREADS = "PJRT_NPROC"
 """The variable from which JAX's client takes the size of its thread pools when it starts; no flag of XLA's sets it."""
@@ -59,7 +60,7 @@ def run_training_job(
         attempt = attempt_number()
         sampled = sampled_gpu_use(directory.gpu_use, gpus_in_use(job), attempt=attempt)
         with EventLog(directory.events, attempt=attempt) as events, sampled:
-            events.write("started", kind=job.kind, pid=os.getpid())
+            events.write("started", kind=job.kind, pid=os.getpid(), **describe_process())
             events.warn(describe_slow_training(job.kind, job.training.policy, job.deployment))
             stop = TrainingStop(
                 told=directory.stop_state,

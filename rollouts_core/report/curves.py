@@ -131,13 +131,7 @@ def draw_seconds(metrics: Sequence[Mapping[str, float]]) -> Chart | None:
 
 def draw_gpu_use(samples: Sequence[Mapping[str, Any]]) -> list[Chart]:  # Any: JSON
     """How busy and how full each GPU was, over the time that the job was under way; none where nothing was sampled."""
-    # A clock that is set back takes no time back.
-    gaps_s = [max(0.0, after["time"] - before["time"]) for before, after in itertools.pairwise(samples)]
-    # Where a page shows every hundredth sample only, it is no pause that lies between two.
-    max_pause_s = max(MAX_PAUSE_S, MAX_PAUSES * statistics.median_low(gaps_s)) if gaps_s else MAX_PAUSE_S
-    minutes = [
-        seconds / 60.0 for seconds in itertools.accumulate((min(gap_s, max_pause_s) for gap_s in gaps_s), initial=0.0)
-    ]
+    minutes = gpu_minutes(samples)
     used: dict[int, list[tuple[float, float]]] = {}
     filled: dict[int, list[tuple[float, float]]] = {}
     total_gib = 0.0
@@ -159,6 +153,16 @@ def draw_gpu_use(samples: Sequence[Mapping[str, Any]]) -> list[Chart]:  # Any: J
         note = "Memory that is taken on each GPU, by whomever, in GiB."
         charts.append(_draw_gpus("GPU memory", f"most {format_number(most)}{of} GiB", note, filled, high=total_gib))
     return charts
+
+
+def gpu_minutes(samples: Sequence[Mapping[str, Any]]) -> list[float]:  # Any: JSON
+    """The minutes under way at which GPUs were sampled; one minute for no sample."""
+    # A clock that is set back takes no time back.
+    gaps_s = [max(0.0, after["time"] - before["time"]) for before, after in itertools.pairwise(samples)]
+    # Where a page shows every hundredth sample only, it is no pause that lies between two.
+    max_pause_s = max(MAX_PAUSE_S, MAX_PAUSES * statistics.median_low(gaps_s)) if gaps_s else MAX_PAUSE_S
+    pauses_s = (min(gap_s, max_pause_s) for gap_s in gaps_s)
+    return [seconds / 60.0 for seconds in itertools.accumulate(pauses_s, initial=0.0)]
 
 
 def _draw_gpus(

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from rollouts_core.config import Config, ReportConfig
 from rollouts_core.stages import BASE, TRAININGS, label_of
 
 LABELS = {name: label_of(name) for name in (BASE, *TRAININGS)}
@@ -72,6 +73,16 @@ class ReportInput:
     """One sentence on whether RL improved the model; empty where nothing was judged."""
     is_improvement: bool | None
     """Whether the run counts as an improvement; None where nothing was judged."""
+    contents: ReportConfig = field(default_factory=ReportConfig)
+    """Which samples the page holds, and how large it may be."""
+    run_id: str = ""
+    """The flow run's id; empty if it is not known."""
+    written_at: float = 0.0
+    """When the report is written, seconds since 1970; 0 if it is not known."""
+    began_at: float = 0.0
+    """When the run came to its first stage, seconds since 1970; 0 if it is not known."""
+    config: Config | None = None
+    """All settings of the training; None if they are not known."""
 
     @property
     def selected(self) -> Mapping[str, str]:

@@ -1,13 +1,14 @@
 """Write one page about one pipeline run: what was trained on what, how good it is, and how to use it.
 
 Not here: running or scoring anything. The page is a function of the files in the run directories and of `ReportInput`:
-one HTML file without scripts or external resources, the same bytes for the same input; the name of its model in the
-registry is put in later. The other files of this package turn numbers into records with places and texts;
-page.html.jinja only lays them out.
+one HTML file that loads nothing, the same bytes for the same input; the name of its model in the registry is put in
+later. The other files of this package turn numbers into records with places and texts; page.html.jinja only lays them
+out. Without scripts, and printed, the page shows what page.html.jinja says; viewer.js adds the other views.
 
     evaluation_dir            result.json, samples/   -> results.py, transcripts.py
     trainings: run_dir        job.json, metrics.jsonl -> trainings.py, curves.py
     trainings: selection_dir  result.json             -> results.py
+    samples of both           samples/                -> embedded.py -> viewer.js
 """
 
 from __future__ import annotations
@@ -21,10 +22,15 @@ from markupsafe import Markup, escape
 
 from rollouts_core.comparison import NUM_RESAMPLES
 from rollouts_core.job import EvalJob
+from rollouts_core.report.assets import asset_blocks, make_assets
 from rollouts_core.report.charts import format_seconds
+from rollouts_core.report.curve_data import describe_curves
 from rollouts_core.report.curves import load_curves
+from rollouts_core.report.embedded import embed_samples
 from rollouts_core.report.inputs import ReportInput
 from rollouts_core.report.markdown import as_code, escaped
+from rollouts_core.report.packed import data_block, embedded_size, pack_json
+from rollouts_core.report.provenance import describe_provenance, describe_reused_time, describe_settings
 from rollouts_core.report.results import Results, load_results, load_selections
 from rollouts_core.report.trainings import describe_trainings, load_job_of
 from rollouts_core.report.transcripts import iterate_samples, load_transcripts
@@ -32,6 +38,8 @@ from rollouts_core.run_directory import RunDirectory
 from rollouts_core.stages import TRAININGS, describe_mode, is_training, kind_of
 
 MAX_EXAMPLE_CHARS = 80
+GREETING = "Hello!"
+DATA_PLACE = "<!-- data -->"
 REGISTERED_NAME = ("<!-- registered as -->", "<!-- that was it -->")
 """What the name in the registry stands between, which is not known yet when the page is made, and changes."""
 
@@ -43,26 +51,45 @@ def render_report(report: ReportInput) -> str:
         DataError: the final evaluation is not finished.
     """
     results = load_results(report)
-    return (
-        page_templates()
-        .get_template("page.html.jinja")
-        .render(
-            report=report,
-            mode=describe_mode(report.mode),
-            results=results,
-            trainings=describe_trainings(report),
-            curve_sections=load_curves(report),
-            selections=load_selections(report),
-            transcripts=load_transcripts(report.evaluation_dir, [score.name for score in results.scores]),
-            stages=[(stage, format_seconds(stage.seconds)) for stage in report.stages],
-            costs=format_costs(report),
-            outside_stages=OUTSIDE_STAGES,
-            total_time=format_seconds(sum(stage.seconds for stage in report.stages)),
-            python_code=usage_code(report),
-            num_resamples=NUM_RESAMPLES,
-            registered_name=Markup("".join(REGISTERED_NAME)),
-        )
+    templates = page_templates()
+    has_samples = report.contents.samples != "none"
+    names = [score.name for score in results.scores]
+    page = templates.get_template("page.html.jinja").render(
+        report=report,
+        mode=describe_mode(report.mode),
+        results=results,
+        trainings=describe_trainings(report),
+        curve_sections=load_curves(report),
+        selections=load_selections(report),
+        transcripts=load_transcripts(report.evaluation_dir, names) if has_samples else [],
+        assets=make_assets(bare_style(templates)),
+        data_place=Markup(DATA_PLACE),
+        provenance=describe_provenance(report),
+        stages=[(stage, format_seconds(stage.seconds), describe_reused_time(stage)) for stage in report.stages],
+        costs=format_costs(report),
+        outside_stages=OUTSIDE_STAGES,
+        total_time=format_seconds(sum(stage.seconds for stage in report.stages)),
+        python_code=usage_code(report),
+        num_resamples=NUM_RESAMPLES,
+        registered_name=Markup("".join(REGISTERED_NAME)),
     )
+    return _with_data(page, report)
+
+
+def _with_data(page: str, report: ReportInput) -> str:
+    """The page with the data and scripts of its further views, as large as the settings allow."""
+    blocks = asset_blocks() | {"curves": pack_json(describe_curves(report))}
+    if settings := describe_settings(report.config):
+        blocks["settings"] = pack_json(settings)
+    taken = len(page.encode(errors="replace")) + sum(map(embedded_size, blocks.values()))
+    blocks |= embed_samples(report, room=int(report.contents.max_mb * 1e6) - taken).blocks
+    before, _, after = page.rpartition(DATA_PLACE)
+    return "".join([before, *(data_block(name, packed) for name, packed in blocks.items()), after])
+
+
+def bare_style(templates: Environment) -> str:
+    """The CSS of all pages, without its element."""
+    return templates.get_template("style.html.jinja").render().strip().removeprefix("<style>").removesuffix("</style>")
 
 
 OUTSIDE_STAGES = "Start, set-up and the rest"
@@ -142,7 +169,8 @@ def usage_code(report: ReportInput) -> str:
     """Three lines of Python that ask the final checkpoint something."""
     job = load_job_of(report.evaluation_dir)
     max_new_tokens = job.rollout.sampling.max_new_tokens if isinstance(job, EvalJob) else 256
-    question = _example_question(RunDirectory(report.evaluation_dir).samples)
+    has_samples = report.contents.samples != "none"
+    question = _example_question(RunDirectory(report.evaluation_dir).samples) if has_samples else GREETING
     return (
         "from transformers import pipeline\n"
         f'generate = pipeline("text-generation", model={json.dumps(report.checkpoint_path)})\n'
@@ -155,6 +183,6 @@ def _example_question(samples: Path) -> str:
     """The first held-out prompt if it is a short question of one turn, else a greeting."""
     first = next((sample for path in sorted(samples.glob("*.jsonl")) for sample in iterate_samples(path)), None)
     if first is None or isinstance(first.prompt, str) or len(first.prompt) != 1:
-        return "Hello!"
+        return GREETING
     content = first.prompt[0]["content"]
-    return content if len(content) <= MAX_EXAMPLE_CHARS and "\n" not in content else "Hello!"
+    return content if len(content) <= MAX_EXAMPLE_CHARS and "\n" not in content else GREETING

@@ -67,6 +67,6 @@ RL = StageKind(
         ),
     ),
     keeps_samples=True,
-    colors=("#c2571a", "#f0955c"),
+    colors=("#b44e14", "#f0955c"),
     facts="rollouts_core.report.trainings:rl_facts",
 )

@@ -272,6 +272,11 @@ def test_the_report_is_there_when_it_is_written(store: Path, visitor: httpx.Clie
     assert '<a href="/runs/mine-01234567/report">' in visitor.get("/runs/mine-01234567").text
     answer = visitor.get("/runs/mine-01234567/report")
     assert answer.text == "<p>what came of it</p>" and "script-src 'none'" in answer.headers["content-security-policy"]
+    policy = "default-src 'none'; script-src 'sha256-abc='"
+    head = f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
+    (folder / "report.html").write_text(head)
+    answer = visitor.get("/runs/mine-01234567/report")
+    assert answer.headers["content-security-policy"] == policy, "scripts run by the hashes that the report states"
 
 
 def test_a_run_keeps_its_page_when_many_others_came_to_a_stage_after_it(store: Path, visitor: httpx.Client) -> None:

@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from rollouts_core.config import RewardConfig, RolloutConfig
 from rollouts_core.environments import ArithmeticEnvironment
 from rollouts_core.errors import RewardError
-from rollouts_core.rewards import REWARDS, WeightedRewards, compute_reward, grade_group, grade_sample
+from rollouts_core.rewards import REWARDS, TERMS, WeightedRewards, compute_reward, grade_group, grade_sample
 from rollouts_core.rollout.resolve import resolve_reward_fn
 from rollouts_core.types import Sample, Status
 
@@ -185,6 +185,7 @@ def test_several_rewards_are_added_with_their_weights_and_counted() -> None:
     rewards = WeightedRewards([("two", 0.5, give_two), ("letters", -1.0, count_letters)])
     graded = asyncio.run(grade_group([SAMPLE, replace(SAMPLE, response="xyz")], rewards))
     assert [sample.reward for sample in graded] == [0.0, -2.0]
+    assert [sample.metadata[TERMS] for sample in graded] == [{"two": 2.0, "letters": n} for n in (1.0, 3.0)]
     assert rewards.take_metrics() == {"reward/two": 2.0, "reward/letters": 2.0, "reward_error_share": 0.0}
     assert rewards.take_metrics() == {}
 
@@ -193,6 +194,7 @@ def test_the_mean_of_a_term_is_over_the_samples_that_were_scored() -> None:
     rewards = WeightedRewards([("two", 1.0, lambda sample: 2.0 if sample.response else None)])
     graded = asyncio.run(grade_group([Sample(response="x"), Sample(), Sample(response="x"), Sample()], rewards))
     assert [sample.reward for sample in graded] == [2.0, None, 2.0, None]
+    assert [TERMS in sample.metadata for sample in graded] == [True, False, True, False]
     assert rewards.take_metrics() == {"reward/two": 2.0, "reward_error_share": 0.0}
 
 

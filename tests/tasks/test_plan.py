@@ -26,7 +26,7 @@ from rollouts.tasks.plan import (
 )
 from rollouts.tasks.records import EngineRecord, RunScope, Stage, StageRecord
 from rollouts_core.checkpoint import load_manifest, new_checkpoint
-from rollouts_core.config import MIN_ENGINE_CONTEXT, Config, DataConfig, ModelConfig
+from rollouts_core.config import MIN_ENGINE_CONTEXT, Config, DataConfig, ModelConfig, ReportConfig
 from rollouts_core.engine_kinds import SGLANG
 from rollouts_core.engines.canary import canary_requests
 from rollouts_core.errors import CheckpointError, ConfigError
@@ -109,6 +109,18 @@ def test_values_for_the_chat_template_make_another_sft_another_rl_and_another_ev
         assert plan(changed).fingerprint != plan(config).fingerprint
     selected = selected_model(training, finished("select-sft", {"best": "step_000020"}), changed)
     assert selected.model.chat_template_kwargs == {"enable_thinking": False}
+
+
+def test_the_contents_of_the_report_change_no_stage(config: Config, scope: RunScope, node: Node) -> None:
+    shown = config.model_copy(update={"report": ReportConfig(samples="none", max_mb=1.0)})
+    training = finished("sft", {"checkpoints": [{"name": "step_000020", "step": 20, "digest": "a"}]})
+    plans: list[Callable[[Config], Stage]] = [
+        lambda each: plan_sft(each, scope, node),
+        lambda each: plan_rl(base_model(each), each, scope, node),
+        lambda each: plan_selection(training, each, scope, node),
+        lambda each: plan_evaluation({"base": base_model(each)}, each, scope, node),
+    ]
+    assert [plan(shown).fingerprint for plan in plans] == [plan(config).fingerprint for plan in plans]
 
 
 @pytest.mark.parametrize("name", ["sft.jsonl", "model/config.json"])

@@ -26,7 +26,7 @@ from rollouts.infra.node_agent import DIGESTS
 from rollouts.infra.session import LocalSession, Session
 from rollouts.infra.ssh.ssh_session import SSHSession
 from rollouts.infra.sync import sender
-from rollouts.infra.sync.mirror import mirrored
+from rollouts.infra.sync.mirror import is_job_file, mirrored
 from rollouts.infra.sync.receiver import hash_file
 from tests.infra.ssh_server import SSHServer, running_server
 from tests.infra.sync.pulling import pull_run
@@ -496,6 +496,11 @@ def test_a_disk_here_that_fills_up_meanwhile_keeps_what_came_and_goes_on_from_th
     filler.unlink()
     pull_run(LocalSession(sys.executable), str(there), here)
     assert content_of(here) == public(content_of(there))
+
+
+@pytest.mark.parametrize("name", ["rows.json", "credit/step_000001.jsonl", "samples/step_000001.jsonl"])
+def test_what_a_training_says_of_its_samples_is_mirrored(name: str) -> None:
+    assert is_job_file(name) and not is_job_file(f"other/{name}")
 
 
 HOSTILE_NAMES = [

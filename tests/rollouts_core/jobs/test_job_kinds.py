@@ -430,6 +430,24 @@ def test_a_finished_stage_is_extended_by_another_that_goes_on_from_it(
     assert all(entry["score"] < 0 for entry in result["checkpoints"])  # minus a loss
 
 
+def test_sft_leaves_rows_as_it_sees_them_and_says_on_which_machine(
+    base: InputModel, quickstart_dir: Path, tmp_path: Path
+) -> None:
+    num_rows = len((quickstart_dir / "sft.jsonl").read_text().splitlines())
+    do(sft_job(base, quickstart_dir, max_length=30, on_overlong="drop"), tmp_path / "sft")
+    described = json.loads((tmp_path / "sft/rows.json").read_text())
+    assert described["num_rows"] == num_rows and 0 < described["num_dropped"] < num_rows
+    assert sum(described["length_counts"]) == num_rows - described["num_dropped"]
+    assert 0 < described["trained_share"] < 1
+    shown = described["rows"]
+    assert {row["outcome"] for row in shown} == {"trained", "dropped"} and len(shown) == min(num_rows, 100)
+    assert all(row["reason"] for row in shown if row["outcome"] == "dropped")
+    trained = next(row for row in shown if row["outcome"] == "trained")
+    assert len(trained["tokens"]) == len(trained["loss_mask"]) == trained["num_tokens"]
+    started = read_json_lines(tmp_path / "sft/events.jsonl")[1]
+    assert started["event"] == "started" and started["host"] and started["versions"]["torch"] == torch.__version__
+
+
 @pytest.mark.slow
 def test_a_training_leaves_the_use_of_its_gpus_where_there_are_any(
     base: InputModel, quickstart_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -1,0 +1,122 @@
+"""All metrics of the trainings as data for the curves that viewer.js draws.
+
+Not here: the drawings of a page without scripts (curves.py).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rollouts_core.metrics import read_json_lines, read_metrics
+from rollouts_core.report.curves import gpu_minutes
+from rollouts_core.report.inputs import ReportInput, TrainedStage
+from rollouts_core.report.results import selected_step
+from rollouts_core.run_directory import RunDirectory
+from rollouts_core.stages import kind_of, label_of
+
+MAX_POINTS = 1_200
+"""Longer trainings are thinned to so many points: means of neighbouring steps."""
+DIGITS = 5
+NO_METRICS = ("step", "attempt", "time")
+SECONDS = {"generate_s": "Generate", "train_s": "Train", "publish_s": "Publish"}
+JsonObject = dict[str, Any]  # Any: JSON objects have no better type at this edge
+
+
+def describe_curves(report: ReportInput) -> list[JsonObject]:
+    """The curves of each training, and of its GPUs if they were sampled."""
+    sections = [each for training in report.trainings for each in _describe_training(training)]
+    return [section for section in sections if section["metrics"] or section["constant"]]
+
+
+def _describe_training(training: TrainedStage) -> list[JsonObject]:
+    kind, files = kind_of(training.name), RunDirectory(training.run_dir)
+    lines = read_metrics(files.metrics)
+    curves = {curve.metric: curve for curve in kind.curves}
+    seconds = {name: f"{title}, seconds per step" for name, title in SECONDS.items()}
+    others = sorted({name for line in lines for name in line} - set(curves) - set(seconds) - set(NO_METRICS))
+    section: JsonObject = {
+        "label": label_of(training.name),
+        "css": kind.name,
+        "set": training.name if kind.keeps_samples else None,
+        "xName": "step",
+        "mark": selected_step(training.selection_dir, training.selected),
+        "steps": [_short(statistics.fmean(line["step"] for line in bucket)) for bucket in _buckets(lines)],
+        "metrics": [],
+        "constant": {},
+    }
+    for name in (*curves, *seconds, *others):
+        values = [_mean([line.get(name) for line in bucket]) for bucket in _buckets(lines)]
+        known = {value for value in values if value is not None}
+        if len(known) == 1 and len(lines) > 1 and None not in values and name not in curves:
+            section["constant"][name] = known.pop()
+        elif known:
+            curve = curves.get(name)
+            section["metrics"].append(
+                {
+                    "name": name,
+                    "title": curve.title if curve else seconds.get(name, name),
+                    "note": curve.note if curve else "",
+                    "isMain": bool(curve),
+                    "fromZero": curve.is_from_zero if curve else name in seconds,
+                    "minHigh": curve.min_high if curve else 0,
+                    "values": values,
+                }
+            )
+    return [section, *_describe_gpus(training)]
+
+
+def _describe_gpus(training: TrainedStage) -> list[JsonObject]:
+    samples = read_json_lines(RunDirectory(training.run_dir).gpu_use)
+    if not samples:
+        return []
+    rows = list(zip(gpu_minutes(samples), samples, strict=False))
+    gpus = sorted({reading["gpu"] for sample in samples for reading in sample["gpus"]})
+    metrics = []
+    for gpu, (key, title) in itertools.product(gpus, (("use_percent", "use, percent"), ("memory_gib", "memory, GiB"))):
+        values = [
+            _mean([reading.get(key) for _, sample in bucket for reading in sample["gpus"] if reading["gpu"] == gpu])
+            for bucket in _buckets(rows)
+        ]
+        if any(value is not None for value in values):
+            name = f"GPU {gpu} {title}"
+            shown = {"name": name, "title": name, "note": "", "isMain": True, "fromZero": True, "minHigh": 0}
+            metrics.append({**shown, "values": values})
+    return [
+        {
+            "label": f"GPUs of {label_of(training.name)}",
+            "css": kind_of(training.name).name,
+            "set": None,
+            "xName": "minute",
+            "mark": None,
+            "steps": [_short(statistics.fmean(minute for minute, _ in bucket)) for bucket in _buckets(rows)],
+            "metrics": metrics,
+            "constant": {},
+        }
+    ]
+
+
+def _buckets(lines: Sequence[Any]) -> list[Sequence[Any]]:  # Any: one type per call
+    """At most `MAX_POINTS` buckets of equally many neighbours."""
+    size = math.ceil(len(lines) / MAX_POINTS) or 1
+    return [lines[start : start + size] for start in range(0, len(lines), size)]
+
+
+def _mean(values: Sequence[Any]) -> float | None:  # Any: JSON
+    """The mean of the finite numbers; None if there is none, which a curve shows as a gap."""
+    finite = [each for each in values if isinstance(each, int | float) and math.isfinite(each)]
+    return _short(statistics.fmean(finite)) if finite else None
+
+
+def _short(value: float) -> float:
+    rounded = float(f"{value:.{DIGITS}g}")
+    return int(rounded) if rounded == int(rounded) and abs(rounded) < 1e15 else rounded
+
+
+def metrics_total(lines: Sequence[Mapping[str, float]], name: str, num_steps: int) -> float | None:
+    """About what a metric adds up to over all steps, from the steps that were logged."""
+    values = [line[name] for line in lines if math.isfinite(line.get(name, math.nan))]
+    return statistics.fmean(values) * num_steps if values else None

@@ -1,0 +1,374 @@
+"""Which rollouts a page holds, and the compressed blocks that hold them.
+
+Not here: the form of a rollout (rollout_codec.py), how the page reads it (viewer.js).
+
+    files of samples -> choose groups within the budget -> a table of all kept samples ("index") and chunks of
+                                                           consecutive groups ("chunk-0", "chunk-1", ...)
+
+Real rollouts take one to two kilobytes each, so a page usually holds a sample of them. Groups stay whole. Steps are
+taken at even distances; within a step groups are taken at even distances in the order of their mean reward. Held-out
+prompts are the same for all models, at even distances in the order of the models' rewards.
+
+Files are read line by line, one step at a time, so memory is bounded by the largest step and the budget.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rollouts_core.metrics import parse_line
+from rollouts_core.report.inputs import ReportInput
+from rollouts_core.report.packed import embedded_size, pack_json
+from rollouts_core.report.rollout_codec import (
+    STATUSES,
+    EncodedGroup,
+    JsonObject,
+    encode_group,
+    group_records,
+    join_columns,
+    mask_runs,
+    numbers_text,
+)
+from rollouts_core.report.vocabulary import Vocabulary, load_vocabulary
+from rollouts_core.run_directory import RunDirectory
+from rollouts_core.stages import BASE, kind_of, label_of
+
+CHUNK_CHARS = 400_000
+"""About so much JSON makes a chunk: the page unpacks one in a few milliseconds."""
+DRAFT_LEVEL = 6
+HELD_OUT_SHARE = 0.4
+"""Share of the room that held-out answers may take if training samples need the rest."""
+NUM_PROBED = 3
+"""So many files of steps are looked at to estimate the size of all."""
+INDEX_BYTES_PER_SAMPLE = 6
+"""About so much of the page a sample takes in the table."""
+UNREADABLE = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError)
+"""What a line raises that no job of ours wrote."""
+
+
+class StepFile(NamedTuple):
+    """The samples of one step, or of one model."""
+
+    step: int
+    path: Path
+    scores: Path | None = None
+    """What training said of each sample."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleSet:
+    """Samples that belong together: those of a training, or the held-out answers of one model."""
+
+    key: str
+    """Names the set in addresses within the page: rl, heldout-base."""
+    label: str
+    css: str
+    is_training: bool
+    files: tuple[StepFile, ...]
+
+
+@dataclass(slots=True, kw_only=True)
+class KeptStep:
+    """The chosen groups of a step, compressed until the page is put together."""
+
+    set_index: int
+    step: int
+    draft: bytes
+    groups: list[EncodedGroup]
+    """Without their texts, which are in `draft`."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Embedded:
+    """The blocks of a page, by name, and what is said about them."""
+
+    blocks: dict[str, bytes] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    """A sentence for each set that is not whole."""
+
+
+def find_sets(report: ReportInput) -> list[SampleSet]:
+    """The samples of each training that keeps some, then the held-out answers of each compared model."""
+    sets = []
+    for training in report.trainings:
+        if kind_of(training.name).keeps_samples and (files := _step_files(training.run_dir)):
+            css = kind_of(training.name).name
+            label = f"{label_of(training.name)} training"
+            sets.append(SampleSet(key=training.name, label=label, css=css, is_training=True, files=files))
+    directory = RunDirectory(report.evaluation_dir).samples
+    for name, label in report.labels.items():
+        path = directory / f"{name}.jsonl"
+        if path.is_file():
+            css = name if name == BASE else kind_of(name).name
+            file = StepFile(0, path)
+            sets.append(SampleSet(key=f"heldout-{name}", label=label, css=css, is_training=False, files=(file,)))
+    return sets
+
+
+def _step_files(run_dir: Path) -> tuple[StepFile, ...]:
+    files = RunDirectory(run_dir)
+    found = []
+    for path in files.samples.glob("step_*.jsonl"):
+        number = path.stem.removeprefix("step_")
+        if number.isdecimal():
+            found.append(StepFile(int(number), path, files.credit / path.name))
+    return tuple(sorted(found))
+
+
+def embed_samples(report: ReportInput, *, room: int) -> Embedded:
+    """The samples of a run in at most about `room` bytes of the page."""
+    vocabulary = load_vocabulary(Path(report.checkpoint_path))
+    sets = [each for each in find_sets(report) if report.contents.samples != "none"]
+    if report.contents.samples == "held-out":
+        sets = [each for each in sets if not each.is_training]
+    embedded = Embedded()
+    row_tokens = _embed_rows(report, embedded) if report.contents.samples == "all" else set[int]()
+    if not sets:
+        embedded.blocks["vocabulary"] = pack_json(vocabulary.only(row_tokens))
+        return embedded
+    held_out = [(i, each) for i, each in enumerate(sets) if not each.is_training]
+    trained = [(i, each) for i, each in enumerate(sets) if each.is_training]
+    kept = _keep_held_out(held_out, vocabulary, int(room * (HELD_OUT_SHARE if trained else 1)), embedded)
+    used = sum(_room_of(step) for step in kept)
+    for i, each in trained:
+        kept += _keep_steps(i, each, vocabulary, (room - used) // len(trained), embedded)
+    kept.sort(key=lambda step: (step.set_index, step.step))
+    _pack(sets, kept, embedded)
+    shown = row_tokens.union(*(group.tokens for step in kept for group in step.groups))
+    embedded.blocks["vocabulary"] = pack_json(vocabulary.only(shown))
+    return embedded
+
+
+def _embed_rows(report: ReportInput, embedded: Embedded) -> set[int]:
+    """Put the recorded rows of SFT into a block; returns their tokens."""
+    for training in report.trainings:
+        try:
+            described = json.loads(RunDirectory(training.run_dir).rows.read_text(encoding="utf-8"))
+            embedded.blocks["rows"] = pack_json(describe_rows(described))
+            return {token for row in described["rows"] for token in row["tokens"]}
+        except (OSError, *UNREADABLE):
+            continue
+    return set()
+
+
+def describe_rows(described: JsonObject) -> JsonObject:
+    """The content of rows.json as the page holds it."""
+    sources = list(dict.fromkeys(row["source"] for row in described["rows"]))
+    rows = [
+        {
+            "s": sources.index(row["source"]),
+            "row": row["row"],
+            "outcome": row["outcome"],
+            "reason": row["reason"],
+            "t": numbers_text(row["tokens"]),
+            "m": mask_runs(row["loss_mask"]),
+        }
+        for row in described["rows"]
+    ]
+    return {
+        "sources": sources,
+        "rows": rows,
+        "numRows": described["num_rows"],
+        "numDropped": described["num_dropped"],
+        "maxLength": described["max_length"],
+        "lengthCounts": described["length_counts"],
+        "trainedShare": described["trained_share"],
+    }
+
+
+def _keep_steps(
+    set_index: int, samples: SampleSet, vocabulary: Vocabulary, room: int, embedded: Embedded
+) -> list[KeptStep]:
+    """Groups of steps at even distances, as many as there is room for."""
+    files = samples.files
+    share = min(1.0, room / max(1, _estimate_size(files, vocabulary)))
+    kept, used, num_samples, num_kept = [], 0, 0, 0
+    order = spread_order(len(files)) if share < 1 else range(len(files))
+    for place in order:
+        groups = list(_encoded(files[place], vocabulary))
+        chosen = groups if share >= 1 else spread_by_reward(groups, max(2, int(share * len(groups))))
+        if not chosen:
+            continue
+        step = _keep(set_index, files[place].step, chosen)
+        if used + _room_of(step) > room:
+            break
+        used += _room_of(step)
+        kept.append(step)
+    num_kept = sum(len(group.rows) for step in kept for group in step.groups)
+    num_samples = sum(count_lines(file.path) for file in files)
+    if num_kept < num_samples:
+        embedded.notes.append(
+            f"{samples.label}: {num_kept:,} of {num_samples:,} samples, from {len(kept):,} of {len(files):,} steps. "
+            "Groups are whole. Steps and, within a step, rewards are spread evenly."
+        )
+    return kept
+
+
+def _keep_held_out(
+    sets: Sequence[tuple[int, SampleSet]], vocabulary: Vocabulary, room: int, embedded: Embedded
+) -> list[KeptStep]:
+    """The answers of all models to the same prompts, as many as there is room for."""
+    if not sets:
+        return []
+    rewards = [{group.group: group.reward for group in _encoded(each.files[0], vocabulary)} for _, each in sets]
+    prompts = sorted(set[int]().union(*rewards), key=lambda group: tuple(of.get(group, 0.0) for of in rewards))
+    size = sum(_estimate_size(each.files, vocabulary) for _, each in sets)
+    if size > room:
+        chosen = set(_evenly(prompts, max(1, int(len(prompts) * room / size))))
+        embedded.notes.append(
+            f"Held-out answers: {len(chosen):,} of {len(prompts):,} prompts with the answers of every model, spread "
+            "evenly over the combinations of rewards."
+        )
+    else:
+        chosen = set(prompts)
+    return [
+        _keep(i, 0, [group for group in _encoded(each.files[0], vocabulary) if group.group in chosen])
+        for i, each in sets
+    ]
+
+
+def _keep(set_index: int, step: int, groups: Iterable[EncodedGroup]) -> KeptStep:
+    """The groups with their texts compressed."""
+    compressor = zlib.compressobj(DRAFT_LEVEL)
+    parts, light = [], []
+    for group in groups:
+        parts.append(compressor.compress(group.text.encode() + b"\n"))
+        light.append(_without_text(group))
+    return KeptStep(set_index=set_index, step=step, draft=b"".join([*parts, compressor.flush()]), groups=light)
+
+
+def _without_text(group: EncodedGroup) -> EncodedGroup:
+    return EncodedGroup(
+        group=group.group,
+        prompt=group.prompt,
+        preview=group.preview,
+        reward=group.reward,
+        text="",
+        rows=group.rows,
+        tokens=group.tokens,
+    )
+
+
+def _room_of(step: KeptStep) -> int:
+    return embedded_size(step.draft) + INDEX_BYTES_PER_SAMPLE * sum(len(group.rows) for group in step.groups)
+
+
+def _estimate_size(files: Sequence[StepFile], vocabulary: Vocabulary) -> int:
+    """Bytes that all groups of the files would take in a page, from what a few files take."""
+    sizes = [file.path.stat().st_size for file in files]
+    probed = _evenly(range(len(files)), NUM_PROBED)
+    taken = sum(_room_of(_keep(0, 0, _encoded(files[place], vocabulary))) for place in probed)
+    return int(taken * sum(sizes) / max(1, sum(sizes[place] for place in probed)))
+
+
+def _encoded(file: StepFile, vocabulary: Vocabulary) -> Iterator[EncodedGroup]:
+    """The groups of a file, without lines that cannot be read."""
+    for records, scores in group_records(list(_lines(file))):
+        try:
+            yield encode_group(records, scores, vocabulary)
+        except UNREADABLE:
+            continue
+
+
+def _lines(file: StepFile) -> Iterator[tuple[JsonObject, JsonObject]]:
+    """Each sample with what training said of it."""
+    scores: list[JsonObject | None] = []
+    if file.scores is not None and file.scores.is_file():
+        with file.scores.open("rb") as lines:
+            scores = [parse_line(line) for line in lines]
+    with file.path.open("rb") as lines:
+        for number, line in enumerate(lines):
+            record = parse_line(line)
+            if record is not None and isinstance(record.get("group_index"), int):
+                score = scores[number] if number < len(scores) else None
+                yield record, score or {}
+
+
+def count_lines(path: Path) -> int:
+    """Lines of a file, without holding it."""
+    with path.open("rb") as lines:
+        return sum(1 for _ in lines)
+
+
+def spread_by_reward(groups: Sequence[EncodedGroup], count: int) -> list[EncodedGroup]:
+    """`count` groups at even distances in the order of their mean reward, in the order in which they came."""
+    places = sorted(range(len(groups)), key=lambda place: groups[place].reward)
+    return [groups[place] for place in sorted(_evenly(places, count))]
+
+
+def _evenly(values: Sequence[int], count: int) -> list[int]:
+    """At most `count` of the values at even distances, with the first and the last one."""
+    if count >= len(values):
+        return list(values)
+    if count == 1:
+        return [values[len(values) // 2]]
+    return [values[round(i * (len(values) - 1) / (count - 1))] for i in range(count)]
+
+
+def spread_order(count: int) -> list[int]:
+    """0 to count - 1 in an order whose every start is spread evenly: the last, the first, the middle, the quarters."""
+    order, seen, parts = [count - 1, 0], {0, count - 1}, 2
+    while len(seen) < count:
+        for odd in range(1, parts, 2):
+            place = round(odd * (count - 1) / parts)
+            if place not in seen:
+                seen.add(place)
+                order.append(place)
+        parts *= 2
+    return order[:count]
+
+
+def _pack(sets: Sequence[SampleSet], kept: Sequence[KeptStep], embedded: Embedded) -> None:
+    """Put index and chunks into blocks."""
+    first_groups, chunk, num_groups, size = [0], list[JsonObject](), 0, 0
+    for step in kept:
+        for text in zlib.decompress(step.draft).decode().splitlines():
+            if size > CHUNK_CHARS:
+                embedded.blocks[f"chunk-{len(first_groups) - 1}"] = pack_json(join_columns(chunk))
+                chunk, size = [], 0
+                first_groups.append(num_groups)
+            chunk.append(json.loads(text))
+            size += len(text)
+            num_groups += 1
+    embedded.blocks[f"chunk-{len(first_groups) - 1}"] = pack_json(join_columns(chunk))
+    index = describe_samples(sets, kept)
+    embedded.blocks["index"] = pack_json({**index, "chunks": first_groups, "notes": embedded.notes})
+
+
+def describe_samples(sets: Sequence[SampleSet], kept: Sequence[KeptStep]) -> JsonObject:
+    """The table of all kept samples: columns of groups, and columns of samples in the order of the groups."""
+    prompts: dict[str, int] = {}
+    previews: list[str] = []
+    groups: dict[str, list[Any]] = {name: [] for name in ("set", "step", "group", "prompt", "size")}  # Any: JSON
+    rows = [row for step in kept for group in step.groups for row in group.rows]
+    for step in kept:
+        for group in step.groups:
+            if group.prompt not in prompts:
+                prompts[group.prompt] = len(prompts)
+                previews.append(group.preview)
+            values = (step.set_index, step.step, group.group, prompts[group.prompt], len(group.rows))
+            for column, value in zip(groups.values(), values, strict=True):
+                column.append(value)
+    statuses = list(STATUSES) + sorted({row.status for row in rows} - set(STATUSES))
+    names = sorted({name for row in rows for name in row.terms})
+    return {
+        "sets": [{"key": s.key, "label": s.label, "css": s.css, "isTraining": s.is_training} for s in sets],
+        "prompts": previews,
+        "groups": groups,
+        "reward": [row.reward for row in rows],
+        "advantage": _unless_empty([row.advantage for row in rows]),
+        "length": [row.length for row in rows],
+        "status": [statuses.index(row.status) for row in rows],
+        "version": _unless_empty([row.version for row in rows]),
+        "terms": {name: [row.terms.get(name) for row in rows] for name in names},
+        "statuses": statuses,
+    }
+
+
+def _unless_empty(values: list[Any]) -> list[Any] | None:  # Any: JSON
+    return values if any(value is not None for value in values) else None
