@@ -1,15 +1,13 @@
-"""Install exact versions of packages into an environment of their own, on the node itself.
+"""Install exact versions of packages into a separate environment, on the node itself.
 
 The node's side of environment.py. Runs as a supervised job: `python -I environment_builder.py RUN_DIR`.
-Standard library only and one file, because it is sent to nodes by content.
+It is one file and uses only the standard library, because its text is sent to nodes.
 
     job.json      {"installer": "pip" or "uv", "index": URL or "", "requirements": [name==version, ...]}
-    env/          the environment
-    tmp/          what the installer needs meanwhile
-    python/       an interpreter that uv has fetched, where it has no place for those in the user's home
-    result.json   {"python": path of its interpreter}, written when everything is installed
-
-What an attempt that was killed has left of the two folders is removed first.
+    env/          the environment; leftovers of a killed attempt are removed first
+    tmp/          temporary files of the installer; leftovers are removed first
+    python/       an interpreter that uv downloaded, if uv cannot keep interpreters in the user's home
+    result.json   {"python": path of the environment's interpreter}, written when everything is installed
 """
 
 import importlib.util
@@ -22,18 +20,17 @@ from pathlib import Path
 
 TEMPORARY = "tmp"
 SETTINGS = {"PYTHONNOUSERSITE": "1", "UV_SYSTEM_CERTS": "1", "UV_NATIVE_TLS": "1"}
-"""uv believes the certificates that the node believes, as pip does; older versions know the second name."""
+"""uv uses the node's certificates, as pip does. Older versions of uv know only the second name."""
 CACHE = "../../cache/uv"
-"""Where uv keeps packages, below the node's root, where it has no place for them in the user's home."""
-
+"""uv's cache below the node's root, used if uv cannot write its cache in the user's home."""
 FOLDERS_OF_UV = ("~/.local/bin", "~/.cargo/bin")
 
 PIP = ["-P", "-m", "pip", "install", "--disable-pip-version-check", "--no-input"]
 
 
 def main() -> int:
-    """Build the environment in the run directory that is given; returns the exit code."""
-    os.chdir(sys.argv[1])  # -I keeps Python from importing what lies there
+    """Build the environment in the run directory of the command line, and return the exit code."""
+    os.chdir(sys.argv[1])  # -I keeps Python from importing files of this directory
     directory = Path.cwd()
     job = json.loads((directory / "job.json").read_text())  # Any: JSON
     environment, temporary = directory / "env", directory / TEMPORARY
@@ -57,8 +54,8 @@ def main() -> int:
 
 
 def install_by_pip(environment: Path, arguments: "list[str]") -> None:
-    """Make the environment with the interpreter that runs this, and install into it."""
-    if sys.version_info < (3, 11):  # noqa: UP036 - the node's own may be older
+    """Create the environment with the interpreter that runs this program, and install into it."""
+    if sys.version_info < (3, 11):  # noqa: UP036 - the node's own interpreter may be older
         found = f"{sys.executable} is {sys.version.split()[0]}"
         raise_refusal(f"Python 3.11 or newer is needed, {found}: name another interpreter, or install by uv")
     run([sys.executable, "-P", "-m", "venv", str(environment)])
@@ -66,20 +63,20 @@ def install_by_pip(environment: Path, arguments: "list[str]") -> None:
 
 
 def install_by_uv(environment: Path, arguments: "list[str]") -> None:
-    """Make the environment with a new enough interpreter, which uv fetches where the node has none, and install."""
+    """Create the environment with Python >= 3.11, which uv downloads if the node has none, and install into it."""
     uv = find_uv() or fetch_uv(environment.with_name("tools"), arguments[2:])
     run([uv, "venv", "--python", ">=3.11", str(environment)])
     run([uv, "pip", "install", "--python", str(environment / "bin" / "python"), *arguments])
 
 
 def find_uv() -> "str | None":
-    """The node's own uv; where its installer puts it is on the PATH of terminals, and not of our sessions."""
+    """Return the node's uv. Its installer adds its folder to the PATH of terminals, but our sessions lack that PATH."""
     folders = [os.path.dirname(sys.executable), *map(os.path.expanduser, FOLDERS_OF_UV)]  # noqa: PTH120 - as below
     return shutil.which("uv") or shutil.which("uv", path=os.pathsep.join(folders))
 
 
 def fetch_uv(tools: Path, index: "list[str]") -> str:
-    """Get uv from the index, by this interpreter's pip or, where it has none, by that of an environment of its own."""
+    """Install uv from the index with this interpreter's pip, or, without pip, with the pip of a new environment."""
     if importlib.util.find_spec("pip") is not None:
         run([sys.executable, *PIP, "--target", str(tools), "--upgrade", *index, "uv"])
     else:
@@ -89,7 +86,7 @@ def fetch_uv(tools: Path, index: "list[str]") -> str:
 
 
 def places_of_uv(directory: Path) -> "dict[str, str]":
-    """Where uv keeps what it fetches, but for what it has a place for in the home: that may be small, or read-only."""
+    """Return settings that move uv's downloads out of a home folder that cannot be written."""
     places = {"UV_PYTHON_INSTALL_DIR": ("~/.local/share/uv/python", "python")}
     if not os.environ.get("XDG_CACHE_HOME"):
         places["UV_CACHE_DIR"] = ("~/.cache/uv", CACHE)
@@ -101,14 +98,14 @@ def places_of_uv(directory: Path) -> "dict[str, str]":
 
 
 def raise_refusal(message: str) -> None:
-    """Say why nothing can be installed, and end as an installer that failed."""
+    """Print why the packages cannot be installed, and fail as an installer would."""
     sys.stdout.write(message + "\n")
     sys.stdout.flush()
     raise subprocess.CalledProcessError(1, sys.executable)
 
 
 def run(command: "list[str]") -> None:
-    """Run a command; what it says goes into the log."""
+    """Run a command. Its output goes to the job's log."""
     sys.stdout.write("$ " + " ".join(command) + "\n")
     sys.stdout.flush()
     settings = {**SETTINGS, **places_of_uv(Path.cwd()), **os.environ, "TMPDIR": str(Path.cwd() / TEMPORARY)}

@@ -58,7 +58,7 @@ __all__ = [
     "start_or_attach",
 ]
 
-# Any: what programs write into their metrics, events and results is theirs to define.
+# Any: programs define the content of their metrics, events and results.
 JsonObject = dict[str, Any]
 
 CALL_TIMEOUT_S = 60.0
@@ -169,7 +169,7 @@ def start_or_attach(session: Session, spec: JobSpec) -> JobStatus:
 
 
 def job_status(session: Session, run_dir: str) -> JobStatus:
-    """The job's state now."""
+    """Return the job's state now."""
     return parse_status(_call(session, "status", run_dir))
 
 
@@ -189,11 +189,11 @@ def cancel_job(
     `max_grace_s`.
 
     Args:
-        store: identity of the caller's ledger. A job that runs of other ledgers follow stays RUNNING. Empty: end it in
-        any
-            case.
-        on_wait: called once if the end takes a while. is_impatient: returns True to stop waiting. The job still saves
-        and ends; its status is RUNNING with `is_ending`.
+        store: identity of the caller's ledger. A job that runs of other ledgers follow stays RUNNING. Empty: end the
+            job in any case.
+        on_wait: called once if the end takes a while.
+        is_impatient: returns True to stop waiting. The job still saves and ends; its status is RUNNING with
+            `is_ending`.
     """
     on_behalf = (store,) if store else ()
     limits = (str(grace_s), str(max_grace_s), str(CANCEL_LOOK_S))
@@ -225,7 +225,7 @@ def renew_lease(session: Session, run_dir: str) -> JobStatus:
 
 
 def read_result(session: Session, run_dir: str) -> JsonObject | None:
-    """The content of result.json; None while the job is not finished."""
+    """Return the content of result.json; None while the job is not finished."""
     try:
         return parse_object(session.read_file(f"{run_dir}/result.json"))
     except FileMissingError:
@@ -233,7 +233,7 @@ def read_result(session: Session, run_dir: str) -> JsonObject | None:
 
 
 def read_log_tail(session: Session, run_dir: str, *, max_bytes: int = 16384) -> str:
-    """The end of the job's log as printable text. Invalid UTF-8 is replaced."""
+    """Return the end of the job's log as printable text. Invalid UTF-8 is replaced."""
     answer = _call(session, "tail", run_dir, str(max_bytes))
     return shown_lines(_decoded(answer["log"]).decode(errors="replace"))
 
@@ -279,7 +279,7 @@ def follow_job(
                     on_event(message["event"])
                     position = dataclasses.replace(position, events=offset)
                 else:
-                    logger.warning("skipped a line of %s/%s that is no record", run_dir, message["skipped"])
+                    logger.warning("skipped a line of %s/%s that is not a record", run_dir, message["skipped"])
         broken_streams = 1 if time.monotonic() - began > STEADY_S else broken_streams + 1
         time.sleep(min(0.1 * 2.0**broken_streams, MAX_RECONNECT_PAUSE_S))
     raise TransientInfraError(
@@ -317,8 +317,8 @@ def raise_failure(
         raise JobLostError(status.run_dir, status.attempt, status.reason)
     if status.state == JobState.ABSENT:
         raise PermanentInfraError(
-            f"{status.run_dir} was moved or deleted while its job was under way: put it back and start again, which "
-            "resumes it; without its directory the next start begins anew"
+            f"{status.run_dir} was moved or deleted while its job was running: put it back and start again to resume "
+            "it; without its directory the next start begins from the beginning"
         )
     if status.exit is None:
         raise JobFailedError(status.run_dir, status.attempt, -1, f"it is {status.state}, not {wanted}")
@@ -330,7 +330,7 @@ def raise_failure(
 
 
 def describe_exit(exit_record: JobExit) -> str:
-    """One sentence about how a job ended."""
+    """Return one sentence about how a job ended."""
     if exit_record.cancelled:
         return f"it was cancelled{describe_saved(exit_record)}."
     if exit_record.timeout:
@@ -350,7 +350,7 @@ def describe_exit(exit_record: JobExit) -> str:
 
 
 def describe_saved(exit_record: JobExit) -> str:
-    """The saved step of a job that was ended, as the end of a sentence; "" if unknown."""
+    """Return the saved step of an ended job as the end of a sentence; "" if it is unknown."""
     if exit_record.saved_step is None:
         return ""
     problem = f": {exit_record.problem}" if exit_record.problem else ""
@@ -362,7 +362,7 @@ def describe_saved(exit_record: JobExit) -> str:
 
 
 def render_spec(spec: JobSpec) -> bytes:
-    """The spec as the supervisor reads it from standard input."""
+    """Return the spec in the format that the supervisor reads from standard input."""
     return json.dumps(dataclasses.asdict(spec)).encode()
 
 
@@ -384,7 +384,7 @@ def parse_status(document: JsonObject) -> JobStatus:
         )
     except (KeyError, TypeError, ValueError) as error:
         raise PermanentInfraError(
-            f"the node tells no status of a job ({type(error).__name__}: {str(error)[:80]})"
+            f"the node sent no status of a job ({type(error).__name__}: {str(error)[:80]})"
         ) from error
 
 
@@ -392,9 +392,8 @@ def _call(
     session: Session, verb: str, run_dir: str, *arguments: str, stdin: bytes = b"", timeout_s: float = CALL_TIMEOUT_S
 ) -> JsonObject:
     """Call one verb of the supervisor; its answer is the last line of its output."""
-
     parameters = (verb, run_dir, *arguments)
-    if verb == "start":  # this process becomes the job's supervisor, so it has a name of its own
+    if verb == "start":  # not in a fork of an agent: this process becomes the supervisor and needs its own command line
         argv = [session.python, ISOLATED, session.place_program(_SUPERVISOR), *parameters]
         completed = session.run(argv, stdin=stdin, timeout_s=timeout_s, check=False, may_repeat=True)
     else:
@@ -408,7 +407,7 @@ def _call(
 
 
 def _is_message(message: JsonObject) -> bool:
-    """Whether this is a message of the supervisor's `follow`."""
+    """Return whether this is a message of the supervisor's `follow`."""
     contents = {"log": str, "metrics": dict, "event": dict, "skipped": str}
     if isinstance(message.get("status"), dict):
         return True
@@ -425,7 +424,7 @@ def _decoded(log: Any) -> bytes:  # Any: JSON
 
 
 def _messages(session: Session, run_dir: str, position: FollowOffsets, store: str) -> Generator[JsonObject]:
-    """Messages of one connection. A broken connection ends them without an exception."""
+    """Yield the messages of one connection. A broken connection ends them without an exception."""
     parameters = [run_dir, str(position.log), str(position.metrics), str(position.events), *([store] if store else [])]
     argv = [session.python, ISOLATED, session.place_program(_SUPERVISOR), "follow", *parameters]
     try:
@@ -434,7 +433,7 @@ def _messages(session: Session, run_dir: str, position: FollowOffsets, store: st
                 message = parse_object(line) if line.endswith(b"\n") else None
                 if message is not None and not _is_message(message):
                     raise PermanentInfraError(
-                        f"the node says {str(message)[:80]} of {run_dir}, as no supervisor of ours"
+                        f"the node sent {str(message)[:80]} about {run_dir}, which is not a message of a supervisor"
                     )
                 if message is not None:
                     yield message

@@ -1,9 +1,8 @@
-"""Secrets of a store: files and folders of their owner alone, checked whenever they are used.
+"""Secrets of a store: files and folders that only their owner can access, checked on every use.
 
-A store belongs to one user. As ssh refuses a key, a file is refused if other users can read it or if another user made
-it. The message names the command that helps. Root may use a store of another user: containers mount such stores.
-
-Not here: what a secret opens.
+A store belongs to one user. As ssh does with keys, a file is refused if other users can read it or if another user
+created it. The message names the command that helps. Root may use another user's store, because containers mount such
+stores.
 """
 
 import os
@@ -17,7 +16,7 @@ from typing import BinaryIO
 from rollouts.infra.errors import PermanentInfraError
 
 OF_OTHERS = stat.S_IRWXG | stat.S_IRWXO
-"""Bits of a mode that let other users than the owner in."""
+"""Mode bits that give access to users other than the owner."""
 WRITTEN_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 OWN_FILE, OWN_FOLDER = 0o600, 0o700
 
@@ -37,9 +36,9 @@ def own_secret(path: Path, make: Callable[[], str]) -> str:
             file.write(make())
             file.flush()
             os.fsync(file.fileno())
-        os.link(partial, path)  # of two processes that make one at once, the first one counts
+        os.link(partial, path)  # if two processes create a secret at once, the first one wins
     except FileExistsError:
-        if read_secret(path) is None:  # it is empty: written when the disk was full
+        if read_secret(path) is None:  # an empty file, from a full disk
             partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)

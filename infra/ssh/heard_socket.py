@@ -1,7 +1,4 @@
-"""A socket that knows when something has come over it last, and what came first.
-
-Not here: who asks that (connection.py), how a socket is made (connection.py, proxy_jump.py).
-"""
+"""A socket that records when it last received bytes, and the first bytes that it received."""
 
 import socket
 import time
@@ -14,17 +11,17 @@ MAX_FIRST_BYTES = 4096
 
 
 class HeardSocket(socket.socket):
-    """Takes the place of another socket, which is detached."""
+    """Replaces another socket, which is detached."""
 
     def __init__(self, other: socket.socket) -> None:
         super().__init__(fileno=other.detach())
         self.heard_at = time.monotonic()
-        """By the monotonic clock, seconds."""
+        """Time of the last received bytes, by the monotonic clock in seconds."""
         self._first = b""
 
     @property
     def refusal(self) -> str:
-        """The line that an SSH server said in place of its greeting; empty if it greeted, or said nothing."""
+        """The line that an SSH server sent instead of its greeting; empty if it sent a greeting or nothing."""
         lines = self._first.splitlines()
         is_greeted = any(line.startswith(GREETING) for line in lines)
         return "" if is_greeted or not lines else shown_line(lines[0].decode(errors="replace"))
@@ -36,11 +33,11 @@ class HeardSocket(socket.socket):
             self._first += content
         return content
 
-    # Any: as in the class above
+    # Any: as in socket.socket
     def send(self, content: Any, flags: int = 0, /) -> int:
         try:
             return super().send(content, flags)
         except (BrokenPipeError, ConnectionResetError):
             if self._first:
                 raise
-            return len(content)  # a server that hangs up may have said why, and that is read next
+            return len(content)  # the server's reason for closing may be readable next

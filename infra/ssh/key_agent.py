@@ -1,7 +1,7 @@
-"""Ask the SSH agent for its keys, and have it sign with them: one that the environment names, or another socket.
+"""List the keys of an SSH agent, and sign with them.
 
-Not here: which of them a machine is offered (login_keys.py). paramiko's own client of agents knows no other socket,
-fails at a comment that is not UTF-8, and has the agent sign with another key than the certificate that it has.
+paramiko's own agent client is not used: it only knows SSH_AUTH_SOCK, fails at a comment that is not UTF-8, and signs
+with another key than the certificate's. Not here: the choice of keys to offer (login_keys.py).
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from rollouts.infra.node import NO_AGENT
 
 _CERTIFICATE = "-cert-v01@openssh.com"
 _NUM_PUBLIC_FIELDS = {"ssh-ed25519": 1, "ssh-rsa": 2}
-"""Of how many fields the public half of a key consists; that of others of two."""
+"""Number of fields of a public key; other types have two."""
 LIST_TIMEOUT_S = 15.0
 SIGNING_TIMEOUT_S = 60.0
-"""A person may have to touch a key, or to open a password manager."""
+"""A user may have to touch a security key or unlock a password manager."""
 
 logger = logging.getLogger(__name__)
 
 
 class SigningRefusedError(paramiko.SSHException):  # type: ignore[misc]  # paramiko has no types
-    """The agent does not sign with a key: it is locked, asks a person who says no, or the key is not there any more."""
+    """The agent refuses to sign: it is locked, its user declined, or the key was removed."""
 
     def __init__(self, key: Any) -> None:  # Any: as above
         self.key = key
@@ -42,7 +42,7 @@ class _Agent(AgentSSH):  # type: ignore[misc]  # as above
         self._conn.connect(path)
         kind, answer = self._send_message(cSSH2_AGENTC_REQUEST_IDENTITIES)
         if kind != SSH2_AGENT_IDENTITIES_ANSWER:
-            raise paramiko.SSHException("it does not say which keys it has")
+            raise paramiko.SSHException("it does not list its keys")
         keys = []
         for _ in range(answer.get_int()):
             blob, _comment = answer.get_binary(), answer.get_binary()
@@ -52,15 +52,15 @@ class _Agent(AgentSSH):  # type: ignore[misc]  # as above
 
 
 class KeyOfAgent(AgentKey):  # type: ignore[misc]  # as above
-    """A key that signs where it lies."""
+    """A key of the agent. The agent signs with it."""
 
     is_signing = False
-    """Whether the agent has been asked, and has not answered yet."""
+    """Whether a signature was requested and not answered yet."""
 
     def __init__(self, agent: _Agent, blob: bytes) -> None:
         super().__init__(agent, blob)
         if self.name.endswith(_CERTIFICATE):
-            self.inner_key = None  # the key without the certificate, which would be offered in its place
+            self.inner_key = None  # otherwise paramiko offers the key without its certificate
 
     def sign_ssh_data(self, data: bytes, algorithm: str | None = None) -> bytes:
         self.is_signing = True
@@ -73,10 +73,10 @@ class KeyOfAgent(AgentKey):  # type: ignore[misc]  # as above
 
 
 def agent_keys(place: str = "") -> list[Any]:  # Any: paramiko has no types
-    """The keys that the agent has; none where it breaks off, as a forwarded one does whose other end is gone.
+    """Return the agent's keys; empty if it breaks off, as a forwarded agent does after its other end is gone.
 
     Args:
-        place: its socket, or NO_AGENT; empty takes that of SSH_AUTH_SOCK.
+        place: the agent's socket, or NO_AGENT; empty uses SSH_AUTH_SOCK.
     """
     path = place or os.environ.get("SSH_AUTH_SOCK", "")
     if not path or path == NO_AGENT:
@@ -84,19 +84,19 @@ def agent_keys(place: str = "") -> list[Any]:  # Any: paramiko has no types
     try:
         return list(_Agent(path).get_keys())
     except (FileNotFoundError, ConnectionRefusedError):
-        return []  # it has ended
+        return []  # the agent has ended
     except (paramiko.SSHException, OSError, EOFError) as error:
-        logger.warning("went on without the SSH agent at %s: %s", path, error)
+        logger.warning("ignored the SSH agent at %s: %s", path, error)
         return []
 
 
 def public_half(key: Any) -> bytes:  # Any: paramiko has no types
-    """The key as the protocol sends it; of a certificate the key that it is for."""
+    """Return the public key in the format of the SSH protocol; for a certificate, the key that it certifies."""
     if not key.get_name().endswith(_CERTIFICATE):
         return bytes(key.asbytes())
     certificate = paramiko.Message(key.asbytes())
     name = certificate.get_string().removesuffix(_CERTIFICATE.encode())
-    certificate.get_string()  # a random number
+    certificate.get_string()  # the certificate's nonce
     alone = paramiko.Message()
     alone.add_string(name)
     for _ in range(_NUM_PUBLIC_FIELDS.get(name.decode(), 2)):

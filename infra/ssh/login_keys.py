@@ -52,7 +52,7 @@ class LoginKeys:
     """Why other existing keys are unusable, one sentence per key."""
 
     def without(self, key: Any, reason: str) -> LoginKeys:  # Any: paramiko has no types
-        """The same keys without one that turned out unusable."""
+        """Return the same keys without one that turned out to be unusable."""
         return LoginKeys(
             keys=tuple(each for each in self.keys if each.key is not key), left_out=(*self.left_out, reason)
         )
@@ -112,10 +112,10 @@ def read_key_variable(variable: str) -> Any:  # Any: paramiko has no types
                 f"the key in {variable} is encrypted: use one without passphrase, or the SSH agent"
             ) from error
         except (paramiko.SSHException, ValueError, TypeError):
-            continue  # another type of key, perhaps
+            continue  # the key may have another type
     raise PermanentInfraError(
-        f"{variable} holds no private key that can be used: expected what `ssh-keygen -t ed25519` writes, from "
-        "-----BEGIN to END-----"
+        f"{variable} does not contain a usable private key: expected the text that `ssh-keygen -t ed25519` writes, "
+        "from -----BEGIN to END-----"
     )
 
 
@@ -149,7 +149,7 @@ def read_public_key(*, key_file: str, key_variable: str) -> str:
             "another as node.key_file"
         ) from error
     if len(words) < 2 or not words[0].startswith(_PUBLIC):
-        raise PermanentInfraError(f"{path} is no public key of OpenSSH: name another key as node.key_file")
+        raise PermanentInfraError(f"{path} is not a public key of OpenSSH: name another key as node.key_file")
     return " ".join(words[:2])
 
 
@@ -192,7 +192,7 @@ def _read_key(path: Path, address: str) -> Any:  # Any: paramiko has no types
             )
         mode = stat.S_IMODE(path.stat().st_mode)
         if mode & 0o077:
-            raise LoginError(address, f"others may read the key {path} (mode {mode:04o}): chmod 600 it")
+            raise LoginError(address, f"other users may read the key {path} (mode {mode:04o}): chmod 600 it")
         return paramiko.PKey.from_path(path)
     except (TypeError, paramiko.PasswordRequiredException) as error:  # encrypted
         raise LoginError(address, f"the key {path} is encrypted: give it to the agent by `ssh-add {path}`") from error
@@ -201,16 +201,16 @@ def _read_key(path: Path, address: str) -> Any:  # Any: paramiko has no types
     except (UnsupportedAlgorithm, paramiko.UnknownKeyType) as error:  # a security key, or an obsolete type
         raise LoginError(
             address,
-            f"{path} has an unsupported type of key: make one by `ssh-keygen -t ed25519`, or have the SSH "
+            f"{path} has an unsupported type of key: make one by `ssh-keygen -t ed25519`, or let the SSH "
             f"agent use it (`ssh-add {path}`)",
         ) from error
     except (ValueError, paramiko.SSHException) as error:
         reason = str(error).strip() or type(error).__name__
-        raise LoginError(address, f"{path} is no private key that can be used: {reason}") from error
+        raise LoginError(address, f"{path} is not a usable private key: {reason}") from error
 
 
 def _read_public_blob(path: Path) -> bytes | None:
-    """The public half of a key, from its own file or the `.pub` beside it; None if neither has it."""
+    """Return the public half of a key, from its own file or the `.pub` beside it; None if neither has it."""
     for each in (path, Path(f"{path}.pub")):
         with contextlib.suppress(OSError, ValueError):  # ValueError: not base64
             text = read_text(each, errors="replace")
@@ -223,6 +223,6 @@ def _read_public_blob(path: Path) -> bytes | None:
                 head = paramiko.Message(content[len(_OPENSSH_MAGIC) :])
                 for _ in ("cipher", "derivation of its key", "options of that"):
                     head.get_binary()
-                head.get_int()  # the number of keys: one
+                head.get_int()  # the number of keys, always one
                 return bytes(head.get_binary())
     return None

@@ -1,10 +1,10 @@
 """Write chunks of files on a node over several connections at once.
 
-Over a long way a connection carries one window per round trip, and the window of an OpenSSH server is 2 MiB: 35 MB/s at
-50 ms, however fast the line. Not here: the connections (agents.py), the node's side (node_agent.py).
+A connection carries one window per round trip. The window of an OpenSSH server is 2 MiB, which limits a connection with
+a round trip of 50 ms to 35 MB/s. Not here: the connections (agents.py), the node's side (node_agent.py).
 
-    chunks ──> whoever is free ── pieces with their offsets ──> sender 0 ──> the files, each piece in its place
-                                                           └──> sender 1 ──> ...
+    chunks ──> any idle sender ── pieces with their offsets ──> sender 0 ──> the files, each piece at its offset
+                                                            └──> sender 1 ──> ...
 """
 
 import threading
@@ -18,11 +18,11 @@ from rollouts.infra.ssh.agent_call import AgentCall, JsonObject
 MAX_SENDERS = 6
 
 Ask = Callable[[int, JsonObject], AgentCall]
-"""Begins a request over the connection of this number."""
+"""Starts a request over the connection with this number."""
 
 
 class ParallelWrite:
-    """Chunks on their way into the files of one directory."""
+    """Writes chunks into the files of one directory."""
 
     def __init__(self, ask: Ask, directory: str, chunks: Sequence[Chunk], *, digest: str, max_senders: int) -> None:
         self._ask = ask
@@ -35,14 +35,14 @@ class ParallelWrite:
         self._is_over = threading.Event()
         self._digests: dict[tuple[str, int], str] = {}
         self.problem: JsonObject | None = None
-        """The node's answer that says why it cannot write, once `run` has returned."""
+        """The node's answer if it could not write; set when `run` has returned."""
         self.num_sent_bytes = 0
 
     def run(self) -> dict[tuple[str, int], str]:
-        """Send everything; returns the digest of each chunk as the node has written it, durably, by file and number.
+        """Send all chunks; returns the digest of each chunk as written and synced by the node, by file and number.
 
         Raises:
-            NodeUnreachableError: a connection broke; some chunks may be there, whole or in part.
+            NodeUnreachableError: a connection broke; some chunks may be written, completely or partly.
         """
         if self._num_senders == 1:
             self._send(0)
@@ -51,7 +51,7 @@ class ParallelWrite:
                 try:
                     list(pool.map(self._send, range(self._num_senders)))
                 finally:
-                    self._is_over.set()  # also when we were interrupted
+                    self._is_over.set()  # also after an interrupt
         if self._failures:
             raise self._failures[0]
         return self._digests
@@ -67,13 +67,13 @@ class ParallelWrite:
             try:
                 self._digests |= {(name, number): digest for name, number, digest in call.answer.get("digests", ())}
             except (TypeError, ValueError) as error:
-                raise PermanentInfraError(f"the node tells digests of chunks that are none ({error})") from error
-        except BaseException as error:  # noqa: BLE001 - the first one is raised where all have ended
+                raise PermanentInfraError(f"the node sent invalid digests of chunks ({error})") from error
+        except BaseException as error:  # noqa: BLE001 - `run` raises the first error when all senders have ended
             self._failures.append(error)
             self._is_over.set()
 
     def _pieces(self) -> Iterator[tuple[str, int, bytes]]:
-        """The pieces of chunk after chunk, with their files and their offsets there, as long as there are some."""
+        """Yield the pieces of one remaining chunk after the other, with their files and offsets."""
         while not self._is_over.is_set():
             with self._lock:
                 chunk = next(self._chunks, None)

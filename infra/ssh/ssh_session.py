@@ -1,6 +1,6 @@
 """The session of a machine that is reached over SSH.
 
-Not here: who answers its requests, over which connection (agents.py), the node's side of each (node_agent.py).
+Not here: agents and connections (agents.py), the node's side of a request (node_agent.py).
 """
 
 import contextlib
@@ -48,11 +48,11 @@ from rollouts.infra.ssh.tunnel import forwarded_port
 
 _MAX_STDERR_BYTES = 64 << 10
 _INLINE_BYTES = 256 << 10
-"""Input up to this size fits into the channel's window, so that sending it cannot wait for the output to be read."""
+"""Input up to this size fits into the channel's window, so that sending it cannot wait until output is read."""
 
 
 class SSHSession:
-    """A session on a machine that is reached over SSH; may be used by several threads."""
+    """A session on a machine that is reached over SSH. It may be used by several threads."""
 
     def __init__(
         self,
@@ -65,8 +65,8 @@ class SSHSession:
         """Nothing is connected before the first request.
 
         Args:
-            programs_dir: absolute directory on the node for programs of ours, named by their content.
-            find_access: asked before every connection where the node's address may change.
+            programs_dir: absolute directory on the node for our programs. Their names contain a digest.
+            find_access: called before every connection, if the node's address may change.
         """
         self.agents = Agents(access, python=python, find_access=find_access)
         self._python = python
@@ -79,7 +79,7 @@ class SSHSession:
 
     @property
     def host_key_evidence(self) -> HostKeyEvidence:
-        """Why the host's key was believed; connects if need be."""
+        """The reason for accepting the host's key; connects if needed."""
         return self.agents.connection("control").host_key_evidence
 
     def run(
@@ -112,7 +112,7 @@ class SSHSession:
     def _program_request(
         self, source: Path, arguments: Sequence[str], *, timeout_s: float | None, keep_open: bool
     ) -> tuple[JsonObject, list[str]]:
-        """The request to run a program of ours, and the command that it stands for."""
+        """Return the request to run one of our programs, and the command line that it stands for."""
         text = read_program(source)
         program = _program_name(source, text)
         self.agents.programs[program] = text
@@ -171,7 +171,7 @@ class SSHSession:
     def pour_program(
         self, source: Path, arguments: Sequence[str], *, stdin: bytes, into: FileIO, max_bytes: int
     ) -> Iterator[Iterator[JsonObject]]:
-        # No agent: the client writes everything that its command says into the file.
+        # Not through an agent: OpenSSH's client writes all output of its command into the file.
         with self._program_beside(
             source, arguments, stdin=subprocess.PIPE, stdout=into, stderr=subprocess.PIPE
         ) as process:
@@ -199,9 +199,9 @@ class SSHSession:
         stdout: int | FileIO,
         stderr: int,
     ) -> AbstractContextManager[subprocess.Popen[bytes]]:
-        """The client that runs a program of ours without an agent."""
-        if (client := self.agents.openssh("bulk")) is None:  # any more
-            raise TransientInfraError(f"no client on this machine takes files to and from {self.agents.address}")
+        """Run one of our programs through OpenSSH's client, without an agent."""
+        if (client := self.agents.openssh("bulk")) is None:  # it became unusable after `can_pour`
+            raise TransientInfraError(f"OpenSSH's client cannot copy files to and from {self.agents.address}")
         command = shlex.join([self._python, ISOLATED, self.place_program(source), *arguments])
         return client.running(f"exec {command}", stdin=stdin, stdout=stdout, stderr=stderr)
 
@@ -212,7 +212,7 @@ class SSHSession:
         threading.Thread(target=self._log_in_ahead, args=(num_chunks,), daemon=True).start()
 
     def _log_in_ahead(self, num_chunks: int) -> None:
-        with contextlib.suppress(InfraError):  # who needs the connection says what is wrong with it
+        with contextlib.suppress(InfraError):  # the later use of the connection reports its problem
             if self.agents.connection("control").is_far:
                 for purpose in PIECES[:num_chunks]:
                     self.agents.make_ready(purpose)
@@ -220,7 +220,7 @@ class SSHSession:
     def write_chunks(
         self, directory: str, chunks: Sequence[Chunk], *, digest: str = SHA256
     ) -> dict[tuple[str, int], str]:
-        # What a distant node is sent is limited by the window of each connection.
+        # The window of each connection limits what a distant node receives.
         purposes: Sequence[Purpose] = PIECES if self.agents.connection("control").is_far else ("bulk",)
         writing = ParallelWrite(
             lambda number, request: self.agents.ask(purposes[number], request),
@@ -247,7 +247,7 @@ class SSHSession:
             content = bytearray()
             for _, chunk in call.frames():
                 content += chunk
-                if len(content) > MAX_READ_BYTES + 1:  # it was asked for no more
+                if len(content) > MAX_READ_BYTES + 1:  # more than requested
                     raise _too_large(path)
         if "problem" in call.answer:
             if call.answer["errno"] == errno.ENOENT:
@@ -283,7 +283,7 @@ class SSHSession:
         self, request: JsonObject, argv: Sequence[str], stdin: bytes, purpose: Purpose
     ) -> Iterator[Iterator[bytes]]:
         with self.agents.ask(purpose, request) as call:
-            if purpose == "control":  # most calls come beside a log that is followed
+            if purpose == "control":  # a followed log occupies this agent, and most requests come meanwhile
                 self.agents.make_ready("control")
             call.send_input([stdin], in_background=len(stdin) > _INLINE_BYTES)
             yield self._stdout_of(call, argv)
@@ -302,7 +302,7 @@ class SSHSession:
         if "problem" in answer:
             raise PermanentInfraError(f"{argv[0]} cannot be run on {self.agents.address}: {answer['problem']}")
         if not isinstance(exit_code := answer["exit_code"], int):
-            raise PermanentInfraError(f"{self.agents.address} answers {str(exit_code)[:80]!r} as an exit code")
+            raise PermanentInfraError(f"{self.agents.address} sent {str(exit_code)[:80]!r} as an exit code")
         return exit_code
 
     def _write(self, path: str, content: bytes) -> None:

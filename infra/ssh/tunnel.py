@@ -1,8 +1,6 @@
-"""Give a port of a node an address on this machine, as long as it is needed.
+"""Forward a local port to a port of a node.
 
-Not here: the channels that lead there (connection.py).
-
-    client here ──> 127.0.0.1:<free port> ──> one channel per connection ──> the node's 127.0.0.1:<port>
+client here ──> 127.0.0.1:<free port> ──> one channel per connection ──> the node's 127.0.0.1:<port>
 """
 
 import contextlib
@@ -19,7 +17,7 @@ from rollouts.infra.ssh.connection import SSHChannel
 
 _PIECE_BYTES = 64 << 10
 _PASSING = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.ECONNABORTED)
-"""Why a connection cannot be accepted now, and others can later: too many files are open here, for one."""
+"""Temporary reasons why `accept` fails, for example too many open files."""
 _PAUSE_S = 0.5
 
 logger = logging.getLogger(__name__)
@@ -27,14 +25,14 @@ logger = logging.getLogger(__name__)
 
 @contextlib.contextmanager
 def forwarded_port(open_channel: Callable[[], SSHChannel]) -> Iterator[int]:
-    """The local port; a connection that cannot be passed on is closed, as by a server that is not there.
+    """Yield the local port. If a connection cannot be forwarded, it is closed, as by a missing server.
 
     Raises:
-        PermanentInfraError: none can be, whoever listens.
+        PermanentInfraError: the node never forwards connections to this port.
     """
     early: list[SSHChannel] = []
-    with contextlib.suppress(TransientInfraError):  # nobody listens yet
-        early.append(open_channel())  # for the first that comes: some servers take no other
+    with contextlib.suppress(TransientInfraError):  # no program listens yet
+        early.append(open_channel())  # used by the first connection, because some servers accept only one
 
     def next_channel() -> SSHChannel:
         with contextlib.suppress(IndexError):
@@ -59,7 +57,7 @@ def _accept(server: socket.socket, open_channel: Callable[[], SSHChannel]) -> No
         try:
             client, _ = server.accept()
         except OSError as error:
-            if error.errno not in _PASSING:  # the block was left
+            if error.errno not in _PASSING:  # the block ended
                 return
             logger.warning("a connection to a port of a node waits: %s", error.strerror)
             time.sleep(_PAUSE_S)

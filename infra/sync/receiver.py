@@ -56,9 +56,9 @@ _F_SETPIPE_SZ, _PIPE_BYTES = 1031, 1 << 20
 _PIECE_BYTES = 256 << 10
 """So little that it is still in the processor's cache when it is hashed."""
 DIGESTS: dict[str, Callable[..., Any]] = {"sha256": hashlib.sha256}
-"""What this Python can digest chunks by, the best last."""
+"""Digests of chunks that this Python supports, the fastest last."""
 with contextlib.suppress(ImportError):
-    # In environments of ours; ten times as fast as sha256 where the processor has no instructions for that.
+    # Installed in our environments. Ten times as fast as sha256 on a processor without SHA instructions.
     DIGESTS["blake3"] = importlib.import_module("blake3").blake3
 
 

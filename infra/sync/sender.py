@@ -44,9 +44,9 @@ _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
 _F_SETPIPE_SZ, _PIPE_BYTES = 1031, 1 << 20
 _LEFT_OUT = (".", "damaged")
 DIGESTS: dict[str, Callable[..., Any]] = {"sha256": hashlib.sha256}
-"""What this Python can digest chunks by, the best last."""
+"""Digests of chunks that this Python supports, the fastest last."""
 with contextlib.suppress(ImportError):
-    # In environments of ours; ten times as fast as sha256 where the processor has no instructions for that.
+    # Installed in our environments. Ten times as fast as sha256 on a processor without SHA instructions.
     DIGESTS["blake3"] = importlib.import_module("blake3").blake3
 
 

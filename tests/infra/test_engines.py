@@ -67,7 +67,7 @@ def test_an_engine_with_another_key_is_not_waited_for(session: Session, run_dir:
         wait_until_engine_ready, session, probe=PROBE, resume_paths=(), port=port, run_dir=str(run_dir), timeout_s=20
     )
     wait(api_key="right")
-    with pytest.raises(PermanentInfraError, match=r"wants another key(.|\n)*rollout\.engine\.api_key_variable"):
+    with pytest.raises(PermanentInfraError, match=r"requires another key(.|\n)*rollout\.engine\.api_key_variable"):
         wait(api_key="another")
 
 

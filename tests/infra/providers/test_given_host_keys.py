@@ -112,7 +112,7 @@ def rent(server: SSHServer, tmp_path: Path, provider: str, **more: object) -> No
 def assert_refused(fake: FakeCloud, server: SSHServer, tmp_path: Path, provider: str, expected: str) -> None:
     """Somebody else answers: nothing is sent, the sentence names both keys, and the machine is given back."""
     shown = ssh_server.fingerprint_of(server.host_key_file)
-    with pytest.raises(HostKeyError, match="somebody else may be answering") as refused:
+    with pytest.raises(HostKeyError, match="another machine may be answering") as refused:
         rent(server, tmp_path, provider)
     assert expected in str(refused.value) and shown in str(refused.value) and "\n" not in str(refused.value)
     log = (server.folder / "log").read_text()

@@ -153,7 +153,7 @@ def test_a_client_that_fails_is_replaced_by_our_own_connection(
         for content in (b"one", b"two"):
             session.write_chunks(str(tmp_path), chunks_of(content))
             assert (tmp_path / "file").read_bytes() == content
-    assert "files take our own connection" in caplog.text
+    assert "files use our own connection" in caplog.text
     assert words.read_text().splitlines().count("-F") == 1, "it is not tried again and again"
 
 
