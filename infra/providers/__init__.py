@@ -1,8 +1,8 @@
-"""From a node's settings to a node, to a session on it, and back to nothing: one entry per provider of nodes.
+"""From a node's settings to a node, to a session on it, and to its release: one entry per kind of node.
 
-Not here: those who rent machines out (clouds.py); to the provider `provision` they are all one.
+    settings --provision_node--> Node --open_session--> Session ... Node --release_node--> gone
 
-settings --provision_node--> Node --open_session--> Session ... Node --release_node--> gone
+Not here: the providers of rented machines (infra/clouds.py), which are one kind together.
 """
 
 import logging
@@ -26,9 +26,9 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Provider:
-    """What every provider can do."""
+    """Functions of one kind of node."""
 
-    provision: Callable[[Any, Path, str, Say], Node]  # Any: each has settings of a type of its own
+    provision: Callable[[Any, Path, str, Say], Node]  # Any: each kind has its own type of settings
     release: Callable[[Node], None]
     open_session: Callable[[Node], Session]
 
@@ -54,30 +54,30 @@ PROVIDERS: Mapping[str, Provider] = {
 
 
 def provision_node(settings: NodeSettings, store: Path, *, run_id: str = "", say: Say = logger.info) -> Node:
-    """A node that answers to the settings.
+    """Return a node for the settings.
 
     Args:
-        store: where run directories lie when the settings do not say.
-        run_id: who wants it; what is rented is rented for this run.
-        say: told what happens meanwhile.
+        store: directory for run directories, unless the settings name another one.
+        run_id: the run that uses the node. Machines are rented for this run.
+        say: receives progress messages.
     """
     return PROVIDERS[settings.provider].provision(settings, store, run_id, say)
 
 
 def release_node(node: Node) -> None:
-    """Give the node back; harmless when it is gone already."""
+    """Release the node; idempotent."""
     PROVIDERS[node.provider].release(node)
 
 
 def open_session(node: Node) -> Session:
-    """A session on the node, to be used in a `with` block.
+    """Return a session on the node, to be used in a `with` block.
 
     Raises:
-        PermanentInfraError: there is no machine, because nothing was left to do on one.
+        PermanentInfraError: the node is a placeholder, because no stage needed a machine.
     """
     if node.provider == NO_PROVIDER:
         raise PermanentInfraError(
-            "no machine was rented, because every stage was finished when the run began, and one of them is not any "
-            "more: start the run again"
+            "no machine was rented, because every stage was finished when the run began, but one of them no longer is: "
+            "start the run again"
         )
     return PROVIDERS[node.provider].open_session(node)

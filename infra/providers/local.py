@@ -12,17 +12,17 @@ logger = logging.getLogger(__name__)
 
 
 def provision_local(settings: LocalNode, store: Path) -> Node:
-    """The node record of this machine; makes the directory for the runs.
+    """Return the node of this machine, and create the directory for the runs.
 
     Raises:
-        PermanentInfraError: that directory cannot be made.
+        PermanentInfraError: the directory cannot be created.
     """
     root = (Path(settings.root) if settings.root else store).expanduser().absolute()
     try:
         root.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise PermanentInfraError(
-            f"the directory {root} for the runs cannot be made ({error.strerror}): choose another root"
+            f"the directory {root} for the runs cannot be created ({error.strerror}): choose another root"
         ) from error
     return Node(name="local", provider="local", root=str(root), python=settings.python or sys.executable)
 

@@ -1,8 +1,8 @@
 """Shadeform's API: machines of many clouds behind one interface.
 
-Not here: HTTP (http.py), when a machine is created and ended (infra/renting/provision.py, infra/renting/release.py).
+Shadeform can end a machine by itself at a given date; the other providers here cannot.
 
-Shadeform ends a machine by itself at a date that is given with its creation; the others that we know cannot.
+Not here: HTTP (http.py), creating and ending machines (infra/renting/provision.py, infra/renting/release.py).
 """
 
 import datetime
@@ -128,7 +128,7 @@ class Shadeform(Account):
         self._api.change("POST", f"/instances/{quoted(instance_id)}/delete")
 
     def _register_key(self, public_key: str) -> str:
-        """The id under which the account knows the key; it is registered when it is new."""
+        """Return the account's id of the key; a new key is registered."""
         blob = key_blob(public_key)
         for known in self._api.read("/sshkeys", _Keys).ssh_keys:
             if blob in known.public_key.split():

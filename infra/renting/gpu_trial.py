@@ -1,10 +1,8 @@
-"""Say, as one JSON object, which GPUs of this machine can compute; run on a fresh machine by acceptance.py.
+"""Test which GPUs of this machine can compute, and print one JSON object. acceptance.py runs it on a fresh machine.
 
-By the driver's own library (libcuda), so before anything is installed there: that `nvidia-smi` lists a GPU does not
-mean that it can be used. Each GPU fills a piece of its memory, which is read back. Standard library only, and old
-syntax, so that every interpreter can run it.
-
-What nvidia-smi lists is asked only where that library cannot be loaded.
+It uses the driver's own library (libcuda), so nothing has to be installed. A GPU that `nvidia-smi` lists may still be
+unusable. Each GPU fills some of its memory, which is read back. Only if the library cannot be loaded, nvidia-smi is
+asked for a list of GPUs. It uses only the standard library and old syntax, so that every interpreter can run it.
 
     {"has_driver": true, "listed": 0, "gpus": ["NVIDIA H100 80GB HBM3"], "memory": [85028765696], "code": 0,
      "problem": ""}
@@ -23,7 +21,7 @@ NAME_BYTES = 256
 
 
 class RefusedCallError(Exception):
-    """The driver answered with another code than success."""
+    """The driver returned an error code."""
 
     def __init__(self, call: str, code: int) -> None:
         super().__init__(call, code)
@@ -31,7 +29,7 @@ class RefusedCallError(Exception):
 
 
 def main() -> int:
-    """Try every GPU and print what came out."""
+    """Test every GPU and print the result."""
     try:
         cuda = ctypes.CDLL(LIBRARY)
     except OSError as error:
@@ -44,7 +42,7 @@ def main() -> int:
 
 
 def count_listed() -> int:
-    """How many GPUs nvidia-smi lists; 0 where there is none, or it fails."""
+    """Return the number of GPUs that nvidia-smi lists; 0 without nvidia-smi or after an error."""
     try:
         listed = subprocess.check_output(["nvidia-smi", "--query-gpu=uuid", "--format=csv,noheader"])
     except (OSError, subprocess.CalledProcessError):
@@ -53,7 +51,7 @@ def count_listed() -> int:
 
 
 def try_gpus(cuda: Any) -> "dict[str, Any]":
-    """The GPUs that computed, up to the first that did not, with what the driver said about that."""
+    """Return the GPUs that computed, up to the first failure, and the driver's error for that."""
     names, memory = [], []  # type: list[str], list[int]
     code, problem = 0, ""
     try:
@@ -73,11 +71,11 @@ def try_gpus(cuda: Any) -> "dict[str, Any]":
 
 
 def try_gpu(cuda: Any, index: int) -> "tuple[str, int]":
-    """Have one GPU fill memory; returns its name, and how many bytes of memory it has.
+    """Let one GPU fill memory; return its name and its memory in bytes.
 
     Raises:
-        RefusedCallError: the driver refuses a call.
-        ValueError: what was read back is something else.
+        RefusedCallError: a call of the driver failed.
+        ValueError: the read content differs.
     """
     device, context, pointer = ctypes.c_int(), ctypes.c_void_p(), ctypes.c_ulonglong()
     name = ctypes.create_string_buffer(NAME_BYTES)
@@ -98,14 +96,14 @@ def try_gpu(cuda: Any, index: int) -> "tuple[str, int]":
 
 
 def call(cuda: Any, name: str, *arguments: Any) -> None:
-    """Call a function of the driver; RefusedCallError where it does not succeed."""
+    """Call a function of the driver; raise RefusedCallError if it fails."""
     code = getattr(cuda, name)(*arguments)
     if code != 0:
         raise RefusedCallError(name, code)
 
 
 def describe(cuda: Any, code: int) -> str:
-    """What the driver calls an error."""
+    """Return the driver's text for an error code."""
     text = ctypes.c_char_p()
     known = cuda.cuGetErrorString(ctypes.c_int(code), ctypes.byref(text)) == 0 and text.value
     return known.decode("utf-8", "replace") if known else "unknown error"

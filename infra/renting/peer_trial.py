@@ -1,13 +1,13 @@
-"""Say, as one JSON object, whether the GPUs of this machine can sum something up together; sent by acceptance.py.
+"""Test whether the GPUs of this machine can compute a sum together, and print one JSON object; sent by acceptance.py.
 
-On machines that are rented out the memory of one GPU is now and then out of reach of another one (broken P2P, IOMMU,
-ACS): each computes, and the first all-reduce of all hangs for ever. So one process for each GPU joins a group, sums a
-tensor up over all, and compares; whoever has not done so by the deadline is killed.
+On some rented machines one GPU cannot reach the memory of another (broken P2P, IOMMU, ACS). Each GPU alone computes,
+but the first all-reduce hangs forever. So one process per GPU joins a group, sums a tensor over all, and compares the
+result. Processes that have not finished by the deadline are killed.
 
     arguments    BACKEND (nccl, or gloo for the CPU), number of processes, seconds until the deadline
-    answer       {"is_tried": true, "problem": ""}; not tried without torch, or where torch can use no GPU there
+    answer       {"is_tried": true, "problem": ""}; is_tried is false if torch is missing or cannot use a GPU
 
-The interpreter is the one that trains, with whatever variables it has. Standard library and torch only.
+The interpreter is the one of the training, with its environment. It uses only the standard library and torch.
 """
 
 import ctypes
@@ -30,7 +30,7 @@ MAX_WORD_BYTES = 1000
 
 
 def main() -> int:
-    """Try, and print what came out."""
+    """Run the test and print the result."""
     backend, num_ranks, deadline_s = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
     answer = {"is_tried": False, "problem": ""}  # type: dict[str, Any]
     if has_what_it_takes(backend):
@@ -41,7 +41,7 @@ def main() -> int:
 
 
 def has_what_it_takes(backend: str) -> bool:
-    """Whether there is a torch, and for nccl a driver; torch is not imported, so that processes can be forked."""
+    """Return whether torch and, for nccl, a driver exist. torch is not imported, so that processes can be forked."""
     if importlib.util.find_spec("torch") is None:
         return False
     try:
@@ -51,7 +51,7 @@ def has_what_it_takes(backend: str) -> bool:
 
 
 def try_together(backend: str, num_ranks: int, deadline_s: float, folder: str) -> "dict[str, Any]":
-    """Start all processes and follow them until each has ended, one has failed, or the time is over."""
+    """Start all processes and follow them until all have ended, one has failed, or time is up."""
     ends_at = time.monotonic() + deadline_s
     pipes, pids = {}, []
     for rank in range(num_ranks):
@@ -77,7 +77,7 @@ def try_together(backend: str, num_ranks: int, deadline_s: float, folder: str) -
 
 
 def follow(pipes: "dict[int, int]", ends_at: float) -> "dict[int, str]":
-    """The last word of each rank, by then or when the first has failed."""
+    """Return the last word of each rank at the end of all, at the first failure, or at the deadline."""
     words = dict.fromkeys(pipes.values(), "did not begin")
     open_pipes = dict(pipes)
     while open_pipes and not any(word.startswith(FAILED) for word in words.values()):
@@ -97,16 +97,16 @@ def follow(pipes: "dict[int, int]", ends_at: float) -> "dict[int, str]":
 
 
 def run_rank(backend: str, rank: int, num_ranks: int, deadline_s: float, folder: str, pipe: int) -> None:
-    """One process; it never returns."""
+    """Run one process of the test; never returns."""
 
     def say(word: str) -> None:
         os.write(pipe, word.encode()[:MAX_WORD_BYTES] + b"\n")
 
-    signal.alarm(int(deadline_s) + 1)  # ends it even where a driver's call hangs and nobody is left to kill it
+    signal.alarm(int(deadline_s) + 1)  # ends the process if a driver's call hangs and the parent is gone
     try:
         say("did not import torch")
         say(sum_up(backend, rank, num_ranks, deadline_s, folder, say))
-    except BaseException as error:  # noqa: BLE001 - whatever it is, the other process says it
+    except BaseException as error:  # noqa: BLE001 - any error is reported to the parent process
         said = str(error).strip().split("\n")[0]
         say(FAILED + f"rank {rank}: {type(error).__name__}: {said}")
     finally:
@@ -114,11 +114,11 @@ def run_rank(backend: str, rank: int, num_ranks: int, deadline_s: float, folder:
 
 
 def sum_up(backend: str, rank: int, num_ranks: int, deadline_s: float, folder: str, say: Any) -> str:
-    """The last word: that the sum is right, or that there is nothing to try it with.
+    """Return the last word: the sum is right, or the test was skipped.
 
     Raises:
-        ValueError: it is wrong.
-        RuntimeError: torch says that it cannot be made.
+        ValueError: the sum is wrong.
+        RuntimeError: torch cannot compute it.
     """
     torch, group = importlib.import_module("torch"), importlib.import_module("torch.distributed")
     is_nccl = backend == "nccl"

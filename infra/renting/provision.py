@@ -1,17 +1,17 @@
-"""Rent machines without losing track of one, whatever fails in between.
-
-Not here: providers' APIs (providers/), the ledger's rows (rentals.py), giving machines back (release.py), requests
-without an answer (unanswered.py), machines of dead runs (reaper.py).
+"""Rent machines. Every machine stays known to the ledger, whatever fails in between.
 
     intent written ── one request to create ── id written ── waited until usable ── ready
          |                   | unclear answer: looked up by name, and adopted
          |                   | refused, or never usable: ended, verified, next offer
-    killed at any step: the same run continues from the row; else a run with the same settings takes it, or the reaper
+    killed at any step: the same run resumes from the row; else a run with the same settings takes it, or the reaper
     its run failed and keeps it: the same, but the reaper waits for that time to end
-    an error here, or Ctrl-C: `given_back_on_failure` releases the run's machines at any step
+    an error here, or Ctrl-C: `released_on_failure` releases the run's machines at any step
 
 Several machines form a unit of one kind in one region of one provider. If one of them cannot be rented, or is lost
-without a replacement beside the others, all are given back.
+without a replacement beside the others, all are released.
+
+Not here: providers' APIs (providers/), the ledger's rows (rentals.py), releasing machines and looking up unconfirmed
+creations (release.py), machines of dead runs (reaper.py).
 """
 
 import logging
@@ -90,10 +90,10 @@ def rent_machines(renting: Renting) -> list[Rental]:
             if len(unit) < num_machines and _is_where(rental, unit):
                 usable = _settle(rental, renting, beside=unit)
                 if usable is not None:
-                    renting.say(f"goes on with {usable.name}, {usable.gpu} at {usable.provider}")
+                    renting.say(f"reuses {usable.name}, {usable.gpu} at {usable.provider}")
                     unit.append(usable)
-            elif rental.instance_id:  # its creation was not answered, and another machine replaced it
-                renting.say(f"gives {rental.name} back: there are others in its place")
+            elif rental.instance_id:  # its creation was unconfirmed, and another machine replaced it
+                renting.say(f"gives back {rental.name}: other machines replaced it")
                 renting.release(rental)
             else:
                 _go_on_without(rental, renting)
@@ -104,7 +104,7 @@ def rent_machines(renting: Renting) -> list[Rental]:
 
 @contextmanager
 def given_back_on_failure(renting: Renting) -> Iterator[None]:
-    """Give back the run's machines if the block fails. All decisions about which machines to give back are made here.
+    """Release the run's machines if the block fails. All decisions about which machines to release are made here.
 
     After an error: the machines in use. After Ctrl-C: all, including requested ones. After SIGTERM: all except usable
     ones, which the next start takes over.
@@ -120,7 +120,7 @@ def given_back_on_failure(renting: Renting) -> Iterator[None]:
                 release_machines(rows, ledger, clouds, note=note, pace=pace)
             elif rows:
                 names = ", ".join(row.name for row in rows)
-                renting.say(f"interrupted: gives back what was made of {names}, which may take some minutes")
+                renting.say(f"interrupted: gives back {names}, which may take some minutes")
                 for sentence in release_all(rows, ledger, clouds, note=note, pace=pace):
                     renting.say(sentence)
         raise
@@ -168,8 +168,8 @@ def _is_reached(rental: Rental, renting: Renting) -> bool:
         return True
     if is_in_use(rental):
         raise MissingKeyError(
-            f"the run has {rental.name} at {rental.provider}, whose key is not here, or which node.query.providers "
-            "does not name: with both it goes on with that machine"
+            f"the run has {rental.name} at {rental.provider}, whose key is missing here, or which node.query.providers "
+            "does not name: with both the run reuses that machine"
         )
     return False
 
@@ -194,7 +194,7 @@ def _left_by(rental: Rental) -> str:
 
 
 def _is_where(rental: Rental, unit: Sequence[Rental]) -> bool:
-    """Whether all machines are of one kind in one place."""
+    """Return whether all machines are of one kind in one place."""
     return len({(each.provider, each.region, each.gpu) for each in (rental, *unit)}) == 1
 
 
@@ -243,14 +243,14 @@ def _rent_new(unit: list[Rental], renting: Renting) -> None:
     unfit = unfit_hosts(renting.ledger, time.time() - UNFIT_FOR_S)
     offers = [offer for offer in offered.fitting if (offer.provider, offer.host) not in unfit]
     if num_unfit := len(offered.fitting) - len(offers):
-        tried.append(f"{num_unfit} offered machines could not be used within the last day")
+        tried.append(f"{num_unfit} offered machines were unusable within the last day")
     # The sort is stable: the order by price stays within each group.
     offers.sort(key=lambda offer: (bool(unit) and not _is_beside(offer, unit[0]), _is_short(offer, request)))
     refusals: dict[CloudName, str] = {}
     closed: set[CloudName] = set()
     for offer in _few(offers, closed):
         if unit and not _is_beside(offer, unit[0]):
-            renting.say(f"gives {', '.join(rental.name for rental in unit)} back: no machine is to be had beside")
+            renting.say(f"gives back {', '.join(rental.name for rental in unit)}: no machine is available beside them")
             release_machines(unit, renting.ledger, renting.clouds, pace=renting.pace)
             unit.clear()
         try:
@@ -262,7 +262,7 @@ def _rent_new(unit: list[Rental], renting: Renting) -> None:
             else:
                 tried.append(str(error))
             if any(other.provider not in closed for other in offers):
-                renting.say(f"goes on without {offer.provider}: {error}")
+                renting.say(f"continues without {offer.provider}: {error}")
         except _NotHadError as error:
             tried.append(str(error))
         else:
@@ -276,13 +276,13 @@ def _rent_new(unit: list[Rental], renting: Renting) -> None:
     machines = "no machine" if request.num_machines == 1 else f"no {request.num_machines} machines of one region"
     raise NoMachineError(
         f"{machines} with {request.query.gpu_count}x {wanted} for {request.query.max_usd_per_gpu_hour:g} USD per GPU "
-        f"and hour or less could be had ({'; '.join(tried)}): try again later, or widen "
+        f"and hour or less was available ({'; '.join(tried)}): try again later, or widen "
         "node.query"
     )
 
 
 def _few(offers: Sequence[Offer], closed: Set[CloudName]) -> Iterator[Offer]:
-    """The first `MAX_OFFERS` offers, without providers that were closed meanwhile."""
+    """Yield the first `MAX_OFFERS` offers, without providers that were closed meanwhile."""
     num_tried = 0
     for offer in offers:
         if offer.provider not in closed and num_tried < MAX_OFFERS:
@@ -291,12 +291,12 @@ def _few(offers: Sequence[Offer], closed: Set[CloudName]) -> Iterator[Offer]:
 
 
 def _is_beside(offer: Offer, rental: Rental) -> bool:
-    """Whether the offer has the machine's kind and place."""
+    """Return whether the offer has the machine's kind and place."""
     return (offer.provider, offer.region, offer.gpus) == (rental.provider, rental.region, rental.gpu)
 
 
 def _is_short(offer: Offer, request: RentRequest) -> bool:
-    """Whether the provider takes the machine back before the run's hours or money are used up."""
+    """Return whether the provider takes the machine back before the run's hours or money are used up."""
     hours = min(request.max_hours, _hours(request.max_usd / request.num_machines, offer.usd_per_hour))
     return offer.ends_at is not None and offer.ends_at < time.time() + 3600 * hours
 
@@ -305,7 +305,7 @@ def _rent_at(offer: Offer, unit: Sequence[Rental], renting: Renting) -> list[Ren
     """Rent the missing machines by one offer. All are requested before the first is waited for.
 
     Raises:
-        _NotHadError: one machine could not be rented, so the others are given back.
+        _NotHadError: one machine could not be rented, so the others were released.
     """
     request, cloud = renting.request, renting.clouds[offer.provider]
     fresh: list[Rental] = []
@@ -313,7 +313,9 @@ def _rent_at(offer: Offer, unit: Sequence[Rental], renting: Renting) -> list[Ren
         while len(unit) + len(fresh) < request.num_machines:
             host_key = make_host_key() if request.expects_host_key and cloud.gives_host_key else None
             rental = _intend(offer, renting, host_key=host_key, beside=[*unit, *fresh])
-            renting.say(f"asked {offer.provider} for {rental.gpu} at {offer.usd_per_hour:.2f} USD/h as {rental.name}")
+            renting.say(
+                f"requested {rental.gpu} at {offer.provider} for {offer.usd_per_hour:.2f} USD/h as {rental.name}"
+            )
             fresh.append(_create_once(rental, offer, renting, host_key=host_key))
         for number, created in enumerate(fresh):
             others = [*unit, *fresh[:number], *fresh[number + 1 :]]
@@ -327,7 +329,7 @@ def _rent_at(offer: Offer, unit: Sequence[Rental], renting: Renting) -> list[Ren
 
 
 def search_offers(query: GPUQuery, clouds: Mapping[CloudName, Cloud]) -> Offered:
-    """Offers of all providers that answer.
+    """Return the offers of all providers that answer.
 
     Raises:
         ProviderUnavailableError, ProviderRefusedError: every provider failed.
@@ -339,7 +341,7 @@ def search_offers(query: GPUQuery, clouds: Mapping[CloudName, Cloud]) -> Offered
         try:
             offers += clouds[name].search(query)
         except InfraError as error:
-            logger.warning("went on without %s: %s", name, error)
+            logger.warning("continued without %s: %s", name, error)
             failures.append(error)
     if failures and len(failures) == len(order):
         are_refusals = all(isinstance(error, ProviderRefusedError) for error in failures)
@@ -365,9 +367,7 @@ def _intend(offer: Offer, renting: Renting, *, host_key: HostKeyPair | None, bes
     """
     request, ledger, now = renting.request, renting.ledger, time.time()
     if usd_spent(ledger, request.run_id, now) >= request.max_usd:
-        raise PermanentInfraError(
-            f"the run has spent the {request.max_usd:g} USD that it may spend on machines: raise node.max_usd"
-        )
+        raise PermanentInfraError(f"the run has spent its {request.max_usd:g} USD for machines: raise node.max_usd")
     rental = Rental(
         name=machine_name(ledger, request.run_id),
         run_id=request.run_id,
@@ -388,14 +388,12 @@ def _intend(offer: Offer, renting: Renting, *, host_key: HostKeyPair | None, bes
     limited = replace(rental, expires_at=min(allowed_until, offer.ends_at or math.inf))
     add_rental(ledger, limited)
     if limited.expires_at < allowed_until:
-        renting.say(
-            f"{limited.name} is taken back by its provider at {in_utc(limited.expires_at)}, and used until then"
-        )
+        renting.say(f"{limited.name} is used until {in_utc(limited.expires_at)}, when its provider takes it back")
     return limited
 
 
 def _allowed_until(rental: Rental, renting: Renting, now: float, *, beside: Sequence[Rental]) -> float:
-    """Time at which the machine's hours, counted from now, or its share of the run's money are used up.
+    """Return the time at which the machine's hours, from now, or its share of the run's money are used up.
 
     Its earlier cost counts for this run. The cost of the machines in `beside` until they expire is reserved for them.
     """
@@ -408,7 +406,7 @@ def _allowed_until(rental: Rental, renting: Renting, now: float, *, beside: Sequ
 
 
 def _hours(usd: float, usd_per_hour: float) -> float:
-    """Hours that the money pays for."""
+    """Return the hours that the money pays for."""
     return usd / usd_per_hour if usd_per_hour > 0 else math.inf
 
 
@@ -454,12 +452,12 @@ def _go_on_without(rental: Rental, renting: Renting, *, reason: str = "its creat
     """Let the next check end a machine that has not appeared yet, even while the run lives. It counts for no run."""
     now = time.time()
     if rental.expires_at > now:  # else this was done earlier
-        change_rental(renting.ledger, rental, expires_at=now, note=f"{reason}; it did not appear so far")
-        renting.say(f"{rental.name} has not appeared, and may be rented: `rollouts reap` ends it when it does")
+        change_rental(renting.ledger, rental, expires_at=now, note=f"{reason}; it has not appeared yet")
+        renting.say(f"{rental.name} has not appeared, and may be rented: `rollouts reap` ends it when it appears")
 
 
 def _adopt_or_release(rental: Rental, instance_id: str, renting: Renting, *, note: str = "") -> Rental:
-    """Record the machine's id in its row. If the row cannot be written, the machine is given back at once."""
+    """Record the machine's id in its row. If the row cannot be written, the machine is released at once."""
     try:
         adopted = change_rental(
             renting.ledger,
@@ -484,12 +482,12 @@ def _use_or_release(rental: Rental, renting: Renting, *, beside: Sequence[Rental
     """Wait until the machine is usable, and limit its time by its real price.
 
     Raises:
-        _NotHadError: it is unusable and was given back.
+        _NotHadError: it is unusable and was released.
         PermanentInfraError: no machine could be used.
     """
     problem, host_key, price = wait_until_usable(rental, renting)
     if problem:
-        renting.say(f"gives {rental.name} back: {problem}")
+        renting.say(f"gives back {rental.name}: {problem}")
         is_fresh = (
             rental.state is RentalState.RENTED and time.time() < rental.expires_at
         )  # otherwise its time was too short to judge it
@@ -498,7 +496,7 @@ def _use_or_release(rental: Rental, renting: Renting, *, beside: Sequence[Rental
     priced = replace(rental, usd_per_hour=price)
     expires_at = min(rental.expires_at, _allowed_until(priced, renting, time.time(), beside=beside))
     if price > rental.usd_per_hour * PRICE_TOLERANCE:
-        offered = f"{price:.2f} USD/h, and was offered for {rental.usd_per_hour:.2f}"
+        offered = f"{price:.2f} USD/h, but was offered for {rental.usd_per_hour:.2f}"
         renting.say(f"{rental.name} costs {offered}: it is ended by {in_utc(expires_at)}")
     changes = {"host_key": host_key, "usd_per_hour": price, "expires_at": expires_at}
     ready = change_rental(renting.ledger, rental, state=RentalState.READY, **changes)

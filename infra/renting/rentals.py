@@ -1,10 +1,10 @@
-"""The ledger's rows about rented machines: for which run, since when, at what price.
-
-Not here: the database (ledger_file.py), when a row changes (provision.py, reaper.py).
+"""The ledger's rows about rented machines: their run, their times, their price.
 
     intended ──created──> rented ──logged in──> ready ──> releasing ──verified──> gone
                                                   └ its run failed: kept until ..., then releasing, or a run's again
         \\──refused, or never seen──> refused                                 the last two cost nothing more
+
+Not here: the database (ledger_file.py), the causes of changes (provision.py, reaper.py).
 """
 
 import re
@@ -30,7 +30,7 @@ NAME = re.compile(r"rollouts-(?P<ledger>[0-9a-f]{8})-(?P<run>[A-Za-z0-9]+)-a(?P<
 
 
 class RentalState(StrEnum):
-    """How far the rental of a machine has come."""
+    """Progress of a machine's rental."""
 
     INTENDED = "intended"
     """It was or will be requested; it may exist."""
@@ -46,7 +46,7 @@ class RentalState(StrEnum):
 
     @property
     def is_over(self) -> bool:
-        """True when it costs nothing."""
+        """Whether the machine costs nothing any more."""
         return self in (RentalState.GONE, RentalState.REFUSED)
 
 
@@ -66,7 +66,7 @@ class Rental:
     instance_id: str = ""
     """The provider's id of the machine; empty while unknown."""
     gpu: str
-    """For people: 1x NVIDIA H100."""
+    """The GPUs in words, for example `1x NVIDIA H100`."""
     region: str
     usd_per_hour: float
     intended_at: float
@@ -127,12 +127,12 @@ def too_late_s(whole_s: float) -> float:
 
 
 def in_utc(seconds: float) -> str:
-    """A time of the ledger, for users."""
+    """Format a time of the ledger for users."""
     return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(seconds))
 
 
 def describe_keeping(rental: Rental) -> str:
-    """A phrase for how long the machine of a failed run is kept; empty if it is not kept."""
+    """Return a phrase for how long the machine of a failed run is kept; empty if it is not kept."""
     return f"kept until {in_utc(rental.ends_at)} after its run failed" if rental.is_kept else ""
 
 
@@ -140,15 +140,15 @@ _COLUMNS = ", ".join(Rental.__slots__)
 
 
 def machine_name(ledger: Ledger, run_id: str) -> str:
-    """A unique name that contains the ledger's identity and the run's id."""
-    run = re.sub(r"[^A-Za-z0-9]", "", short_id(run_id, 13))[:12] or "x"  # one of the characters is a dash
+    """Return a unique name that contains the ledger's identity and the run's id."""
+    run = re.sub(r"[^A-Za-z0-9]", "", short_id(run_id, 13))[:12] or "x"  # 13, because a dash may be among them
     stem = f"{NAME_PREFIX}{ledger.identity}-{run}-a"
     attempt = 1 + len(_select(ledger, "WHERE name LIKE ?", f"{stem}%"))  # including machines that other runs took over
     return f"{stem}{attempt}-t{int(time.time())}"
 
 
 def add_rental(ledger: Ledger, rental: Rental) -> None:
-    """Write the row, durably."""
+    """Write the row."""
     values = [getattr(rental, column) for column in Rental.__slots__]
     with ledger.transaction() as database:
         database.execute(f"INSERT INTO rentals ({_COLUMNS}) VALUES ({', '.join('?' * len(values))})", values)
@@ -180,38 +180,38 @@ def change_rental(ledger: Ledger, rental: Rental, **changes: Any) -> Rental | No
 
 
 def find_rental(ledger: Ledger, name: str) -> Rental | None:
-    """The row about a machine."""
+    """Return the row about a machine; None without one."""
     return next(iter(_select(ledger, "WHERE name = ?", name)), None)
 
 
 def rentals_of(ledger: Ledger, run_id: str) -> list[Rental]:
-    """All machines of a run, also those that are gone, oldest first."""
+    """Return all machines of a run, including those that are gone, oldest first."""
     return _select(ledger, "WHERE run_id = ? ORDER BY intended_at, name", run_id)
 
 
 def all_rentals(ledger: Ledger) -> list[Rental]:
-    """All machines of all runs, oldest first."""
+    """Return all machines of all runs, oldest first."""
     return _select(ledger, "ORDER BY intended_at, name")
 
 
 def open_rentals(ledger: Ledger) -> list[Rental]:
-    """Machines that cost or may cost money."""
+    """Return machines that cost or may cost money."""
     return [rental for rental in all_rentals(ledger) if not rental.state.is_over]
 
 
 def given_up(ledger: Ledger, since: float) -> list[Rental]:
-    """Machines given up since that time because they did not appear. They may still appear later."""
+    """Return machines that were given up since that time because they did not appear. They may still appear later."""
     return _select(ledger, "WHERE state = ? AND note = ? AND ended_at >= ?", RentalState.REFUSED, NEVER_SEEN, since)
 
 
 def unfit_hosts(ledger: Ledger, since: float) -> set[tuple[CloudName, str]]:
-    """Providers and names of physical machines that were unusable when rented since that time."""
+    """Return providers and names of physical machines that were unusable when rented since that time."""
     rows = _select(ledger, "WHERE is_unfit AND host != '' AND intended_at >= ?", since)
     return {(rental.provider, rental.host) for rental in rows}
 
 
 def usd_spent(ledger: Ledger, run_id: str, now: float) -> float:
-    """Cost in USD of a run's machines until `now`."""
+    """Return the cost in USD of a run's machines until `now`."""
     return sum(rental.usd(now) for rental in rentals_of(ledger, run_id))
 
 

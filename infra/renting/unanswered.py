@@ -14,13 +14,13 @@ FOUND_NOTE = "found by its name"
 
 
 def find_machine(rental: Rental, cloud: Cloud, pace: Pace) -> Rental | None:
-    """The row of a machine whose creation was not answered, with its id, which nobody has written down yet.
+    """Look up a machine whose creation is unconfirmed by its name; return its row with its id, not yet written.
 
     Returns:
-        None when it does not appear.
+        None if it does not appear.
 
     Raises:
-        ProviderUnavailableError: the provider cannot be asked.
+        ProviderUnavailableError: the provider does not answer.
     """
     for pause_s in pace.looks_s:
         time.sleep(pause_s)

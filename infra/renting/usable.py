@@ -14,13 +14,13 @@ from rollouts.infra.renting.request import Renting
 from rollouts.infra.ssh.host_keys import HostKeyEvidence
 
 UNSEEN_S = 60.0
-"""A machine that was created this recently may not be shown yet by its provider."""
+"""A provider may not list a machine yet that was created this recently."""
 PRICE_TOLERANCE = 1.001
-"""Providers round."""
+"""Providers round their prices."""
 
 
 def wait_until_usable(rental: Rental, renting: Renting) -> tuple[str, str, float]:
-    """Why the machine will not do, or nothing; its host key; its price per hour."""
+    """Wait until a machine is usable. Returns the problem or "", its host key, and its price per hour."""
     request, cloud, pace = renting.request, renting.cloud_of(rental), renting.pace
     max_usd_per_hour = request.query.max_usd_per_gpu_hour * request.query.gpu_count * PRICE_TOLERANCE
     started = time.monotonic()
@@ -36,17 +36,17 @@ def wait_until_usable(rental: Rental, renting: Renting) -> tuple[str, str, float
             if instance is not None:
                 price = max(price, instance.usd_per_hour or 0.0)
             if price > max_usd_per_hour:
-                return f"{rental.name} costs {price:.2f} USD/h, more than was offered and allowed", "", price
+                return f"{rental.name} costs {price:.2f} USD/h, more than offered and allowed", "", price
             if instance is not None and instance.region and not request.query.admits_region(instance.region):
-                place = f"{shown_line(instance.region)} and not in {rental.region}, for which it was asked"
-                return f"{rental.name} is in {place}: node.query.regions does not admit that", "", price
+                place = f"{shown_line(instance.region)} instead of {rental.region}"
+                return f"{rental.name} is in {place}, which node.query.regions does not admit", "", price
             if instance is not None and instance.has_address:
                 if request.expects_host_key:
                     rental = _with_expected_key(rental, renting.ledger, cloud)
                 return "", renting.check(rental, instance), price
         except UnfitMachineError as error:
             return str(error), "", price
-        except (TransientInfraError, LoginError, NameUnknownError) as error:  # keys and names of fresh ones come late
+        except (TransientInfraError, LoginError, NameUnknownError) as error:  # fresh machines are incomplete
             reason = str(error)
         if time.monotonic() - started + pace.poll_s > request.usable_within_s:
             return f"{rental.name} could not be used within {request.usable_within_s:g} s ({reason})", "", price
@@ -57,7 +57,7 @@ def wait_until_usable(rental: Rental, renting: Renting) -> tuple[str, str, float
 
 
 def _with_expected_key(rental: Rental, ledger: Ledger, cloud: Cloud) -> Rental:
-    """The row with what its provider tells about its host key, where nothing is known about that yet."""
+    """Store the host key that its provider reports, unless one is already known; return the row."""
     if rental.host_key or rental.expected_key:
         return rental
     told = cloud.host_key(rental.instance_id)

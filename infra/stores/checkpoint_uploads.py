@@ -1,8 +1,6 @@
-"""Publish the newest checkpoint of a training again and again while it goes on, and once more at its end.
+"""Publish the newest checkpoint of a training regularly while it runs, and once more at its end.
 
-    <url>/step_000100/      as it lies in the run directory, its manifest.json after its other files
-
-Not here: what a run publishes at its end (publication.py), who trains.
+<url>/step_000100/      the files of the run directory's checkpoint, its manifest.json last
 """
 
 import logging
@@ -23,9 +21,9 @@ logger = logging.getLogger(__name__)
 
 @contextmanager
 def checkpoints_published(checkpoints: Path, url: str, *, interval_s: float = UPLOAD_INTERVAL_S) -> Iterator[None]:
-    """Publish what the folder gets, beside whatever the block does; failures are logged, and tried again.
+    """Publish new checkpoints of the folder while the block runs. Failures are logged, and the next round tries again.
 
-    Leaving the block waits for the newest checkpoint to be there; an exception, an interrupt above all, does not.
+    Leaving the block waits until the newest checkpoint is published. Leaving it by an exception does not wait.
     """
     published = ""
 
@@ -37,7 +35,7 @@ def checkpoints_published(checkpoints: Path, url: str, *, interval_s: float = UP
         try:
             send_folder(ObjectStore(url), newest.name, {name: newest / name for name in list_files(newest)})
             published = newest.name
-        except (InfraError, OSError) as error:  # OSError: the training has just removed it
+        except (InfraError, OSError) as error:  # OSError: the training deleted the checkpoint meanwhile
             logger.warning("%s was not published: %s", newest, error)
 
     with repeating(publish, interval_s=interval_s, thread_name=f"publication of {checkpoints}", once_more=True):
@@ -45,6 +43,6 @@ def checkpoints_published(checkpoints: Path, url: str, *, interval_s: float = UP
 
 
 def newest_checkpoint(checkpoints: Path) -> Path | None:
-    """The last whole checkpoint of a folder; None where there is none."""
+    """Return the last complete checkpoint of a folder; None without one."""
     whole = [path.parent for path in checkpoints.glob(f"step_*/{MANIFEST}")]
     return max(whole, key=lambda path: (len(path.name), path.name), default=None)

@@ -1,11 +1,11 @@
-"""Let a node fetch files from an object store, or send some there, so that none of their bytes pass this machine.
+"""Let a node transfer files from or to an object store directly, so that their bytes do not pass this machine.
 
-    here    presigned URLs ──> standard input of node_transfer.py on the node <── pieces, some at a time ──> the store
-    fetched   into .<name>.incoming-<random>, compared with the files here, renamed: as copies from here are (push.py)
-    sent      parts are put together from here, or given up; what came of it the publication compares, as always
+    here    presigned URLs ──> standard input of node_transfer.py on the node <── several pieces at a time ──> the store
+    fetched   into .<name>.incoming-<random>, compared with the files here, then renamed, as for copies (push.py)
+    sent      uploads in parts are completed or aborted from here; the publication checks the result, as always
 
-No credential is on the node, and its URLs are good for single objects and an hour. Not here: making them
-(presigned.py), what is done where a node cannot (tasks/placement.py, tasks/stores.py).
+The node gets no credentials. Each URL is valid for one object and one hour. Not here: the alternatives for nodes
+without access to the store (tasks/placement.py, tasks/stores.py).
 """
 
 import json
@@ -25,22 +25,22 @@ from rollouts.infra.sync import receiver
 from rollouts.infra.sync.push import list_files, publish_filled
 
 PROBE_S = 5.0
-"""A store that has not answered a node within this time is out of its reach."""
+"""A store that did not answer the node within this time counts as unreachable from there."""
 ANSWER_MARGIN_S = 60.0
 
 
 def fetch_on_node(
     session: Session, store: ObjectStore, keys: Mapping[str, str], files: Mapping[str, Path], destination: str
 ) -> int:
-    """Let a folder appear on the node, whose files it fetches from the store; returns how many bytes that were.
+    """Create a folder on the node with files that the node downloads from the store; returns the number of bytes.
 
     Args:
-        keys: what the files are called in the store, by their names below the folder.
-        files: the same files here, with which they are compared.
+        keys: names of the objects in the store, by the names of the files in the folder.
+        files: the same files here, for comparison.
 
     Raises:
-        StoreUnavailableError: the node cannot fetch them; nothing is left of what it has.
-        TransientInfraError: what it fetched is something else; nothing is left of it.
+        StoreUnavailableError: the node cannot download them; its incomplete folder was removed.
+        TransientInfraError: the downloaded content differs; the folder was removed.
     """
     sizes = {name: path.stat().st_size for name, path in files.items()}
 
@@ -54,16 +54,16 @@ def fetch_on_node(
 
 
 def send_checkpoint_from_node(session: Session, store: ObjectStore, checkpoint: Path, source: str) -> int:
-    """Let the node send the files of a checkpoint that the store lacks; returns how many bytes that were.
+    """Let the node upload the files of a checkpoint that the store lacks; returns the number of bytes.
 
-    They come to lie where `publish_run` puts them; the manifest, which says that they are whole, is left to it.
+    They get the same names as in `publish_run`. The manifest, which marks them as complete, is left to that function.
 
     Args:
         checkpoint: the same files here.
-        source: where they lie on the node.
+        source: their directory on the node.
 
     Raises:
-        StoreUnavailableError: the node cannot send them, or the store does not take them.
+        StoreUnavailableError: the node cannot send them, or the store refuses them.
     """
     files = {name: checkpoint / name for name in list_files(checkpoint)}
     place, digests = digest_folder(store, CHECKPOINT_FOLDER, files)

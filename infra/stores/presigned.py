@@ -1,7 +1,6 @@
-"""URLs by which somebody without credentials fetches one object of S3, or sends one, within an hour.
+"""Presigned URLs: each allows one download or upload of an object in S3 within an hour, without credentials.
 
-Such a URL is a secret as long as it lives. Not here: who is given them (direct.py), objects themselves
-(object_store.py).
+Such a URL is a secret while it is valid.
 """
 
 import logging
@@ -21,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PresignedPiece:
-    """A piece of a file, and where it goes."""
+    """A piece of a file, and the URL for its upload."""
 
     offset: int
     length: int
@@ -29,23 +28,23 @@ class PresignedPiece:
 
 
 def can_presign(store: ObjectStore) -> bool:
-    """True for S3 and what speaks its API; others have nothing of the kind, or another one."""
+    """Return whether the store signs URLs: only S3 and stores with its API."""
     return store.protocol == "s3"
 
 
 def presigned_get(store: ObjectStore, name: str) -> str:
-    """A URL by which an object is fetched."""
+    """Return a URL that downloads an object."""
     return store.sign("get_object", name, LIFETIME_S)
 
 
 class PresignedUpload:
-    """An object that somebody else sends: it exists when `complete` has returned.
+    """An object that another machine uploads. It exists when `complete` has returned.
 
-    Leaving the block without that aborts it, because S3 bills parts of which nothing became.
+    Leaving the block earlier aborts the upload, because S3 charges for parts of incomplete uploads.
     """
 
     def __init__(self, store: ObjectStore, name: str, size: int) -> None:
-        """A large object is begun; its parts are those in which ObjectStore.upload would send it."""
+        """A large object is started as an upload in parts, with the same parts as in ObjectStore.upload."""
         self._store = store
         self._name = name
         self._size = size
@@ -56,7 +55,7 @@ class PresignedUpload:
 
     @property
     def pieces(self) -> list[PresignedPiece]:
-        """What has to be sent, each piece to its URL."""
+        """The pieces to upload, each with its URL."""
         if not self._upload_id:
             url = self._store.sign("put_object", self._name, LIFETIME_S)
             return [PresignedPiece(offset=0, length=self._size, url=url)]
@@ -72,7 +71,7 @@ class PresignedUpload:
         ]
 
     def complete(self, etags: Sequence[str]) -> None:
-        """Make one object of the pieces, which have these entity tags."""
+        """Complete the object from its pieces, given their entity tags."""
         if self._upload_id:
             parts = [{"PartNumber": number, "ETag": etag} for number, etag in enumerate(etags, 1)]
             self._store.call_s3(

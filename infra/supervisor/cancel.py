@@ -30,37 +30,38 @@ CANCEL_MARGIN_S = 15.0
 
 
 class CancelRequest(NamedTuple):
-    """How a job is to be ended."""
+    """Parameters of the end of a job."""
 
     grace_s: float
-    """Between SIGTERM and SIGKILL of its processes."""
+    """Seconds between SIGTERM and SIGKILL."""
     max_grace_s: float
-    """The most for a program that says how long it needs to save what it has: its process alone gets SIGTERM then."""
+    """Limit of the time that a program may request for saving. Only its main process gets SIGTERM then."""
     wait_s: float
-    """How long its end is waited for."""
+    """Seconds to wait for the end."""
     attempt: int
-    """The one that is to end, if it still runs; 0 means the one under way."""
+    """The attempt to end, if it still runs; 0 means the current one."""
 
     @classmethod
     def parse(cls, parameters: Sequence[str]) -> CancelRequest:
-        """The request in parameters of a command line."""
+        """Parse the parameters of a command line."""
         grace_s, max_grace_s, wait_s = map(float, parameters[:3])
         return cls(grace_s, max_grace_s, wait_s, int(parameters[3]))
 
 
 def cancel_job(run_dir: str, asked: CancelRequest, store: str = "") -> JsonObject:
-    """Have the job end and return its status, when its end is recorded or not waited for longer: then it `is_ending`.
+    """Request the end of a job and wait for it up to `wait_s`; return its status. It `is_ending` if it still runs.
 
     Args:
-        store: on whose behalf; a job that runs of other stores follow is left RUNNING. Empty ends it all the same.
+        store: identity of the requesting ledger. A job that runs of other stores follow stays RUNNING. Empty: end the
+            job in any case.
 
     Raises:
-        JobError: it outlived SIGKILL.
+        JobError: the job survived SIGKILL.
     """
     if not Path(run_dir, INTERNAL_DIR).is_dir() or (store and is_followed_elsewhere(run_dir, store)):
         return read_status(run_dir)
     attempt = asked.attempt
-    with locked(internal_path(run_dir, "start.lock")):  # a start under way becomes either running or nothing
+    with locked(internal_path(run_dir, "start.lock")):  # waits until a concurrent start has succeeded or failed
         status = read_status(run_dir)
         if attempt and status["attempt"] != attempt:
             return status_of_ended(run_dir, attempt)
@@ -83,13 +84,13 @@ def cancel_job(run_dir: str, asked: CancelRequest, store: str = "") -> JsonObjec
 
 
 def status_of_ended(run_dir: str, attempt: int) -> JsonObject:
-    """How an attempt ended that another start has waited for: the next attempt is that start's."""
+    """Return the status of an ended attempt, after a concurrent start has begun the next one."""
     ended = {"attempt": attempt, "state": "EXITED", "pid": None, "waits_for": "", "reason": "", "is_ending": False}
     return {**read_status(run_dir), **ended, "exit": read_json(exit_path(run_dir, attempt))}
 
 
 def check_overdue(run_dir: str, attempt: int, grace_s: float) -> None:
-    """Raise JobError for a job that still runs when it should have been killed."""
+    """Raise JobError if a job still runs although it should have been killed."""
     limit_s = max(grace_s, granted_s(run_dir, attempt)) + CANCEL_MARGIN_S
     asked_at = internal_path(run_dir, f"cancel-{attempt}").stat().st_mtime
     if time.time() >= asked_at + limit_s and is_supervised(run_dir):
@@ -97,7 +98,7 @@ def check_overdue(run_dir: str, attempt: int, grace_s: float) -> None:
 
 
 def request_cancel(run_dir: str, attempt: int, limits: str) -> None:
-    """Let the file appear that asks for the end of an attempt; where it stays empty the spec's limits hold."""
+    """Create the file that requests the end of an attempt. If it stays empty, the limits of the spec apply."""
     request = internal_path(run_dir, f"cancel-{attempt}")
     if read_text(request) == limits:
         return
@@ -105,12 +106,12 @@ def request_cancel(run_dir: str, attempt: int, limits: str) -> None:
         request.touch()
     except OSError:  # the disk takes no more files
         internal_path(run_dir, f"spare-{attempt}").rename(request)
-    with contextlib.suppress(OSError):  # it is full
+    with contextlib.suppress(OSError):  # a full disk
         request.write_text(limits)
 
 
 def ask_to_finish(run_dir: str, asked_by: str) -> JsonObject:
-    """Ask the program to end by itself, with what it has, and return at once; a job that does not run is left alone."""
+    """Ask the program to finish early with its present result, and return at once. Only a running job is asked."""
     if not Path(run_dir, INTERNAL_DIR).is_dir():
         return read_status(run_dir)
     with locked(internal_path(run_dir, "start.lock")):

@@ -1,4 +1,4 @@
-"""Print what a job writes, from where its client stopped, until it ends or nobody listens."""
+"""Print the log, metrics and events of a job from given offsets, until the job ends or the client is gone."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ from rollouts.infra.supervisor.files import (
 from rollouts.infra.supervisor.status import is_supervised, read_status
 
 NO_LOG = -1
-"""In place of an offset in the log, from which on it is followed."""
+"""Offset that stands for "do not follow the log"."""
 MAX_LINE_BYTES = 4 << 20
 FOLLOWER_END_S = 3.0
-"""Who stops following a job at the moment at which another one cancels it is gone within this time."""
+"""Time within which a client that stops following is gone."""
 
 
 @contextlib.contextmanager
 def marked_as_followed(run_dir: str, store: str = "") -> Iterator[None]:
-    """Let other stores see that a run of this one follows the job: a lock, which the kernel frees with this process.
+    """Hold a lock that shows other stores that a run of this store follows the job.
 
-    Where the mark cannot be made, as on a full disk or before there is a job, the job is followed without it.
+    If the lock file cannot be created (full disk, no job yet), the job is followed without it.
     """
     descriptor = None
     if store:
         with contextlib.suppress(OSError):
             descriptor = os.open(internal_path(run_dir, f"followed-{store}"), os.O_RDWR | os.O_CREAT, 0o600)
-            fcntl.flock(descriptor, fcntl.LOCK_SH)  # waits for who looks, which takes a moment
+            fcntl.flock(descriptor, fcntl.LOCK_SH)  # waits only for a short check by another process
     try:
         yield
     finally:
@@ -52,10 +52,10 @@ def marked_as_followed(run_dir: str, store: str = "") -> Iterator[None]:
 
 
 def is_followed_elsewhere(run_dir: str, store: str) -> bool:
-    """Whether runs of other stores follow the job, and do not stop at this moment."""
+    """Return whether runs of other stores follow the job and keep following it."""
     own = internal_path(run_dir, f"followed-{store}")
     marks = [path for path in Path(run_dir, INTERNAL_DIR).glob("followed-*") if path != own]
-    # Of two runs that are cancelled at once each would leave the job to the other one, and nobody would end it.
+    # Two runs that are cancelled at once would otherwise each leave the job to the other.
     deadline = time.monotonic() + FOLLOWER_END_S
     while is_followed := any(is_locked(path, fcntl.LOCK_EX) for path in marks):
         if time.monotonic() >= deadline:
@@ -65,18 +65,18 @@ def is_followed_elsewhere(run_dir: str, store: str) -> bool:
 
 
 def follow_job(run_dir: str, log_offset: int, metrics_offset: int, events_offset: int) -> None:
-    """Print what the job writes as it appears, one JSON object per line, and its status when it has ended.
+    """Print new output of the job as it appears, one JSON object per line, and its status at its end.
 
-    Ends early when standard input ends or nobody reads the output: the client is gone. Of the log nothing is printed
-    from the offset NO_LOG on.
+    Ends early if standard input ends or the output is closed, because then the client is gone. The offset NO_LOG skips
+    the log.
 
         {"log": base64, "offset": n}      {"metrics": {...}, "offset": n}      {"event": {...}, "offset": n}
-        {"skipped": "metrics.jsonl", "offset": n}: a line that is no JSON object      {"status": {...}}
+        {"skipped": "metrics.jsonl", "offset": n}: a line that is not a JSON object      {"status": {...}}
 
-    Each offset is the position behind what the line delivers: where to go on after a broken connection.
+    Each offset is the position after the delivered content, from which to continue after a broken connection.
     """
     while True:
-        is_running = is_supervised(run_dir)  # asked before reading: whatever it wrote is there when it is gone
+        is_running = is_supervised(run_dir)  # asked before reading, so that the last output is read after the end
         before = (log_offset, metrics_offset, events_offset)
         if log_offset != NO_LOG:
             log_offset = emit_log(Path(run_dir, "log.txt"), log_offset)
@@ -100,7 +100,7 @@ def emit(message: JsonObject) -> None:
 
 
 def emit_log(path: Path, offset: int) -> int:
-    """Print the next piece of the log; returns the offset behind it."""
+    """Print the next piece of the log; returns the offset after it."""
     content = read_from(path, offset, READ_BYTES) if file_size(path) > offset else b""
     if content:
         emit({"log": base64.b64encode(content).decode(), "offset": offset + len(content)})
@@ -108,11 +108,11 @@ def emit_log(path: Path, offset: int) -> int:
 
 
 def emit_records(kind: str, path: Path, offset: int) -> int:
-    """Print the complete lines of a JSONL file from an offset on; returns the offset behind the last of them."""
+    """Print the complete lines of a JSONL file from an offset on; returns the offset after the last of them."""
     content = read_from(path, offset, MAX_LINE_BYTES) if file_size(path) > offset else b""
     complete_bytes = content.rfind(b"\n") + 1
     if complete_bytes == 0 and len(content) == MAX_LINE_BYTES:
-        emit({"skipped": path.name, "offset": offset + len(content)})  # no line of ours is that long
+        emit({"skipped": path.name, "offset": offset + len(content)})  # the line is longer than any valid record
         return offset + len(content)
     position = offset
     for line in content[:complete_bytes].split(b"\n")[:-1]:

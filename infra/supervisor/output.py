@@ -1,4 +1,4 @@
-"""What the program prints, on its way from a pipe to a log that cannot grow without end."""
+"""Move a program's output from its pipe to a log of limited size."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING
 from rollouts.infra.supervisor.files import POLL_S, READ_BYTES
 
 if TYPE_CHECKING:
-    from typing import Self  # Python 3.10, which a node may begin with, does not have it
+    from typing import Self  # missing in Python 3.10, which nodes may have
 
 LOG_TAIL_BYTES = 64 << 10
 
 
 class CappedLog:
-    """The log file of a job: takes up to a number of bytes, then keeps only the end of what follows.
+    """The log file of a job. It takes up to a number of bytes; of further output it keeps only the end.
 
-    A disk without room loses log, and is no reason for anything else to fail.
+    A full disk loses log, but no job fails because of it.
     """
 
     def __init__(self, path: Path, max_bytes: int) -> None:
@@ -34,7 +34,7 @@ class CappedLog:
         self._is_at_line_start = True
 
     def write(self, chunk: bytes) -> None:
-        """Append what the program wrote, or what of it there is room for."""
+        """Append the program's output, up to the limit."""
         head, rest = chunk[: self._room], chunk[self._room :]
         self._room -= len(head)
         self._append(head)
@@ -47,7 +47,7 @@ class CappedLog:
         del self._tail[:num_too_many]
 
     def note(self, sentence: str) -> None:
-        """Append a line of our own."""
+        """Append a line of the supervisor."""
         line_break = b"" if self._is_at_line_start else b"\n"
         self._append(line_break + f"[supervisor] {sentence}\n".encode())
 
@@ -74,7 +74,7 @@ class CappedLog:
 
 
 class ProgramOutput:
-    """The pipe to which the program writes, emptied into the log."""
+    """The pipe with the program's output, which is copied to the log."""
 
     def __init__(self, descriptor: int, log: CappedLog) -> None:
         self._descriptor = descriptor
@@ -82,7 +82,7 @@ class ProgramOutput:
         self._is_open = True
 
     def pump(self, wait_s: float = POLL_S) -> bool:
-        """Wait a moment for output and move it to the log; true if there was some."""
+        """Wait a moment for output and move it to the log; returns whether there was any."""
         if not self._is_open:
             time.sleep(wait_s)
             return False
@@ -96,8 +96,8 @@ class ProgramOutput:
         return bool(chunk)
 
     def drain(self) -> None:
-        """Move what is left, once the program has ended, and close the pipe."""
-        for _ in range(1024):  # a process that could not be killed may write for ever
+        """Move the rest of the output after the program's end, and close the pipe."""
+        for _ in range(1024):  # a process that survived SIGKILL may write forever
             if not self.pump(wait_s=0):
                 break
         if self._is_open:

@@ -1,4 +1,4 @@
-"""One start of the program, from its spawn to the end of its last process."""
+"""One start of the program: its environment, its output, requests to end it, and its end."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rollouts.infra.supervisor.stop_requests import Grant, StopRequests
 from rollouts.infra.supervisor.variables import build_environment
 
 LEFTOVER_GRACE_S = 2.0
-"""What outlives the program itself gets this long between SIGTERM and SIGKILL."""
+"""Seconds between SIGTERM and SIGKILL for processes that outlive the program."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -30,9 +30,9 @@ class Program:
 
     process: subprocess.Popen[bytes]
     output_fd: int
-    """The reading end of the pipe to which it writes."""
+    """Reading end of the pipe with its output."""
     oom_kills_before: int
-    """The kernel's count of out-of-memory kills when it was started."""
+    """The kernel's number of out-of-memory kills before the start."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,24 +40,24 @@ class Ending:
     """How one start of the program ended."""
 
     code: int
-    """The exit code; 128 + the signal's number when a signal ended it."""
+    """The exit code; 128 + the signal's number if a signal ended it."""
     signal: int | None
     oom: bool
-    """The kernel killed it because the node, or its container, was out of memory."""
+    """Whether the kernel killed it because the node or its container was out of memory."""
     stopped_by: str
-    """"cancelled", "timeout", "lease_expired", or "" when it ended by itself."""
+    """"cancelled", "timeout", "lease_expired", or "" if it ended by itself."""
     leftover_processes: int
-    """Processes of the job that were still alive when the program had ended, and were killed."""
+    """Processes of the job that outlived the program and were killed."""
 
 
 def spawn_program(spec: JobSpec, attempt: int, gpu_locks: Sequence[int] = ()) -> Program:
-    """Start the program in a session of its own; on Linux the kernel kills it when this process dies.
+    """Start the program in a new session. On Linux the kernel kills it when this process dies.
 
     Args:
-        gpu_locks: open files that it inherits.
+        gpu_locks: open files that the program inherits.
 
     Raises:
-        OSError: its executable cannot be run.
+        OSError: the executable cannot be run.
     """
     supervisor_pid = os.getpid()
     libc = ctypes.CDLL(None) if sys.platform == "linux" else None
@@ -65,10 +65,10 @@ def spawn_program(spec: JobSpec, attempt: int, gpu_locks: Sequence[int] = ()) ->
     def die_with_supervisor() -> None:
         if libc is not None:
             libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != supervisor_pid:  # it died before the line above
+        if os.getppid() != supervisor_pid:  # the supervisor died before the line above
             os._exit(125)
 
-    # Not the run directory: files in it may come from another machine, and Python imports from where it stands.
+    # Not the run directory: its files may come from another machine, and Python imports from its working directory.
     work_dir = internal_path(spec.run_dir, "work")
     work_dir.mkdir(exist_ok=True)
     output_fd, program_fd = os.pipe()
@@ -96,7 +96,7 @@ def spawn_program(spec: JobSpec, attempt: int, gpu_locks: Sequence[int] = ()) ->
 def watch_program(
     program: Program, spec: JobSpec, log: CappedLog, requests: StopRequests, on_look: Callable[[], None] = lambda: None
 ) -> Ending:
-    """Collect the program's output until it and all its processes have ended; end them when that is requested.
+    """Collect the program's output until all its processes have ended; end them when that is requested.
 
     Args:
         on_look: called several times a second.
@@ -116,7 +116,7 @@ def watch_program(
             stopped_by = requests.find()
         if wait_status is None and not stopped_by:
             continue
-        # The program may have ended since it was looked for above, for instance while a cancel request was read.
+        # The program may have ended since the check above, for example while a cancel request was read.
         if (ended := reap_children(program.process)) is not None:
             wait_status = ended
         processes = find_processes(spec.run_dir, supervisor=os.getpid(), group=program.process.pid)
@@ -151,7 +151,7 @@ def watch_program(
 
 
 def reap_children(process: subprocess.Popen[bytes]) -> int | None:
-    """Take note of every ended child, adopted ones too; returns the wait status of `process` if it was among them."""
+    """Reap every ended child, also adopted ones; return the wait status of `process` if it has ended."""
     found: int | None = None
     while True:
         try:

@@ -1,4 +1,4 @@
-"""What is known about a job, and the lease by which somebody keeps it."""
+"""Status, lease and output of a job."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from rollouts.infra.supervisor.processes import find_recorded, read_boot_id
 
 
 def is_supervised(run_dir: str) -> bool:
-    """True while a supervisor of this job lives (or one is just being started)."""
-    # Shared: looking never disturbs another look.
+    """Return whether a supervisor of this job lives or is just being started."""
+    # A shared lock, so that concurrent checks do not disturb each other.
     return is_locked(internal_path(run_dir, "lock"), fcntl.LOCK_SH)
 
 
 def read_status(run_dir: str) -> JsonObject:
-    """What is known about the job now; changes nothing."""
-    is_alive = is_supervised(run_dir)  # asked first: once it is gone, nothing below changes any more
+    """Return the job's current status; changes nothing."""
+    is_alive = is_supervised(run_dir)  # asked first: after its end nothing below changes any more
     attempt = latest_attempt(run_dir)
     meta = read_json(internal_path(run_dir, f"meta-{attempt}.json")) or {}
     exit_record = None if is_alive else read_json(exit_path(run_dir, attempt))
@@ -61,19 +61,19 @@ def read_status(run_dir: str) -> JsonObject:
 
 
 def is_being_ended(run_dir: str, attempt: int) -> bool:
-    """Whether the end of an attempt has been asked for, or one of its limits is reached."""
+    """Return whether the end of an attempt was requested, or one of its limits is reached."""
     return any(internal_path(run_dir, f"{reason}-{attempt}").exists() for reason in ("cancel", "ending"))
 
 
 def renew_lease(run_dir: str) -> JsonObject:
-    """Tell the supervisor that somebody still wants the job. Touching the file .job/lease does the same."""
+    """Renew the job's lease. Touching the file .job/lease has the same effect."""
     with contextlib.suppress(FileNotFoundError):
         os.utime(internal_path(run_dir, "lease"))
     return read_status(run_dir)
 
 
 def read_log_tail(run_dir: str, max_bytes: int) -> JsonObject:
-    """The last bytes of the log, in base64."""
+    """Return the last bytes of the log in base64."""
     path = Path(run_dir, "log.txt")
     content = read_from(path, max(0, file_size(path) - max_bytes), max_bytes)
     return {"log": base64.b64encode(content).decode()}

@@ -1,4 +1,4 @@
-"""Why a job has to end though its program goes on: it is cancelled, its time is up, or nobody wants it any more."""
+"""Reasons to end a running program: a cancel request, its time limit, its lease."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from rollouts.infra.supervisor.spec import JobSpec
 
 
 class Grant(NamedTuple):
-    """Time for a program to save what it has."""
+    """Time that a program gets for saving its state."""
 
     pid: int
-    """The process that is told to: the program may have others, which it needs to finish its work."""
+    """The process that gets SIGTERM. The program may need its other processes for saving."""
     seconds: float
 
 
 class StopRequests:
-    """What can end a job from outside: a cancel request, its time limit, its lease.
+    """Watches for reasons to end a job from outside: a cancel request, its time limit, its lease.
 
-    Time is counted on the monotonic clock, which stands still while a machine sleeps: a laptop that wakes up finds
-    its jobs with the time they had left.
+    Time is measured by the monotonic clock, which stops while a machine sleeps: after a laptop wakes up, its jobs have
+    the same time left as before.
 
-    That a limit is reached is noted in a file, so that no start attaches to a job that is about to end. A start renews
-    the lease, and then looks for the note; here the note is made, and then the lease is looked at once more. So a start
-    that does not find the note has kept the lease.
+    A reached limit is noted in a file, so that a start does not attach to a job that is about to end. A start first
+    renews the lease and then looks for the note. This class first writes the note and then checks the lease again. So
+    a start that finds no note has renewed the lease in time.
     """
 
     def __init__(self, spec: JobSpec, attempt: int) -> None:
@@ -43,21 +43,21 @@ class StopRequests:
 
     @property
     def grace_s(self) -> float:
-        """What the cancel request asks for, or else the spec."""
+        """The grace time of the cancel request, or else of the spec."""
         return self._limits[0]
 
     @property
     def _limits(self) -> tuple[float, float]:
-        """The time for a program that does not say how long it needs, and the most for one that does."""
+        """The grace time of the job, and its limit for a program that requests time for saving."""
         with contextlib.suppress(OSError, ValueError):
             grace_s, max_grace_s = map(float, self._cancel_path.read_text().split())
             return grace_s, max_grace_s
         return self._spec.grace_s, self._spec.max_grace_s
 
     def grant(self) -> Grant | None:
-        """How long a program has that said how long it needs, and write that down for it; None for any other one.
+        """Grant the time that the program requests for saving, and write it down for the program; None without request.
 
-        Asked again it is never longer than before: what is wanted later of the same end may leave less time.
+        Later calls never return more time: a later request for the same end may leave less.
         """
         said = read_stop_state(self._spec.run_dir, self._attempt)
         if self._granted is None and not isinstance(said.get("pid"), int):
@@ -65,13 +65,13 @@ class StopRequests:
         wanted = self._granted or Grant(said["pid"], float(said.get("grace_s", 0.0)))
         granted = Grant(wanted.pid, min(wanted.seconds, self._limits[1]))
         if granted != self._granted:
-            with contextlib.suppress(OSError):  # a full disk: then it has what it said, unless that is too much
+            with contextlib.suppress(OSError):  # on a full disk the program assumes its requested time
                 granted_path(self._spec.run_dir, self._attempt).write_text(f"{granted.seconds:g}")
             self._granted = granted
         return granted
 
     def find(self) -> str:
-        """Why the job has to end now; empty when it has not."""
+        """Return why the job has to end now; empty if it may continue."""
         if self._cancel_path.exists():
             return "cancelled"
         if time.monotonic() >= self._deadline:
@@ -93,11 +93,11 @@ class StopRequests:
         return time.monotonic() >= self._renewed + self._lease_s
 
     def _note_ending(self) -> None:
-        with contextlib.suppress(OSError):  # a full disk keeps no job alive
+        with contextlib.suppress(OSError):  # on a full disk the job must end, too
             self._ending_path.touch()
 
     def wait(self, pause_s: float) -> str:
-        """Wait for a while, or until the job has to end; returns why, or empty."""
+        """Wait until the time is up or the job has to end; return the reason for the end, or empty."""
         until = time.monotonic() + pause_s
         while not (reason := self.find()) and time.monotonic() < until:
             time.sleep(POLL_S)

@@ -1,4 +1,4 @@
-"""The environment of a job's program: little of ours, what the spec adds, and who it is."""
+"""The environment of a job's program: selected inherited variables, and those of the spec."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _INHERITED_NAMES = """
     SSL_CERT_FILE SSL_CERT_DIR REQUESTS_CA_BUNDLE
     http_proxy https_proxy no_proxy all_proxy HTTP_PROXY HTTPS_PROXY NO_PROXY ALL_PROXY
 """
-# PIP_ and UV_: a machine may tell both of them by variables alone where packages are.
+# PIP_ and UV_: a machine may configure its package index only by variables.
 _INHERITED_PREFIXES = ("LC_", "CUDA_", "NVIDIA_", "NCCL_", "GLOO_", "TORCH_", "TRITON_", "PIP_", "UV_")
 _FOLDER_LISTS = ("PATH", "PYTHONPATH", "ROLLOUTS_CODE_PATH", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "SSL_CERT_DIR")
 _PATHS = ("TMPDIR", "XDG_CACHE_HOME", "HF_HOME", "HF_HUB_CACHE", "SSL_CERT_FILE", "REQUESTS_CA_BUNDLE")
 
 
 def build_environment(inherited: Mapping[str, str], spec: JobSpec, attempt: int) -> dict[str, str]:
-    """The program's environment: what is needed to run anything at all, what the spec adds, and who it is."""
+    """Return the program's environment: basic inherited variables, those of the spec, and the job's identity."""
     inherited_names = set(_INHERITED_NAMES.split())
     kept = {
         name: value
@@ -34,8 +34,8 @@ def build_environment(inherited: Mapping[str, str], spec: JobSpec, attempt: int)
     }
     return {
         "PYTHONUNBUFFERED": "1",
-        "PYTHONUTF8": "1",  # what a job does is the same whatever the node's locale
-        "SPT_NOENV": "1",  # setproctitle, which engines use, would overwrite the variable that marks our processes
+        "PYTHONUTF8": "1",  # the same behavior in every locale
+        "SPT_NOENV": "1",  # otherwise setproctitle, which engines use, overwrites the variable that marks our processes
         **kept,
         **spec.env,
         JOB_VARIABLE: spec.run_dir,
@@ -44,9 +44,9 @@ def build_environment(inherited: Mapping[str, str], spec: JobSpec, attempt: int)
 
 
 def with_absolute_paths(variables: Mapping[str, str], folder: Path) -> dict[str, str]:
-    """The variables that name paths of this process in `folder`, as a process in another folder needs them.
+    """Return the variables that contain relative paths, resolved against `folder`, for a process in another folder.
 
-    A part of PYTHONPATH or PATH that is empty means the folder itself; what begins with ~ or $ its readers expand.
+    An empty part of PYTHONPATH or PATH means the folder itself. Paths that begin with ~ or $ stay as they are.
     """
 
     def absolute(path: str) -> str:

@@ -1,4 +1,4 @@
-"""The verbs of the supervisor's command line; the package's head says what they do."""
+"""The verbs of the supervisor's command line, described in the package's docstring, and the end of a job."""
 
 from __future__ import annotations
 

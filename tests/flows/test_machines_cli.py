@@ -182,7 +182,7 @@ def test_a_key_that_is_none_hinders_nobody_who_looks_at_other_providers(
     listed, reaped = call("nodes", "--store", str(store)), call("reap", "--store", str(store))
     assert "not of this store: rollouts-somebody-elses" in listed.stdout and listed.exit_code == 0
     assert [machine.name for machine in runpod.alive()] == ["rollouts-somebody-elses"] and reaped.exit_code == 1
-    assert all("what LAMBDA_API_KEY holds is no key for Lambda" in each.stderr for each in (listed, reaped))
+    assert all("the value of LAMBDA_API_KEY is not a key for Lambda" in each.stderr for each in (listed, reaped))
 
 
 @pytest.mark.slow
@@ -254,7 +254,7 @@ def test_a_person_logs_in_wherever_the_machine_is_and_nowhere_else(runpod: FakeR
         for name, words in (
             (rented.name, "nobody can log in there"),
             (mine, "start it on"),
-            ("me", "knows no machine"),
+            ("me", "has no machine"),
         ):
             said = ssh(name)
             assert said.returncode != 0 and words in said.stderr and len(said.stderr.splitlines()) == 1, said.stderr

@@ -218,7 +218,7 @@ def test_a_provider_that_repeats_what_was_sent_puts_the_key_into_no_message_and_
 
     with Echoing().served() as url, pytest.MonkeyPatch.context() as patched:
         patched.setenv("LAMBDA_API_URL", url)
-        with pytest.raises(NoMachineError, match="words that repeat a secret of ours") as refused:
+        with pytest.raises(NoMachineError, match="a text that repeats one of our secrets") as refused:
             rent(server, tmp_path, "lambda")
     with Ledger(tmp_path / "store" / LEDGER_FILE) as ledger:
         notes = "".join(row.note for row in all_rentals(ledger))
