@@ -1,4 +1,4 @@
-"""Probe a node, and refuse it with one sentence if it does not meet the needs of the pipeline.
+"""Probe a node, and refuse a node that does not meet the needs of the pipeline.
 
 probe_node ── node_probe.py on the node ── NodeReport ── check_node ── returns, or raises PermanentInfraError
 """
@@ -237,12 +237,12 @@ def check_alike(report: NodeReport, leader: NodeReport) -> None:
     """
     if bool(report.gpus) != bool(leader.gpus):
         raise PermanentInfraError(
-            f"it has {report.device_summary}, and the machine that leads has {leader.device_summary}: machines that "
-            "train together all have GPUs, or none"
+            f"it has {report.device_summary}, but the leading machine has {leader.device_summary}: train on machines "
+            "that all have GPUs, or on machines without GPUs"
         )
     if report.torch_version != leader.torch_version:
         raise PermanentInfraError(
-            f"it has torch {report.torch_version}, and the machine that leads has {leader.torch_version}: install the "
+            f"it has torch {report.torch_version}, but the leading machine has {leader.torch_version}: install the "
             "same version"
         )
 

@@ -1,4 +1,4 @@
-"""Split files into chunks that are compared and sent one by one.
+"""Split files into chunks, the unit of comparing and sending.
 
 Not here: sending chunks (session.py, push.py) and comparing them with the node's files (receiver.py).
 """
@@ -19,7 +19,7 @@ DIRECT_BYTES = 256 << 20
 _READ_BYTES = 256 << 10
 """Small enough that a piece is still in the processor's cache when it is written after hashing."""
 SHA256 = "sha256"
-"""The digest that every Python has. A node reports it if it has a faster one (`DIGESTS`)."""
+"""The digest of every Python. A node may report a faster digest (`DIGESTS`)."""
 
 
 def checked_digest(answer: Mapping[str, Any]) -> str:  # Any: JSON
@@ -135,4 +135,4 @@ class SourceFile:
             raise self._changed()
 
     def _changed(self) -> TransientInfraError:
-        return TransientInfraError(f"{self.path} changed while it was copied: copy it once it is complete")
+        return TransientInfraError(f"{self.path} changed during the copy: copy it when it is complete")

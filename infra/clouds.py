@@ -62,7 +62,8 @@ def find_cloud(name: CloudName) -> CloudType:
         return ALL_CLOUDS[name]
     except KeyError:
         raise PermanentInfraError(
-            f"there is no provider {name} here: install the package that adds it; `rollouts plugins` lists those found"
+            f"the provider {name} is unknown here: install the package that adds it; `rollouts plugins` lists the "
+            "installed ones"
         ) from None
 
 
@@ -72,7 +73,7 @@ def networked_clouds() -> tuple[CloudName, ...]:
 
 
 def reached_through(given: object) -> CloudName:
-    """Return the provider through which the machines of a company are rented; "" if there is none."""
+    """Return the provider through which the machines of a company are rented; "" for an unknown company."""
     return next((name for name in cloud_names() if given in find_cloud(name).reaches), "")
 
 

@@ -130,7 +130,7 @@ def _has_package(session: Session, interpreter: str, package: str, *, setting: s
         if _is_program(session, interpreter):
             return False
         raise PermanentInfraError(
-            f"{setting} is {interpreter!r}, and there is no such program on the node: name the interpreter of an "
+            f"{setting} is {interpreter!r}, which is not a program on the node: name the interpreter of an "
             f"environment that has {package}"
         ) from error
     return True

@@ -2,7 +2,7 @@
 
     installed here ──> name==version, ... ──> <root>/environments/<digest>/ on the node: env/, log.txt, result.json
 
-A supervised job installs them: runs with equal requirements share it, and a broken connection does not end it.
+A supervised job does the installation. Runs with equal requirements share the job, which survives broken connections.
 Not here: the program on the node (environment_builder.py) and the project's own code (tasks/placement.py).
 """
 

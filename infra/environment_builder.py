@@ -93,7 +93,7 @@ def places_of_uv(directory: Path) -> "dict[str, str]":
     return {
         name: os.path.normpath(str(directory / own))
         for name, (of_home, own) in places.items()
-        if not os.access(os.path.expanduser(of_home), os.W_OK)  # noqa: PTH111 - Path's raises where there is no home
+        if not os.access(os.path.expanduser(of_home), os.W_OK)  # noqa: PTH111 - Path.expanduser raises without a home
     }
 
 

@@ -33,9 +33,9 @@ from rollouts.infra.foreign_text import shown_lines
 from rollouts.infra.node_agent import ISOLATED
 from rollouts.infra.session import Session, read_answer
 from rollouts.infra.supervisor.files import parse_object
-from rollouts.infra.supervisor.follow import NO_LOG
 from rollouts.infra.supervisor.spec import FIRST_GPU, JobSpec
 from rollouts.infra.supervisor.start import ENDING_WAIT_S
+from rollouts.infra.supervisor.status import NO_LOG
 
 __all__ = [
     "FIRST_GPU",
@@ -65,7 +65,7 @@ CALL_TIMEOUT_S = 60.0
 MAX_GRACE_S = 600.0
 """Default limit, in seconds, on the time that a program may take to save before it ends."""
 CANCEL_LOOK_S = 1.0
-"""Seconds that one call waits for the end of a job that is being cancelled."""
+"""Seconds for which one call waits for the end of a cancelled job."""
 MAX_BROKEN_STREAMS = 10
 """Connections in a row that may end without a message before `follow_job` gives up."""
 STEADY_S = 600.0
@@ -132,7 +132,7 @@ class JobStatus:
     """Process id of the running program on the node; None while the job waits for GPUs."""
     restarts: int
     waits_for: str
-    """The GPU that the job waits for, and the job that holds it; else empty."""
+    """The missing GPU and the job that holds it; empty if this job does not wait."""
     log_size: int
     """Bytes in log.txt."""
     exit: JobExit | None

@@ -42,7 +42,7 @@ class Lease:
     created_at: float
     """Seconds since 1970, by the clock of the machine that holds the ledger."""
     is_started: bool
-    """False during the upload to the node. Such a claim keeps the job from other nodes but does not keep it alive."""
+    """False during the upload to the node. The claim keeps the job from other nodes, but does not keep it alive."""
 
 
 class StageUse(NamedTuple):

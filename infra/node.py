@@ -143,8 +143,8 @@ class FurtherNode(SSHMachine):
     def _check_address(self) -> Self:
         if not is_ip_address(self.reached_at):
             raise ValueError(
-                f"address: expected the IP address of {self.place[0]} in the network that it shares with the other "
-                f"machines of the run, found {self.address!r}"
+                f"address: expected the IP address of {self.place[0]} in the shared network of the run's machines, "
+                f"found {self.address!r}"
             )
         return self
 
@@ -254,7 +254,7 @@ class RentedNode(PackageSettings):
     """Number of further machines for the inference engines of RL, each with `deployment.num_engines` engines. 0: run
     the engines on the first machine."""
     usable_within_minutes: float = Field(default=20.0, gt=0, le=120, strict=True)
-    """Minutes until a new machine must accept a login. After that, it is released and another one is rented."""
+    """Minutes until a new machine must accept a login. Afterwards it is given back, and the next offer is tried."""
     keep_on_failure_minutes: float = Field(default=0.0, ge=0, le=1440, strict=True)
     """Minutes for which the machine of a failed run stays rented, and costs money, so that you can log in or press
     Retry. max_hours and max_usd still hold. `rollouts up`, `rollouts watch`, a later run or `rollouts reap` ends the
@@ -436,7 +436,7 @@ class Node:
     address: str = ""
     """The address at which its processes listen for the leader of its unit; empty for the leader itself."""
     trainer_nodes: tuple["Node", ...] = ()
-    """The other nodes that train together with this node, as one unit."""
+    """Further nodes of the training. They form one unit with this node."""
     engine_nodes: tuple["Node", ...] = ()
     """Nodes that run only engines. They belong to the unit, too. Empty if the engines run on this node."""
 

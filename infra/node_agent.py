@@ -13,7 +13,7 @@ command line carries the nonce reversed, so a login shell that echoes it does no
 An input without "end of input" means a broken connection. The command is then killed, an atomically written file keeps
 its old content, and files that are written in chunks keep the received chunks.
 
-One agent answers many requests, one after the other. Each runs in a fork of the agent, because opening an SSH channel
+An agent answers many requests in sequence. Each runs in a fork of the agent, because opening an SSH channel
 and starting Python takes longer than most requests.
 """
 
@@ -118,11 +118,11 @@ def answer_request(request: JsonObject, stream: BinaryIO, programs: dict[str, ty
     }
     try:
         answer = verbs[request["verb"]]()
-        can_go_on = client.has_ended_input()
-        frames.write(DONE, json.dumps({**answer, "can_go_on": can_go_on}).encode())
+        is_reusable = client.has_ended_input()
+        frames.write(DONE, json.dumps({**answer, "is_reusable": is_reusable}).encode())
     except (BrokenInputError, BrokenPipeError):
         return 1
-    return 0 if can_go_on else 1
+    return 0 if is_reusable else 1
 
 
 def read_frame(stream: BinaryIO) -> tuple[bytes, bytes]:

@@ -51,8 +51,8 @@ class GPUQuery(BaseModel):
     regions: tuple[str, ...] = ()
     """Beginnings of names of regions or data centers, for example us or EU-RO. Leave it empty for all."""
     security: Literal["secure", "any"] = "secure"
-    """`secure`: only machines in data centers. `any`: also machines of private owners, who can read everything on
-    them."""
+    """`secure`: only machines in data centers. `any`: also machines of private owners, which their owners can
+    read."""
     spot: bool = Field(default=False, strict=True)
     """Rent only interruptible machines, which the provider may end at any time. Prime Intellect has some."""
     min_cuda: Annotated[str, Field(pattern=CUDA_PATTERN)] = ""

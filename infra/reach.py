@@ -75,7 +75,7 @@ def check_both_ways(session: Session, node: Node, further: Session, further_node
     """Return if each of the two nodes can connect to any port of the other; the second is reached by its address.
 
     Raises:
-        PermanentInfraError: one of them cannot reach the other.
+        PermanentInfraError: a connection failed.
     """
     listen = [further.python, ISOLATED, "-c", _LISTEN, further_node.address, str(PATIENCE_S)]
     try:

@@ -15,9 +15,8 @@ from prefect.cache_policies import NO_CACHE
 from rollouts.infra.errors import InfraError
 from rollouts.infra.node import Node
 from rollouts.infra.providers import open_session
-from rollouts.infra.stores.direct import send_checkpoint_from_node
+from rollouts.infra.stores.direct import can_presign, send_checkpoint_from_node
 from rollouts.infra.stores.object_store import ObjectStore
-from rollouts.infra.stores.presigned import can_presign
 from rollouts.infra.stores.publication import check_writable_store, publish_run
 from rollouts.tasks.inputs import bring_inputs
 from rollouts.tasks.placement import exists_on_node

@@ -6,18 +6,45 @@ Not here: the providers of rented machines (infra/clouds.py), which are one kind
 """
 
 import logging
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rollouts.infra.errors import PermanentInfraError
-from rollouts.infra.node import NO_PROVIDER, Node, NodeSettings
+from rollouts.infra.node import NO_PROVIDER, LocalNode, Node, NodeSettings
 from rollouts.infra.providers.instance import open_instance_session, provision_instance, release_instance
-from rollouts.infra.providers.local import open_local_session, provision_local, release_local
 from rollouts.infra.providers.rented import open_rented_session, provision_rented, release_rented
 from rollouts.infra.providers.ssh import open_ssh_session, provision_ssh, release_ssh
-from rollouts.infra.session import Session
+from rollouts.infra.session import LocalSession, Session
+
+
+def provision_local(settings: LocalNode, store: Path) -> Node:
+    """Return the node of this machine, and create the directory for the runs.
+
+    Raises:
+        PermanentInfraError: the directory cannot be created.
+    """
+    root = (Path(settings.root) if settings.root else store).expanduser().absolute()
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise PermanentInfraError(
+            f"the directory {root} for the runs cannot be created ({error.strerror}): choose another root"
+        ) from error
+    return Node(name="local", provider="local", root=str(root), python=settings.python or sys.executable)
+
+
+def release_local(node: Node) -> None:
+    """Leave this machine as it is."""
+    logger.info("kept %s: %s is this machine", node.root, node.name)
+
+
+def open_local_session(node: Node) -> Session:
+    """A session on this machine."""
+    return LocalSession(node.python)
+
 
 Say = Callable[[str], None]
 

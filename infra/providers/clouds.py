@@ -103,7 +103,7 @@ def open_clouds(names: Sequence[CloudName]) -> Iterator[dict[CloudName, Cloud]]:
 
 @contextmanager
 def open_usable_clouds(names: Iterable[CloudName]) -> Iterator[tuple[dict[CloudName, Cloud], list[str]]]:
-    """Yield the accounts that can be opened by provider, and one sentence for each of the others."""
+    """Yield the accounts that can be opened, by provider, and a sentence for each failure."""
     clouds, problems = dict[CloudName, Cloud](), list[str]()
     with ExitStack() as stack:
         for name in names:

@@ -7,7 +7,7 @@
 Providers limit the requests of an account, so all connections of a process to one account take turns.
 
 Keys are sent in a header and never written. Texts of a provider are shown shortened and without keys.
-Not here: the requests of each provider (runpod.py and others).
+The end of the file checks addresses and ids in answers. Not here: the requests of each provider (runpod.py and others).
 """
 
 import base64
@@ -21,6 +21,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, Self, TypeVar
+from urllib.parse import quote
 
 import httpx
 from pydantic import BaseModel, Field, ValidationError
@@ -28,6 +29,7 @@ from pydantic import BaseModel, Field, ValidationError
 from rollouts.infra.clouds import CloudName
 from rollouts.infra.errors import OfferGoneError, ProviderRefusedError, ProviderUnavailableError, UnclearAnswerError
 from rollouts.infra.foreign_text import shown_line
+from rollouts.infra.node import SSH_PORT
 
 TIMEOUT_S = 30.0
 CREATE_TIMEOUT_S = 90.0
@@ -167,7 +169,7 @@ class ProviderAPI:
             raise ProviderUnavailableError(self._say("a list", f"an unreadable answer ({_first(error)})")) from error
 
     def readable(self, records: Sequence[Json], shape: type[RecordT]) -> list[RecordT]:
-        """Return the offers of a list that have the given shape, so that one of a new shape does not hide the others.
+        """Return the offers of a list in the given shape. Offers of an unknown shape are skipped with a warning.
 
         Raises:
             ProviderUnavailableError: every offer has another shape.
@@ -426,3 +428,33 @@ def _first(error: ValidationError) -> str:
     problem = error.errors(include_url=False, include_input=False)[0]
     place = ".".join(str(part) for part in problem["loc"])  # may contain keys of the answer
     return shown_line(f"{place}: {problem['msg']}")[:MAX_SHOWN_CHARACTERS]
+
+
+# ── addresses ──
+
+
+_HOST = re.compile(r"[A-Za-z0-9][\w.-]*|[0-9a-fA-F:.]+", re.ASCII)
+_PORT = re.compile(r"\d{1,5}", re.ASCII)
+_USER = re.compile(r"[A-Za-z0-9_][\w.-]*", re.ASCII)
+
+
+def usable_host(host: str | None) -> str:
+    """Return the host; empty if it is not a valid host name or address."""
+    return host if host and _HOST.fullmatch(host) else ""
+
+
+def usable_port(port: int | str | None) -> int:
+    """Return the port, or SSH's default for anything that is not a port."""
+    if not _PORT.fullmatch(str(port)):
+        return SSH_PORT
+    return int(str(port)) if int(str(port)) in range(1, 65536) else SSH_PORT
+
+
+def usable_user(user: str | None, default: str) -> str:
+    """Return the user for the login, or the default if the name is invalid."""
+    return user if user and _USER.fullmatch(user) else default
+
+
+def quoted(instance_id: str) -> str:
+    """Return the id as one part of a path; dots are escaped, too, so that it cannot lead upwards."""
+    return quote(instance_id, safe="").replace(".", "%2E")

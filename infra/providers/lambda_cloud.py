@@ -17,8 +17,7 @@ from pydantic import BaseModel, Field
 from rollouts.infra.clouds import CloudName
 from rollouts.infra.errors import OfferGoneError
 from rollouts.infra.offers import GPUQuery, HostKeyPair, Instance, InstanceStatus, MachineSpec, Offer
-from rollouts.infra.providers.addresses import quoted, usable_host
-from rollouts.infra.providers.http import Account, Endpoint, InstanceId, Json, key_blob, key_name
+from rollouts.infra.providers.http import Account, Endpoint, InstanceId, Json, key_blob, key_name, quoted, usable_host
 
 USER = "ubuntu"
 STATUS = {

@@ -18,8 +18,18 @@ from pydantic import BaseModel, Field
 from rollouts.infra.clouds import CloudName
 from rollouts.infra.errors import ProviderUnavailableError
 from rollouts.infra.offers import GPUQuery, Instance, InstanceStatus, MachineSpec, Offer
-from rollouts.infra.providers.addresses import quoted, usable_host, usable_port, usable_user
-from rollouts.infra.providers.http import Account, Endpoint, InstanceId, Json, key_blob, key_name
+from rollouts.infra.providers.http import (
+    Account,
+    Endpoint,
+    InstanceId,
+    Json,
+    key_blob,
+    key_name,
+    quoted,
+    usable_host,
+    usable_port,
+    usable_user,
+)
 
 DEFAULT_IMAGE = "ubuntu_22_cuda_12"
 _NO_GPU = "CPU_NODE"

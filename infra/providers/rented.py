@@ -3,8 +3,8 @@
     settings ── rent_machines ── first login: host key stored, set up ── Node ─┬─ release_machines
                                                                                └─ its run failed: kept for a while
 
-The expected host key of a fresh machine is the one that it got at its creation, or that its provider reports. If
-neither exists, the key of the first login is accepted. The key is stored in the ledger and required later, whatever
+The expected host key of a fresh machine was installed at its creation, or is reported by its provider. Without an
+expected key, the key of the first login is accepted. The key is stored in the ledger and required later, whatever
 address the machine has then.
 
 Not here: renting (renting/provision.py), the providers' APIs (runpod.py and others), SSH (ssh/ssh_session.py).
@@ -37,7 +37,7 @@ from rollouts.infra.providers.clouds import account_of, credentials_in_use, open
 from rollouts.infra.providers.ssh import CALL_TIMEOUT_S, expand_root, open_ssh_session
 from rollouts.infra.reach import own_address
 from rollouts.infra.renting.acceptance import require_gpus, require_peers, require_speed
-from rollouts.infra.renting.provision import given_back_on_failure, rent_machines, search_offers
+from rollouts.infra.renting.provision import released_on_failure, rent_machines, search_offers
 from rollouts.infra.renting.reaper import ReapReport, reap
 from rollouts.infra.renting.release import release_all, release_machines
 from rollouts.infra.renting.rentals import Rental, RentalState, change_rental, find_rental, in_utc, rentals_of
@@ -77,7 +77,7 @@ def provision_rented(settings: RentedNode, store: Path, run_id: str, say: Say) -
         report = _end_unwanted(ledger, clouds, say)
         renting = Renting(request, ledger, clouds, check=partial(log_in, settings, mirror, say), say=say)
         rentals = rent_machines(renting)
-        with given_back_on_failure(renting):  # the caller does not know the machines yet
+        with released_on_failure(renting):  # the caller does not know the machines yet
             nodes = [_node_now(rental, clouds[rental.provider], settings, mirror) for rental in rentals]
     for line in report.kept:
         if not any(rental.name in line for rental in rentals):
@@ -213,8 +213,8 @@ def keep_rented(node: Node, minutes: float) -> list[str]:
             f"resumes there, and `rollouts nodes release {rental.name}` ends it now"
             for rental in kept
         ),
-        "`rollouts up`, `rollouts watch`, a later run or `rollouts reap` ends it then: if none of them runs, it keeps "
-        "costing money",
+        "`rollouts up`, `rollouts watch`, a later run or `rollouts reap` ends the machine then: without one of these "
+        "commands, the machine keeps costing money",
     ]
 
 

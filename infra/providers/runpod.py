@@ -16,8 +16,16 @@ from pydantic import BaseModel
 
 from rollouts.infra.clouds import CloudName
 from rollouts.infra.offers import GPUQuery, Instance, InstanceStatus, MachineSpec, Offer
-from rollouts.infra.providers.addresses import quoted, usable_host, usable_port, usable_user
-from rollouts.infra.providers.http import Account, Endpoint, InstanceId, Json
+from rollouts.infra.providers.http import (
+    Account,
+    Endpoint,
+    InstanceId,
+    Json,
+    quoted,
+    usable_host,
+    usable_port,
+    usable_user,
+)
 
 DEFAULT_IMAGE = "runpod/pytorch:2.8.0-py3.11-cuda12.8.1-cudnn-devel-ubuntu22.04"
 LOG_WITHIN_S = 10.0

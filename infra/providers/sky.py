@@ -43,8 +43,7 @@ from rollouts.infra.errors import (
 )
 from rollouts.infra.foreign_text import shown_line, shown_lines
 from rollouts.infra.offers import MAKERS_WORDS, GPUQuery, Instance, InstanceStatus, MachineSpec, Offer
-from rollouts.infra.providers.addresses import usable_host, usable_port, usable_user
-from rollouts.infra.providers.http import Endpoint
+from rollouts.infra.providers.http import Endpoint, usable_host, usable_port, usable_user
 from rollouts.infra.session import LOOPBACK
 
 ANSWER_TIMEOUT_S = 300.0

@@ -17,8 +17,7 @@ from pydantic import BaseModel, Field
 from rollouts.infra.clouds import CloudName
 from rollouts.infra.errors import ProviderUnavailableError
 from rollouts.infra.offers import GPUQuery, Instance, InstanceStatus, MachineSpec, Offer, is_gpu_type
-from rollouts.infra.providers.addresses import quoted, usable_host, usable_port
-from rollouts.infra.providers.http import Account, Endpoint, Json
+from rollouts.infra.providers.http import Account, Endpoint, Json, quoted, usable_host, usable_port
 
 DEFAULT_IMAGE = "vastai/pytorch:@vastai-automatic-tag"
 _PAGE, _MAX_PAGES = 25, 200
@@ -201,7 +200,7 @@ def _sold_gb(mib: float) -> float:
 
 
 def _names_of(gpu_types: Sequence[str]) -> list[str]:
-    """Return Vast.ai's names of these types; empty if it lacks a name for one of them, or if all types are wanted."""
+    """Return Vast.ai's names of these types; empty if a type has no name there, or if all types are wanted."""
     names = {wanted: [name for name in _GPU_NAMES if is_gpu_type(name, wanted)] for wanted in gpu_types}
     if not all(names.values()):
         return []

@@ -1,7 +1,7 @@
 """Check a fresh machine: its GPUs compute, alone and together, and its link and disk are fast enough.
 
-Some rented machines have GPUs that the driver lists but cannot use, or that hang when they compute together. Some have
-a link on which a checkpoint takes an hour, often in one direction only, or a network disk that is as slow.
+The driver of a rented machine may list GPUs that it cannot use, or GPUs may hang in a joint computation. A machine may
+have a link on which a checkpoint takes an hour, often in one direction only, or a network disk that is as slow.
 
 Not here: other properties of a machine (node_probe.py), releasing an unfit one (provision.py).
 """

@@ -2,7 +2,7 @@
 
 It uses the driver's own library (libcuda), so nothing has to be installed. A GPU that `nvidia-smi` lists may still be
 unusable. Each GPU fills some of its memory, which is read back. Only if the library cannot be loaded, nvidia-smi is
-asked for a list of GPUs. It uses only the standard library and old syntax, so that every interpreter can run it.
+asked for a list of GPUs. Only the standard library and old syntax are used, as the interpreter may be old.
 
     {"has_driver": true, "listed": 0, "gpus": ["NVIDIA H100 80GB HBM3"], "memory": [85028765696], "code": 0,
      "problem": ""}

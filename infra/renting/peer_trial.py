@@ -33,14 +33,14 @@ def main() -> int:
     """Run the test and print the result."""
     backend, num_ranks, deadline_s = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
     answer = {"is_tried": False, "problem": ""}  # type: dict[str, Any]
-    if has_what_it_takes(backend):
+    if has_requirements(backend):
         with tempfile.TemporaryDirectory() as folder:
             answer = try_together(backend, num_ranks, deadline_s, folder)
     sys.stdout.write(json.dumps(answer) + "\n")
     return 0
 
 
-def has_what_it_takes(backend: str) -> bool:
+def has_requirements(backend: str) -> bool:
     """Return whether torch and, for nccl, a driver exist. torch is not imported, so that processes can be forked."""
     if importlib.util.find_spec("torch") is None:
         return False

@@ -28,7 +28,7 @@ from rollouts.infra.clouds import CloudName
 from rollouts.infra.errors import InfraError, LedgerUnwritableError, PermanentInfraError, ProviderUnavailableError
 from rollouts.infra.ledger import Ledger
 from rollouts.infra.offers import Instance, InstanceStatus
-from rollouts.infra.renting.release import end_unnoted, release_machine, status_of
+from rollouts.infra.renting.release import FOUND_NOTE, end_unnoted, find_unconfirmed, release_machine, status_of
 from rollouts.infra.renting.rentals import (
     NAME,
     NAME_PREFIX,
@@ -41,7 +41,6 @@ from rollouts.infra.renting.rentals import (
     note_found,
     open_rentals,
 )
-from rollouts.infra.renting.unanswered import FOUND_NOTE, find_machine
 
 UNSEEN_AFTER_S = 3600.0
 """A requested machine that has not appeared after this time counts as not created. If it appears later, it is ended."""
@@ -135,7 +134,7 @@ def release_named(name: str, ledger: Ledger, clouds: Mapping[CloudName, Cloud], 
         return rental
     cloud = clouds[rental.provider]
     if rental.state is RentalState.INTENDED:
-        found = find_machine(rental, cloud, pace)
+        found = find_unconfirmed(rental, cloud, pace)
         if found is None:
             raise ProviderUnavailableError(f"{name} was requested and has not appeared yet: try again in an hour")
         rental = found
@@ -188,7 +187,7 @@ def _judge_instance(
             # Its run may count as alive although it is over. Expired, the machine is unwanted in any case.
             changes = {"instance_id": instance.id, "rented_at": began, "ended_at": None, "expires_at": time.time()}
             _end(rental, ledger, cloud, report, pace=pace, note="it exists all the same", **changes)
-    elif rental.state is RentalState.INTENDED and not _why_wanted(rental, ledger, spare=False):
+    elif rental.state is RentalState.INTENDED and not _reason_to_keep(rental, ledger, spare=False):
         changes = {"instance_id": instance.id, "rented_at": began}
         _end(rental, ledger, cloud, report, pace=pace, note=FOUND_NOTE, **changes)
     else:
@@ -216,7 +215,7 @@ def _end_unless_wanted(
     spare: bool,
     pace: Pace,
 ) -> None:
-    reason = _why_wanted(rental, ledger, spare=spare)
+    reason = _reason_to_keep(rental, ledger, spare=spare)
     # No start can use a stopped machine, and it would only cost money.
     if reason and (status.may_become_usable or not ledger.has_died(rental.run_id)):
         report.kept.append(f"{rental.name}: {rental.state}, of run {rental.run_id}, {reason}")
@@ -250,7 +249,7 @@ def _end(
     report.ended.append(f"{rental.name} at {rental.provider}, {rental.gpu}")
 
 
-def _why_wanted(rental: Rental, ledger: Ledger, *, spare: bool) -> str:
+def _reason_to_keep(rental: Rental, ledger: Ledger, *, spare: bool) -> str:
     """Return why a machine stays; empty if no run needs it."""
     now = time.time()
     if rental.expires_at <= now:

@@ -21,8 +21,9 @@ from rollouts.infra.errors import InfraError, PermanentInfraError, StillRentedEr
 from rollouts.infra.ledger import Ledger
 from rollouts.infra.offers import InstanceStatus
 from rollouts.infra.renting.rentals import Rental, RentalState, change_rental, find_rental
-from rollouts.infra.renting.unanswered import find_machine
 
+FOUND_NOTE = "found by its name"
+"""Note of a machine whose creation was unconfirmed."""
 _SIGHTINGS = 2
 """A machine is gone after it was missing this many times in a row."""
 
@@ -66,7 +67,7 @@ def release_all(
     for rental in rentals:
         try:
             is_lost = rental.state is RentalState.INTENDED
-            found = find_machine(rental, clouds[rental.provider], pace) if is_lost else rental
+            found = find_unconfirmed(rental, clouds[rental.provider], pace) if is_lost else rental
             reason = "it has not appeared yet"
         except InfraError as error:
             found, reason = None, str(error)
@@ -144,8 +145,8 @@ def end_unnoted(rental: Rental, cloud: Cloud, problem: InfraError, *, pace: Pace
 
 def _not_noted(rental: Rental, problem: InfraError) -> TransientInfraError:
     return TransientInfraError(
-        f"{rental.name} at {rental.provider} is given back, but the ledger still has it as rented ({problem}): when it "
-        "can be written again, `rollouts reap` updates it"
+        f"{rental.name} at {rental.provider} is given back, but the ledger still has it as rented ({problem}): run "
+        "`rollouts reap` when the ledger can be written again"
     )
 
 
@@ -224,3 +225,20 @@ def status_of(rental: Rental, cloud: Cloud) -> InstanceStatus:
     """Return the status of a machine; GONE if neither its id nor the list knows it."""
     instance = look_up(cloud, rental.instance_id, rental.name)
     return InstanceStatus.GONE if instance is None else instance.status
+
+
+def find_unconfirmed(rental: Rental, cloud: Cloud, pace: Pace) -> Rental | None:
+    """Look up a machine whose creation is unconfirmed by its name; return its row with its id, not yet written.
+
+    Returns:
+        None if it does not appear.
+
+    Raises:
+        ProviderUnavailableError: the provider does not answer.
+    """
+    for pause_s in pace.looks_s:
+        time.sleep(pause_s)
+        for instance in cloud.list_named(rental.name):
+            if instance.name == rental.name and instance.status is not InstanceStatus.GONE:
+                return replace(rental, instance_id=instance.id)
+    return None

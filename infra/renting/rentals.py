@@ -200,7 +200,7 @@ def open_rentals(ledger: Ledger) -> list[Rental]:
 
 
 def given_up(ledger: Ledger, since: float) -> list[Rental]:
-    """Return machines that were given up since that time because they did not appear. They may still appear later."""
+    """Return machines that never appeared and were given up since that time. A later appearance is possible."""
     return _select(ledger, "WHERE state = ? AND note = ? AND ended_at >= ?", RentalState.REFUSED, NEVER_SEEN, since)
 
 

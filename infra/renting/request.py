@@ -29,7 +29,7 @@ class RentRequest:
     run_id: str
     query: GPUQuery
     num_machines: int = 1
-    """All of them in one region of one provider, or none."""
+    """They must all be in the same region of the same provider."""
     public_key: str
     image: str = ""
     purpose: str

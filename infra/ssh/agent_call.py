@@ -10,12 +10,14 @@ import secrets
 import shlex
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from rollouts.infra import node_agent
+from rollouts.infra.chunks import CHUNK_BYTES, Chunk
 from rollouts.infra.errors import LoginShellError, NodeUnreachableError, PermanentInfraError, RequestCutError
 from rollouts.infra.foreign_text import shown_lines
 from rollouts.infra.node_agent import (
@@ -56,7 +58,7 @@ JsonObject = dict[str, Any]
 
 
 class Agent:
-    """A process on the node that answers one request after the other. It ends with its channel."""
+    """A process on the node that answers requests in sequence. It ends with its channel."""
 
     def __init__(self, open_command: Callable[[str], Channel], python: str, address: str) -> None:
         """Start the agent. A failure shows only at its first answer.
@@ -213,7 +215,7 @@ class AgentCall:
         self._give_back = give_back
         self._deadline = None if timeout_s is None else time.monotonic() + timeout_s
         self._answer: JsonObject | None = None
-        self._can_go_on = False
+        self._is_reusable = False
         agent.send(*_frame(REQUEST, json.dumps(request).encode()))
 
     @property
@@ -269,7 +271,7 @@ class AgentCall:
                 text = b"".join(content)
                 if (answer := parse_object(text)) is None:
                     raise self._nonsense(f"the answer {text[:80]!r}")
-                self._can_go_on = bool(answer.pop("can_go_on", False))
+                self._is_reusable = bool(answer.pop("is_reusable", False))
                 self._answer = Answer(answer)
                 return
             for piece in content:
@@ -297,7 +299,7 @@ class AgentCall:
         """Give the agent back if it can answer another request; otherwise end it."""
         if self._answer is None:
             self._agent.end_in_peace()
-        elif self._can_go_on:
+        elif self._is_reusable:
             self._give_back(self._agent)
         else:
             self._agent.end()
@@ -310,3 +312,79 @@ def _agent_text() -> bytes:
 
 def _frame(kind: bytes, content: bytes | memoryview) -> tuple[bytes, bytes | memoryview]:
     return FRAME_HEAD.pack(kind, len(content)), content
+
+
+# ── several senders ──
+
+
+MAX_SENDERS = 6
+
+Ask = Callable[[int, JsonObject], AgentCall]
+"""Starts a request over the connection with this number."""
+
+
+class ParallelWrite:
+    """Writes chunks into the files of one directory."""
+
+    def __init__(self, ask: Ask, directory: str, chunks: Sequence[Chunk], *, digest: str, max_senders: int) -> None:
+        self._ask = ask
+        request = {"verb": "write_chunks", "directory": directory, "chunk_bytes": CHUNK_BYTES, "digest": digest}
+        self._request = request
+        self._num_senders = min(max_senders, len(chunks))
+        self._chunks = iter(chunks)
+        self._lock = threading.Lock()
+        self._failures: list[BaseException] = []
+        self._is_over = threading.Event()
+        self._digests: dict[tuple[str, int], str] = {}
+        self.problem: JsonObject | None = None
+        """The node's answer if it could not write; set when `run` has returned."""
+        self.num_sent_bytes = 0
+
+    def run(self) -> dict[tuple[str, int], str]:
+        """Send all chunks; returns the digest of each chunk as written and synced by the node, by file and number.
+
+        Raises:
+            NodeUnreachableError: a connection broke; some chunks may be written, completely or partly.
+        """
+        if self._num_senders == 1:
+            self._send(0)
+        elif self._num_senders > 1:
+            with ThreadPoolExecutor(self._num_senders, thread_name_prefix="chunks") as pool:
+                try:
+                    list(pool.map(self._send, range(self._num_senders)))
+                finally:
+                    self._is_over.set()  # also after an interrupt
+        if self._failures:
+            raise self._failures[0]
+        return self._digests
+
+    def _send(self, number: int) -> None:
+        try:
+            with self._ask(number, self._request) as call:
+                call.send_pieces(self._pieces())
+                call.wait()
+            if "problem" in call.answer:
+                self.problem = call.answer
+                self._is_over.set()
+            try:
+                self._digests |= {(name, number): digest for name, number, digest in call.answer.get("digests", ())}
+            except (TypeError, ValueError) as error:
+                raise PermanentInfraError(f"the node sent invalid digests of chunks ({error})") from error
+        except BaseException as error:  # noqa: BLE001 - `run` raises the first error when all senders have ended
+            self._failures.append(error)
+            self._is_over.set()
+
+    def _pieces(self) -> Iterator[tuple[str, int, bytes]]:
+        """Yield the pieces of one remaining chunk after the other, with their files and offsets."""
+        while not self._is_over.is_set():
+            with self._lock:
+                chunk = next(self._chunks, None)
+            if chunk is None:
+                return
+            offset = chunk.number * CHUNK_BYTES
+            for piece in chunk.pieces:
+                if self._is_over.is_set():
+                    return
+                yield chunk.name, offset, piece
+                offset += len(piece)
+                self.num_sent_bytes += len(piece)

@@ -1,10 +1,10 @@
-"""Agents and connections of one machine that is reached over SSH: who answers which request, over which connection.
+"""The agents and connections of one machine that is reached over SSH, and the choice of them for each request.
 
 Not here: the requests (ssh_session.py), connections and logins (connection.py), a single request (agent_call.py).
 
 An agent is a process on the node that answers every request. Its text is sent before its first request. The node's
-login shell therefore only has to start Python, and no shell interprets arguments. An agent answers one request at a
-time and stays for the next one, so that a request costs one round trip. Concurrent requests use further agents on
+login shell therefore only has to start Python, and no shell interprets arguments. An agent answers requests in sequence
+and stays alive between requests, so that a request costs one round trip. Concurrent requests use further agents on
 separate channels.
 
 Small urgent requests (commands, jobs, logs) and large files use separate connections. They are opened on first use and
@@ -31,10 +31,9 @@ from rollouts.infra.errors import (
 )
 from rollouts.infra.node import SSHAccess
 from rollouts.infra.ssh import openssh
-from rollouts.infra.ssh.agent_call import Agent, AgentCall, JsonObject
+from rollouts.infra.ssh.agent_call import MAX_SENDERS, Agent, AgentCall, JsonObject
 from rollouts.infra.ssh.connection import SSHConnection, connect
 from rollouts.infra.ssh.openssh import OpenSSH
-from rollouts.infra.ssh.parallel_write import MAX_SENDERS
 
 AnswerT = TypeVar("AnswerT")
 Purpose = Literal["control", "beside", "bulk", "pieces 0", "pieces 1", "pieces 2", "pieces 3", "pieces 4", "pieces 5"]
@@ -178,7 +177,7 @@ class Agents:
         self._idle_agents[purpose].clear()
 
     def forget(self, purposes: Sequence[Purpose]) -> None:
-        """Close these connections and their agents: one of them broke, and the others may be broken unnoticed."""
+        """Close these connections and their agents after a break, because a break is noticed late."""
         with self._lock:
             for purpose in purposes:
                 self._end_idle_agents(purpose)

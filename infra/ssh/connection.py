@@ -30,11 +30,16 @@ from rollouts.infra.errors import (
 )
 from rollouts.infra.foreign_text import shown_line
 from rollouts.infra.node import SSHAccess
-from rollouts.infra.ssh.heard_socket import HeardSocket
 from rollouts.infra.ssh.host_keys import HostKey, HostKeyEvidence, HostKeyPolicy
-from rollouts.infra.ssh.key_agent import SIGNING_TIMEOUT_S, KeyOfAgent, SigningRefusedError, public_half
-from rollouts.infra.ssh.login_keys import LoginKeys, load_keys
-from rollouts.infra.ssh.proxy_jump import explain_proxy, open_proxy
+from rollouts.infra.ssh.login_keys import (
+    SIGNING_TIMEOUT_S,
+    KeyOfAgent,
+    LoginKeys,
+    SigningRefusedError,
+    load_keys,
+    public_half,
+)
+from rollouts.infra.ssh.proxy_jump import HeardSocket, explain_proxy, open_proxy
 
 CONNECT_TIMEOUT_S = 15.0
 CHANNEL_TIMEOUT_S = 30.0

@@ -136,7 +136,7 @@ class HostKeyPolicy:
             raise HostKeyError(
                 self.address,
                 shown.fingerprint,
-                "that key is unconfirmed: compare it with `ssh-keygen -lf` on the host, then give it as node.host_key",
+                "that key is unconfirmed: run `ssh-keygen -lf` on the host, compare, then set node.host_key",
             )
         self._remember(shown, self.first_use_file)
         return HostKeyEvidence.FIRST_USE

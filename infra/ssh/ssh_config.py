@@ -3,8 +3,8 @@
     Host box                      box ──> HostName, Port, User, IdentityFile, IdentityAgent, ProxyJump,
         HostName 10.0.0.7                 HostKeyAlias, UserKnownHostsFile, GlobalKnownHostsFile
 
-The lookup happens at a run's first login to the machine. Other settings of OpenSSH are ignored, except ProxyCommand: it
-is an error, because the machine could not be reached without it.
+The lookup happens at a run's first login to the machine. Other settings of OpenSSH are ignored. ProxyCommand is an
+error, because the machine is unreachable without its proxy.
 """
 
 import getpass
@@ -105,7 +105,7 @@ def _expand(path: str, tokens: Mapping[str, str]) -> str:
     """Expand the percent signs and ${variables} of a path, which `ssh -G` does not expand.
 
     Args:
-        tokens: the percent signs that depend on the machine. Those of this machine are added here.
+        tokens: the percent signs that depend on the machine; percent signs of this machine are added here.
     """
     this_host = socket.gethostname()
     of_this_machine = {"%": "%", "d": str(Path.home()), "i": str(os.getuid()), "u": getpass.getuser()}

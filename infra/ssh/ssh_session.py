@@ -6,9 +6,12 @@ Not here: agents and connections (agents.py), the node's side of a request (node
 import contextlib
 import errno
 import hashlib
+import logging
 import shlex
+import socket
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from io import FileIO
@@ -40,11 +43,10 @@ from rollouts.infra.session import (
     split_lines,
 )
 from rollouts.infra.ssh import openssh
-from rollouts.infra.ssh.agent_call import AgentCall, JsonObject
+from rollouts.infra.ssh.agent_call import AgentCall, JsonObject, ParallelWrite
 from rollouts.infra.ssh.agents import ANSWER_MARGIN_S, PIECES, Agents, Purpose
+from rollouts.infra.ssh.connection import SSHChannel
 from rollouts.infra.ssh.host_keys import HostKeyEvidence
-from rollouts.infra.ssh.parallel_write import ParallelWrite
-from rollouts.infra.ssh.tunnel import forwarded_port
 
 _MAX_STDERR_BYTES = 64 << 10
 _INLINE_BYTES = 256 << 10
@@ -112,7 +114,7 @@ class SSHSession:
     def _program_request(
         self, source: Path, arguments: Sequence[str], *, timeout_s: float | None, keep_open: bool
     ) -> tuple[JsonObject, list[str]]:
-        """Return the request to run one of our programs, and the command line that it stands for."""
+        """Return the request to run one of our programs, and the equivalent command line."""
         text = read_program(source)
         program = _program_name(source, text)
         self.agents.programs[program] = text
@@ -334,3 +336,80 @@ def _refusal(answer: JsonObject, path: str, num_bytes: int) -> InfraError:
 def _run_request(argv: Sequence[str], *, timeout_s: float | None, keep_open: bool) -> JsonObject:
     assert not isinstance(argv, str), "a command is a list of arguments"
     return {"verb": "run", "argv": list(argv), "timeout_s": timeout_s, "keep_open": keep_open}
+
+
+# ── forwarded ports ──
+
+
+_PIECE_BYTES = 64 << 10
+_PASSING = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.ECONNABORTED)
+"""Temporary reasons why `accept` fails, for example too many open files."""
+_PAUSE_S = 0.5
+
+logger = logging.getLogger(__name__)
+
+
+@contextlib.contextmanager
+def forwarded_port(open_channel: Callable[[], SSHChannel]) -> Iterator[int]:
+    """Yield the local port. If a connection cannot be forwarded, it is closed, as by a missing server.
+
+    Raises:
+        PermanentInfraError: the node never forwards connections to this port.
+    """
+    early: list[SSHChannel] = []
+    with contextlib.suppress(TransientInfraError):  # no program listens yet
+        early.append(open_channel())  # used by the first connection, because some servers accept only one
+
+    def next_channel() -> SSHChannel:
+        with contextlib.suppress(IndexError):
+            if not (channel := early.pop()).has_ended:
+                return channel
+            channel.close()
+        return open_channel()
+
+    with socket.create_server((LOOPBACK, 0)) as server:
+        threading.Thread(target=_accept, args=(server, next_channel), daemon=True).start()
+        try:
+            yield server.getsockname()[1]
+        finally:
+            with contextlib.suppress(OSError):
+                server.shutdown(socket.SHUT_RDWR)  # close() alone does not wake up the thread that accepts
+            for unused in early:
+                unused.close()
+
+
+def _accept(server: socket.socket, open_channel: Callable[[], SSHChannel]) -> None:
+    while True:
+        try:
+            client, _ = server.accept()
+        except OSError as error:
+            if error.errno not in _PASSING:  # the block ended
+                return
+            logger.warning("a connection to a port of a node waits: %s", error.strerror)
+            time.sleep(_PAUSE_S)
+            continue
+        threading.Thread(target=_pass_on, args=(client, open_channel), daemon=True).start()
+
+
+def _pass_on(client: socket.socket, open_channel: Callable[[], SSHChannel]) -> None:
+    with client:
+        try:
+            channel = open_channel()
+        except InfraError as error:
+            logger.debug("a connection was not passed on: %s", error)
+            return
+        threading.Thread(target=_send, args=(client, channel), daemon=True).start()
+        try:
+            with contextlib.suppress(OSError):
+                while piece := channel.receive(_PIECE_BYTES):
+                    client.sendall(piece)
+                client.shutdown(socket.SHUT_RDWR)
+        finally:
+            channel.close()
+
+
+def _send(client: socket.socket, channel: SSHChannel) -> None:
+    with contextlib.suppress(OSError, NodeUnreachableError):
+        while piece := client.recv(_PIECE_BYTES):
+            channel.send(piece)
+    channel.end_input()

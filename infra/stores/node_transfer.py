@@ -163,7 +163,7 @@ def fetch_piece(url: str, path: Path, start: int, end: int, size: int, limit: Li
                 at += len(chunk)
 
     with path.open("r+b") as output:
-        tried_again(lambda: fetch_rest(output), url, limit)
+        retried(lambda: fetch_rest(output), url, limit)
         os.fsync(output.fileno())
 
 
@@ -198,7 +198,7 @@ def send_piece(piece: JsonObject, directory: Path, limit: Limit) -> str:
             return str(answer.headers["ETag"])
 
     with (directory / piece["path"]).open("rb") as source:
-        return tried_again(lambda: send(source), url, limit)
+        return retried(lambda: send(source), url, limit)
 
 
 def read_piece(source: BinaryIO, length: int, limit: Limit) -> Iterator[bytes]:
@@ -224,7 +224,7 @@ def carry_out(calls: Sequence[Callable[[], ResultT]], limit: Limit) -> list[Resu
             limit.give_up("another piece failed")
 
 
-def tried_again(call: Callable[[], ResultT], url: str, limit: Limit) -> ResultT:
+def retried(call: Callable[[], ResultT], url: str, limit: Limit) -> ResultT:
     """Return the result of a call, which is retried after temporary failures."""
     reason = ""
     for attempt in range(ATTEMPTS):

@@ -259,7 +259,7 @@ class ObjectStore:
         return answer
 
     def sign(self, method: str, name: str, lifetime_s: int, **parameters: Any) -> str:  # Any: S3's API
-        """Return a secret URL that allows one call of a method of S3's API on one object, for `lifetime_s`."""
+        """Return a secret URL for one method of S3's API on one object, valid for `lifetime_s`."""
         with sorted_failures(self.url_of(name)):
             return str(self._signing_fs.url(self._key(name), expires=lifetime_s, client_method=method, **parameters))
 

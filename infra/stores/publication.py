@@ -1,4 +1,6 @@
-"""Publish folders in an object store. Readers find either a complete, verified publication or the previous one.
+"""Publish folders in an object store, and checkpoints of a running training.
+
+Readers of a publication find either a complete, verified one or the previous one.
 
     <url>/<run name>/
       publication.json            written last, atomically; lists the folders, and size and sha256 of their files
@@ -19,13 +21,21 @@ import re
 import secrets
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rollouts.infra.errors import ObjectDamagedError, StoreRefusedError, StoreUnavailableError, TransientInfraError
+from rollouts.infra.errors import (
+    InfraError,
+    ObjectDamagedError,
+    StoreRefusedError,
+    StoreUnavailableError,
+    TransientInfraError,
+)
 from rollouts.infra.foreign_text import shown_line
+from rollouts.infra.repeating import repeating
 from rollouts.infra.run_ids import short_id
 from rollouts.infra.stores.object_store import MAX_OBJECTS, FileDigest, ObjectStore
 from rollouts.infra.sync import receiver
@@ -74,7 +84,7 @@ class Publication:
 
 
 def check_writable_store(store: ObjectStore) -> None:
-    """Return if the store accepts writes: writes a test object, reads it, and removes it if that is allowed.
+    """Return if the store accepts writes. A test object is written, read, and removed if permitted.
 
     Raises:
         StoreRefusedError, StoreUnavailableError: one sentence.
@@ -240,3 +250,38 @@ def _text(value: Any) -> str:  # Any: JSON
     if not isinstance(value, str):
         raise TypeError(f"{value!r} is not a text")
     return value
+
+
+# ── checkpoints of a running training ──
+
+
+UPLOAD_INTERVAL_S = 30.0
+
+
+@contextmanager
+def checkpoints_published(checkpoints: Path, url: str, *, interval_s: float = UPLOAD_INTERVAL_S) -> Iterator[None]:
+    """Publish new checkpoints of the folder while the block runs. Failures are logged, and the next round tries again.
+
+    Leaving the block waits until the newest checkpoint is published. Leaving it by an exception does not wait.
+    """
+    published = ""
+
+    def publish() -> None:
+        nonlocal published
+        newest = newest_checkpoint(checkpoints)
+        if newest is None or newest.name == published:
+            return
+        try:
+            send_folder(ObjectStore(url), newest.name, {name: newest / name for name in list_files(newest)})
+            published = newest.name
+        except (InfraError, OSError) as error:  # OSError: the training deleted the checkpoint meanwhile
+            logger.warning("%s was not published: %s", newest, error)
+
+    with repeating(publish, interval_s=interval_s, thread_name=f"publication of {checkpoints}", once_more=True):
+        yield
+
+
+def newest_checkpoint(checkpoints: Path) -> Path | None:
+    """Return the last complete checkpoint of a folder; None without one."""
+    whole = [path.parent for path in checkpoints.glob(f"step_*/{MANIFEST}")]
+    return max(whole, key=lambda path: (len(path.name), path.name), default=None)

@@ -19,7 +19,7 @@ RUN_DIR:
     log.txt       stdout and stderr of the program, raw, over all attempts
     exit-<n>.json how attempt n ended
     finish-<n>    asks the program of attempt n to finish early with its present result; the program may ignore it
-    stop.json     written by a program that saves its state on SIGTERM: its process, the time it needs, the saved step.
+    stop.json     written by a program that saves its state on SIGTERM: its process, the needed time, the saved step.
                   SIGKILL comes after that time. The program's other processes get no SIGTERM
     stop-<n>      the seconds that the program of attempt n has for saving; written before SIGTERM
     result.json   written by the program, last: the job is finished

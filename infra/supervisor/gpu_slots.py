@@ -31,7 +31,7 @@ NVIDIA_SMI_TIMEOUT_S = 30.0
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class GPUSlot:
-    """A GPU that one job, or one group of jobs, uses at a time."""
+    """A GPU, used by a single job or group of jobs at a time."""
 
     name: str
     """The GPU's name for all jobs of the machine: its UUID, or its number if nvidia-smi reports no UUID."""
@@ -89,9 +89,9 @@ class GPUSlots:
         exclusive lock   taken for a moment, to check that no job holds the file
         mutex            held while locks are checked and changed
 
-    Every job takes its GPUs in the same order and keeps them while it waits for the next one. So a job that needs
-    several GPUs gets them, and two jobs never wait for each other. Jobs that need each other form one group, and each
-    of them takes the GPUs of all.
+    Every job takes its GPUs in the same order and keeps them while it waits for the rest. So jobs with several GPUs
+    get all of them in the end, and two jobs never wait for each other. Jobs that need each other form a group, in which
+    each job takes the GPUs of the whole group.
     """
 
     def __init__(self, spec: JobSpec, slots: Sequence[GPUSlot]) -> None:
@@ -131,8 +131,8 @@ class GPUSlots:
         return ""
 
     def keep_files(self) -> None:
-        """Touch the lock files regularly, so that cleaners of /tmp do not remove them: another job would create a new
-        file and lock that."""
+        """Touch the lock files regularly, because cleaners of /tmp remove old files. Another job would then create and
+        lock a new file."""
         if time.monotonic() < self._touched_at + GPU_FILES_NEW_S:
             return
         self._touched_at = time.monotonic()

@@ -41,7 +41,7 @@ class JobSpec:
     lease_s: float = 0.0
     """The job ends if its lease was not renewed for this many seconds; 0: no lease."""
     max_log_bytes: int = 256 << 20
-    """Bytes that one attempt may add to log.txt. Of further output only the end is kept."""
+    """Bytes that one attempt may add to log.txt. Further output is dropped except for its end."""
     gpus: tuple[str, ...] = ()
     """GPUs of the job: numbers as in nvidia-smi, or FIRST_GPU. The job starts when no other job has any of them."""
     gpu_group: str = ""

@@ -25,11 +25,10 @@ from rollouts.infra.supervisor.files import (
     write_json,
 )
 from rollouts.infra.supervisor.processes import become_subreaper, end_orphans
-from rollouts.infra.supervisor.program import LEFTOVER_GRACE_S
+from rollouts.infra.supervisor.program import LEFTOVER_GRACE_S, with_absolute_paths
 from rollouts.infra.supervisor.spec import JobError, JobSpec
 from rollouts.infra.supervisor.status import read_status, renew_lease
 from rollouts.infra.supervisor.supervise import supervise
-from rollouts.infra.supervisor.variables import with_absolute_paths
 
 ENDING_WAIT_S = 60.0
 """Seconds that a start waits for the end of an attempt, in addition to the attempt's time for saving."""

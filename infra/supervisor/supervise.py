@@ -27,11 +27,9 @@ from rollouts.infra.supervisor.files import (
     write_json,
 )
 from rollouts.infra.supervisor.gpu_slots import GPUSlots, find_gpu_slots
-from rollouts.infra.supervisor.output import CappedLog
 from rollouts.infra.supervisor.processes import read_boot_id, read_start
-from rollouts.infra.supervisor.program import Ending, Program, spawn_program, watch_program
+from rollouts.infra.supervisor.program import CappedLog, Ending, Program, StopRequests, spawn_program, watch_program
 from rollouts.infra.supervisor.spec import JobSpec
-from rollouts.infra.supervisor.stop_requests import StopRequests
 
 GPU_POLL_S = 0.5
 CANNOT_START_CODE = 127

@@ -8,9 +8,8 @@ Not here: the node's side (sender.py), copies in the other direction (push.py).
                               large new file, without passing its bytes through this process
     order                     a checkpoint's manifest after its other files, result.json after all files
                               another version of a checkpoint is replaced when all of its new files have arrived
-    checkpoints               only those with a manifest. Checkpoints that the job deleted are deleted here, too, unless
-                              they are of a later step than its newest: another node wrote them, and this may be the
-                              only copy
+    checkpoints               only with a manifest. Checkpoints that the job deleted are deleted here, too. A later step
+                              than the job's newest is kept: another node wrote it, and this may be the only copy
 
 Readers here see only complete files. A file counts as unchanged if size and modification time agree.
 
@@ -271,7 +270,7 @@ def _fetch(
                 raise TransientInfraError(f"{head} came from the node instead of {name}")
             if name == RESULT or PurePosixPath(name).name == MANIFEST:
                 _flush(changed)
-            may_appear = not any(_is_vouched_for(each, by=name) for each in damaged)
+            may_appear = not any(_is_confirmed(each, by=name) for each in damaged)
             if _manifest_of(name) == name:  # if the manifest changed, files before it may belong to the listed version
                 may_appear &= [head["size"], head.get("modified_ns")] == list(names[name])
             if head["size"] is not None:
@@ -335,7 +334,7 @@ def _let_appear(part: Path, path: Path) -> None:
     part.rename(path)
 
 
-def _is_vouched_for(name: str, *, by: str) -> bool:
+def _is_confirmed(name: str, *, by: str) -> bool:
     """Return whether the presence of the file `by` confirms that the other file is complete."""
     place = PurePosixPath(by)
     return by == RESULT or (place.name == MANIFEST and PurePosixPath(name).is_relative_to(place.parent))

@@ -209,7 +209,7 @@ def hold_directory(destination: Path, incoming: Path, needed_bytes: int) -> None
 
 
 def prepare_directory(destination: Path, incoming: Path) -> int:
-    """Create a directory beside the destination, so that it can be renamed, and lock it; return the locked file."""
+    """Create and lock a directory beside the destination, from where a rename is possible; return the locked file."""
     if destination.is_symlink():
         raise CopyError(f"{destination} is a symbolic link: give the path that it points to")
     if destination.exists() and not destination.is_dir():
@@ -226,7 +226,7 @@ def prepare_directory(destination: Path, incoming: Path) -> int:
 def take_files(
     reused: dict[str, list[Any]], destination: Path, incoming: Path, chunk_bytes: int, algorithm: str
 ) -> tuple[dict[str, list[int]], dict[str, tuple[Path, list[Any]]]]:
-    """Reuse files of other directories in this one, if they are still as described.
+    """Reuse files of other directories in this directory, if the files are still as described.
 
     A whole file of the destination is linked. A file of an interrupted copy is moved, even if it is incomplete, because
     the rest can be written into it. From other files the correct chunks are copied, because other programs may use
@@ -235,7 +235,7 @@ def take_files(
     Args:
         reused: by the new name, [directory, name, size, mtime_ns, wanted size, [[chunk number, digest]]].
 
-    Returns the chunks that are there, and the chunks to copy with the file that may contain them.
+    Returns the reused chunks, and the chunks to copy with their source files.
     """
     left = _set_aside_left(destination, incoming)
     taken: dict[str, list[int]] = {}
@@ -563,7 +563,7 @@ def _is_incoming_of(destination: Path, path: Path) -> bool:
 
 
 def _remove_abandoned(destination: Path, incoming: Path) -> None:
-    """Remove interrupted copies to this destination, and old ones to other destinations beside it."""
+    """Remove interrupted copies to this destination, and old interrupted copies beside it."""
     with _locked_directory(destination.parent):
         for path in destination.parent.iterdir():
             if not path.name.startswith(".") or INCOMING_MARK not in path.name or path == incoming:

@@ -10,15 +10,15 @@ blake3 if installed), because its text is sent to nodes.
                         For each file a line {"name", "size", "modified_ns"} as it is now, or {"name", "size": null} if
                         it is gone; then its chunks; then a line {"is_changed"}: whether it was modified meanwhile. If
                         the client has a part of a chunk, the chunk begins with a line {"is_same"}: whether our chunk
-                        begins with the same bytes. Then come the missing bytes and, if there are any, a line {"digest"}
+                        begins with the same bytes. Then come the missing bytes and, unless empty, a line {"digest"}
     pour DIRECTORY      (on stdin a line of JSON, {"chunk_bytes", "digest", "name", "size", "modified_ns"}: a file as it
-                        was listed) The file's bytes and nothing else, so that they can be written directly to a file.
+                        was listed) The file's bytes and nothing else, to be written directly to a file.
                         On stderr first a line {"is_ready"}, then a line {"digest"} for each chunk, and {"is_changed"};
                         for a file that has changed only the last. Stops when stdin ends
 
-Not sent, because no other machine reads them: names that begin with a dot (locks, incomplete files) or with `damaged`,
-and `weights/`. Symbolic links are not followed. Files with unprintable names and unreadable folders are not sent
-either, and are listed as left out.
+Files without use on another machine are not sent: names that begin with a dot (locks, incomplete files) or with
+`damaged`, and `weights/`. Symbolic links are not followed. Files with unprintable names and unreadable folders are
+listed as left out.
 """
 
 import contextlib

@@ -138,7 +138,8 @@ def test_machines_of_a_provider_that_is_gone_do_not_keep_those_of_others(monkeyp
     with open_usable_clouds(["acme", "runpod"]) as (clouds, problems):
         assert [*clouds] == ["runpod"]
     assert problems == [
-        "there is no provider acme here: install the package that adds it; `rollouts plugins` lists those found"
+        "the provider acme is unknown here: install the package that adds it; `rollouts plugins` lists the "
+        "installed ones"
     ]
     assert clouds_with_keys(["acme", "runpod"]) == (["runpod"], ["acme"])
 

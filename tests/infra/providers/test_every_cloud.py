@@ -30,7 +30,7 @@ from rollouts.infra.errors import (
 from rollouts.infra.ledger import LEDGER_FILE, Ledger
 from rollouts.infra.node import Node, SSHAccess
 from rollouts.infra.offers import GPUQuery, Instance, InstanceStatus, MachineSpec, Offer
-from rollouts.infra.providers.addresses import usable_port
+from rollouts.infra.providers.http import usable_port
 from rollouts.infra.providers.instance import find_instance
 from rollouts.infra.providers.lambda_cloud import Lambda
 from rollouts.infra.providers.prime import Prime

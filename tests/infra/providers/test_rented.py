@@ -225,7 +225,7 @@ def test_a_key_that_cannot_be_used_is_said_before_anything_is_rented(
     (tmp_path / "gone").unlink()
     for name, sentence in (
         ("encrypted", "is encrypted: give it to the agent by `ssh-add"),
-        ("open", r"others may read the key .* \(mode 0644\): chmod 600 it"),
+        ("open", r"other users may read the key .* \(mode 0644\): chmod 600 it"),
         ("gone", "cannot be read: No such file"),
         ("missing", "make a key by `ssh-keygen"),
     ):

@@ -83,7 +83,7 @@ def test_nonsense_in_place_of_an_answer_is_said_in_a_sentence(sent: bytes) -> No
 
 
 def test_what_an_answer_lacks_is_said_in_a_sentence() -> None:
-    with ask([done(b'{"can_go_on": true}')]) as call, pytest.raises(PermanentInfraError, match="without 'exit_code'"):
+    with ask([done(b'{"is_reusable": true}')]) as call, pytest.raises(PermanentInfraError, match="without 'exit_code'"):
         call.wait()["exit_code"]
 
 

@@ -58,7 +58,7 @@ def test_a_key_of_every_type_is_read_however_its_lines_arrived(
 
 def test_what_cannot_be_used_is_said_without_repeating_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(VARIABLE, raising=False)
-    with pytest.raises(PermanentInfraError, match=r"is not set: export the private key in it .* run\.credentials"):
+    with pytest.raises(PermanentInfraError, match=r"is not set: export it with the private key .* run\.credentials"):
         read_key_variable(VARIABLE)
     make_key(tmp_path / "encrypted", passphrase="passphrase")
     make_key(tmp_path / "key")

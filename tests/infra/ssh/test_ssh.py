@@ -237,7 +237,7 @@ def test_keys_that_cannot_be_used_are_said_before_anything_is_sent(
 def test_no_key_at_all_is_said(ssh_server: SSHServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SSH_AUTH_SOCK", raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
-    with pytest.raises(LoginError, match=r"no key in the agent or in ~/\.ssh: name one as node\.key_file"):
+    with pytest.raises(LoginError, match=r"the agent and ~/\.ssh have no key: name one as node\.key_file"):
         connect(replace(ssh_server.access, key_file=""))
 
 

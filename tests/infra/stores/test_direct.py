@@ -18,9 +18,8 @@ import pytest
 from rollouts.infra.errors import StoreUnavailableError, TransientInfraError
 from rollouts.infra.session import LocalSession
 from rollouts.infra.stores import direct
-from rollouts.infra.stores.direct import fetch_on_node, send_checkpoint_from_node
+from rollouts.infra.stores.direct import can_presign, fetch_on_node, presigned_get, send_checkpoint_from_node
 from rollouts.infra.stores.object_store import PART_BYTES, ObjectStore
-from rollouts.infra.stores.presigned import can_presign, presigned_get
 from rollouts.infra.stores.publication import publish_run
 from tests.infra.stores.s3_server import CuttablePort, S3Server, environment_of, use, write_model
 

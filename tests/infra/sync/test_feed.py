@@ -102,7 +102,7 @@ def test_a_file_that_is_written_to_meanwhile_is_named(noting: NotingSession, sou
         large_file(source).write_bytes(os.urandom(SIZE))
 
     noting.change_fed = write_anew
-    with pytest.raises(TransientInfraError, match=r"safetensors changed while it was copied"):
+    with pytest.raises(TransientInfraError, match=r"safetensors changed during the copy"):
         publish_directory(noting, source, str(target))
     assert not target.exists()
     noting.change_fed = None

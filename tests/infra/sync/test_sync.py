@@ -172,7 +172,7 @@ def test_a_file_that_changes_while_it_is_copied_leaves_the_old_destination(
     }
     target.mkdir(parents=True)
     (target / "old").write_bytes(b"old")
-    with pytest.raises(TransientInfraError, match=r"changed while it was copied|cannot be read any more"):
+    with pytest.raises(TransientInfraError, match=r"changed during the copy|cannot be read any more"):
         publish_directory(ChangingSession(sys.executable), source, str(target))
     assert content_of(target) == {"old": b"old"}
     (source / "model.safetensors").unlink(missing_ok=True)
