@@ -14,7 +14,7 @@ from rollouts.infra.node import Node
 from rollouts.infra.session import Session, read_answer
 
 MIN_PYTHON = (3, 11)
-MIN_TORCH = (2, 6)
+_MIN_TORCH = (2, 6)
 NO_MODULES: Mapping[str, str] = MappingProxyType({})
 PROBE_TIMEOUT_S = 180.0
 """Importing torch from a cold network disk takes a minute or two."""
@@ -168,12 +168,12 @@ def check_node(report: NodeReport, needs: NodeNeeds) -> None:
             f"{report.python} cannot import torch ({report.torch_problem}): "
             "install the project there, or name another interpreter in the node's settings"
         )
-    if _version(report.torch_version) < MIN_TORCH:
+    if _version(report.torch_version) < _MIN_TORCH:
         raise PermanentInfraError(
-            f"torch {_dotted(MIN_TORCH)} or newer is needed, {report.python} has {report.torch_version}: upgrade it"
+            f"torch {_dotted(_MIN_TORCH)} or newer is needed, {report.python} has {report.torch_version}: upgrade it"
         )
-    check_gpus(report, needs)
-    check_memory(report, needs)
+    _check_gpus(report, needs)
+    _check_memory(report, needs)
     if report.root_problem:
         raise PermanentInfraError(
             f"{report.root} cannot be written ({report.root_problem}): choose another root in the node's settings"
@@ -190,7 +190,7 @@ def check_disk(root: str, free_gb: float, needed_gb: float) -> None:
         )
 
 
-def check_gpus(report: NodeReport, needs: NodeNeeds) -> None:
+def _check_gpus(report: NodeReport, needs: NodeNeeds) -> None:
     """Return if the node has the named GPUs and torch can use a GPU for training.
 
     Raises:
@@ -247,7 +247,7 @@ def check_alike(report: NodeReport, leader: NodeReport) -> None:
         )
 
 
-def check_memory(report: NodeReport, needs: NodeNeeds) -> None:
+def _check_memory(report: NodeReport, needs: NodeNeeds) -> None:
     """Return if the devices have enough memory for the training state and for the weights of engines.
 
     Raises:

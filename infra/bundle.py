@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 MIN_PYTHON = (3, 10)
 
 
-class BundledModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+class _BundledModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Finds and loads modules from their texts."""
 
     def __init__(self, sources: Mapping[str, str]) -> None:
@@ -44,12 +44,12 @@ class BundledModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 def import_main(sources: Mapping[str, str], module: str) -> Any:  # Any: what a program calls its entry
     """Return the function `main` of a module; on an old interpreter, a function that reports its version instead."""
     if sys.version_info < MIN_PYTHON:
-        return refuse_interpreter
-    sys.meta_path.insert(0, BundledModules(sources))
+        return _refuse_interpreter
+    sys.meta_path.insert(0, _BundledModules(sources))
     return importlib.import_module(module).main
 
 
-def refuse_interpreter(_: list[str]) -> int:
+def _refuse_interpreter(_: list[str]) -> int:
     """Print that this interpreter is too old, and return the exit code."""
     needed, found = ".".join(map(str, MIN_PYTHON)), sys.version.split()[0]
     problem = f"Python {needed} or newer is needed, {sys.executable} is {found}: name another one as node.python"

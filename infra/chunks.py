@@ -60,7 +60,6 @@ class SourceFile:
         return -(-self.size // CHUNK_BYTES)
 
     def length_of(self, number: int) -> int:
-        """Return the number of bytes of a chunk."""
         return min(CHUNK_BYTES, self.size - number * CHUNK_BYTES)
 
     def digest_by(self, algorithm: str) -> None:
@@ -80,7 +79,6 @@ class SourceFile:
         return self._digests[number]
 
     def digests(self) -> tuple[str, ...]:
-        """Return the digests of all chunks."""
         return tuple(self.digest(number) for number in range(self.num_chunks))
 
     def open(self) -> FileIO:

@@ -19,11 +19,11 @@ from rollouts.infra.jobs import JobState, job_status, raise_failure, read_log_ta
 from rollouts.infra.session import LOOPBACK, Session
 
 POLL_S = 0.5
-COMPLETION_TIMEOUT_S = 40.0
+_COMPLETION_TIMEOUT_S = 40.0
 """Limit of one request for a token. The first completion of a big engine compiles kernels and may take longer."""
-RESUME_TIMEOUT_S = 10.0
+_RESUME_TIMEOUT_S = 10.0
 CHECK_TIMEOUT_S = 60.0
-ROUTER_PACKAGE = "sglang_router"
+_ROUTER_PACKAGE = "sglang_router"
 Probe = tuple[str, Mapping[str, object]]
 """Path and body of a request for one token."""
 
@@ -78,7 +78,7 @@ def wait_until_engine_ready(
             if is_idle:
                 resume_generation(client, resume_paths, url)
             remaining_s = deadline - time.monotonic()
-            if has_generated(client, probe, url, timeout_s=min(COMPLETION_TIMEOUT_S, remaining_s)):
+            if has_generated(client, probe, url, timeout_s=min(_COMPLETION_TIMEOUT_S, remaining_s)):
                 logger.info("engine %s was ready after %.1f s", run_dir, time.monotonic() - started)
                 return
             status = job_status(session, run_dir)
@@ -115,9 +115,9 @@ def check_engine_installed(session: Session, package: str, *, python: str) -> No
 
 def check_router_installed(session: Session, python: str) -> None:
     """Raise PermanentInfraError if the interpreter rollout.engine.router_python on the node has no router."""
-    if not _has_package(session, python, ROUTER_PACKAGE, setting="rollout.engine.router_python"):
+    if not _has_package(session, python, _ROUTER_PACKAGE, setting="rollout.engine.router_python"):
         raise PermanentInfraError(
-            f"rollout.engine.router_python is {python!r}, which has no {ROUTER_PACKAGE}: install sglang-router there"
+            f"rollout.engine.router_python is {python!r}, which has no {_ROUTER_PACKAGE}: install sglang-router there"
         )
 
 
@@ -166,4 +166,4 @@ def resume_generation(client: httpx.Client, paths: Sequence[str], url: str) -> N
     """End a pause of the engine. An engine that is not paused or does not answer is left as it is."""
     with suppress(httpx.TransportError):
         for path in paths:
-            client.post(f"{url}{path}", json={}, timeout=RESUME_TIMEOUT_S)
+            client.post(f"{url}{path}", json={}, timeout=_RESUME_TIMEOUT_S)

@@ -30,11 +30,11 @@ from rollouts.infra.session import Session
 Installer = Literal["pip", "uv"]
 
 PROJECT = "rollouts"
-PIPELINE_ONLY = frozenset({"prefect", "fastapi", "typer", "rich", "paramiko"})
+_PIPELINE_ONLY = frozenset({"prefect", "fastapi", "typer", "rich", "paramiko"})
 """Requirements of the pipeline that a node does not need."""
 NODE_EXTRAS = ("lora", "math", "verifiers")
 """Optional dependencies of the core. A node gets those that are installed here."""
-BUILD_TIMEOUT_S = 3600.0
+_BUILD_TIMEOUT_S = 3600.0
 CHECK_TIMEOUT_S = 60.0
 LOOK = "import os, sys, sysconfig; sys.exit(not os.path.isdir(sysconfig.get_path('purelib')))"
 """Exits with 0 if the interpreter still has the version that the environment's packages were installed for."""
@@ -58,7 +58,7 @@ def installed_requirements(project: str = PROJECT) -> list[str]:
             f"{project} is not installed here, so its versions are unknown: install it, or name a file as "
             "node.requirements"
         ) from error
-    required = [requirement for requirement in map(Requirement, texts) if requirement.name not in PIPELINE_ONLY]
+    required = [requirement for requirement in map(Requirement, texts) if requirement.name not in _PIPELINE_ONLY]
     needed = [requirement for requirement in required if _applies(requirement, ("", *NODE_EXTRAS))]
     versions: dict[str, str] = {}
     pending = deque(needed)
@@ -135,7 +135,7 @@ def ensure_environment(
         session.run(["rm", "-f", "--", f"{run_dir}/result.json"], timeout_s=CHECK_TIMEOUT_S, may_repeat=True)
     program = session.place_program(Path(environment_builder.__file__))
     argv = (session.python, ISOLATED, program, run_dir)
-    spec = JobSpec(run_dir=run_dir, argv=argv, job=job, timeout_s=BUILD_TIMEOUT_S)
+    spec = JobSpec(run_dir=run_dir, argv=argv, job=job, timeout_s=_BUILD_TIMEOUT_S)
     start_or_attach(session, spec)
     ended = follow_job(session, spec.run_dir, on_metrics=_ignore, on_event=_ignore)
     try:

@@ -18,14 +18,14 @@ import subprocess
 import sys
 from pathlib import Path
 
-TEMPORARY = "tmp"
+_TEMPORARY = "tmp"
 SETTINGS = {"PYTHONNOUSERSITE": "1", "UV_SYSTEM_CERTS": "1", "UV_NATIVE_TLS": "1"}
 """uv uses the node's certificates, as pip does. Older versions of uv know only the second name."""
-CACHE = "../../cache/uv"
+_CACHE = "../../cache/uv"
 """uv's cache below the node's root, used if uv cannot write its cache in the user's home."""
-FOLDERS_OF_UV = ("~/.local/bin", "~/.cargo/bin")
+_FOLDERS_OF_UV = ("~/.local/bin", "~/.cargo/bin")
 
-PIP = ["-P", "-m", "pip", "install", "--disable-pip-version-check", "--no-input"]
+_PIP = ["-P", "-m", "pip", "install", "--disable-pip-version-check", "--no-input"]
 
 
 def main() -> int:
@@ -33,14 +33,14 @@ def main() -> int:
     os.chdir(sys.argv[1])  # -I keeps Python from importing files of this directory
     directory = Path.cwd()
     job = json.loads((directory / "job.json").read_text())  # Any: JSON
-    environment, temporary = directory / "env", directory / TEMPORARY
+    environment, temporary = directory / "env", directory / _TEMPORARY
     for folder in (environment, temporary):
         shutil.rmtree(folder, ignore_errors=True)
     temporary.mkdir()
     lock = directory / "requirements.txt"
     lock.write_text("".join(line + "\n" for line in job["requirements"]))
     python = str(environment / "bin" / "python")
-    install = {"pip": install_by_pip, "uv": install_by_uv}[job["installer"]]
+    install = {"pip": _install_by_pip, "uv": _install_by_uv}[job["installer"]]
     try:
         install(environment, ["--requirement", str(lock), *(["--index-url", job["index"]] if job["index"] else [])])
     except subprocess.CalledProcessError as error:
@@ -53,43 +53,42 @@ def main() -> int:
     return 0
 
 
-def install_by_pip(environment: Path, arguments: "list[str]") -> None:
-    """Create the environment with the interpreter that runs this program, and install into it."""
+def _install_by_pip(environment: Path, arguments: "list[str]") -> None:
     if sys.version_info < (3, 11):  # noqa: UP036 - the node's own interpreter may be older
         found = f"{sys.executable} is {sys.version.split()[0]}"
-        raise_refusal(f"Python 3.11 or newer is needed, {found}: name another interpreter, or install by uv")
+        _raise_refusal(f"Python 3.11 or newer is needed, {found}: name another interpreter, or install by uv")
     run([sys.executable, "-P", "-m", "venv", str(environment)])
-    run([str(environment / "bin" / "python"), *PIP, *arguments])
+    run([str(environment / "bin" / "python"), *_PIP, *arguments])
 
 
-def install_by_uv(environment: Path, arguments: "list[str]") -> None:
+def _install_by_uv(environment: Path, arguments: "list[str]") -> None:
     """Create the environment with Python >= 3.11, which uv downloads if the node has none, and install into it."""
-    uv = find_uv() or fetch_uv(environment.with_name("tools"), arguments[2:])
+    uv = _find_uv() or _fetch_uv(environment.with_name("tools"), arguments[2:])
     run([uv, "venv", "--python", ">=3.11", str(environment)])
     run([uv, "pip", "install", "--python", str(environment / "bin" / "python"), *arguments])
 
 
-def find_uv() -> "str | None":
+def _find_uv() -> "str | None":
     """Return the node's uv. Its installer adds its folder to the PATH of terminals, but our sessions lack that PATH."""
-    folders = [os.path.dirname(sys.executable), *map(os.path.expanduser, FOLDERS_OF_UV)]  # noqa: PTH120 - as below
+    folders = [os.path.dirname(sys.executable), *map(os.path.expanduser, _FOLDERS_OF_UV)]  # noqa: PTH120 - as below
     return shutil.which("uv") or shutil.which("uv", path=os.pathsep.join(folders))
 
 
-def fetch_uv(tools: Path, index: "list[str]") -> str:
+def _fetch_uv(tools: Path, index: "list[str]") -> str:
     """Install uv from the index with this interpreter's pip, or, without pip, with the pip of a new environment."""
     if importlib.util.find_spec("pip") is not None:
-        run([sys.executable, *PIP, "--target", str(tools), "--upgrade", *index, "uv"])
+        run([sys.executable, *_PIP, "--target", str(tools), "--upgrade", *index, "uv"])
     else:
         run([sys.executable, "-P", "-m", "venv", "--clear", str(tools)])
-        run([str(tools / "bin" / "python"), *PIP, *index, "uv"])
+        run([str(tools / "bin" / "python"), *_PIP, *index, "uv"])
     return str(tools / "bin" / "uv")
 
 
-def places_of_uv(directory: Path) -> "dict[str, str]":
+def _places_of_uv(directory: Path) -> "dict[str, str]":
     """Return settings that move uv's downloads out of a home folder that cannot be written."""
     places = {"UV_PYTHON_INSTALL_DIR": ("~/.local/share/uv/python", "python")}
     if not os.environ.get("XDG_CACHE_HOME"):
-        places["UV_CACHE_DIR"] = ("~/.cache/uv", CACHE)
+        places["UV_CACHE_DIR"] = ("~/.cache/uv", _CACHE)
     return {
         name: os.path.normpath(str(directory / own))
         for name, (of_home, own) in places.items()
@@ -97,7 +96,7 @@ def places_of_uv(directory: Path) -> "dict[str, str]":
     }
 
 
-def raise_refusal(message: str) -> None:
+def _raise_refusal(message: str) -> None:
     """Print why the packages cannot be installed, and fail as an installer would."""
     sys.stdout.write(message + "\n")
     sys.stdout.flush()
@@ -108,7 +107,7 @@ def run(command: "list[str]") -> None:
     """Run a command. Its output goes to the job's log."""
     sys.stdout.write("$ " + " ".join(command) + "\n")
     sys.stdout.flush()
-    settings = {**SETTINGS, **places_of_uv(Path.cwd()), **os.environ, "TMPDIR": str(Path.cwd() / TEMPORARY)}
+    settings = {**SETTINGS, **_places_of_uv(Path.cwd()), **os.environ, "TMPDIR": str(Path.cwd() / _TEMPORARY)}
     subprocess.run(command, check=True, stdin=subprocess.DEVNULL, env=settings)
 
 

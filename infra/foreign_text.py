@@ -19,5 +19,4 @@ def shown_lines(text: str) -> str:
 
 
 def shown_line(text: str) -> str:
-    """Return the cleaned text as one line."""
     return " ".join(shown_lines(text).split())

@@ -40,16 +40,9 @@ def noted_interrupts() -> Iterator[Callable[[], bool]]:
 @contextmanager
 def interrupted_afterwards() -> Iterator[None]:
     """Delay Ctrl-C until the block was left without an error."""
-    if threading.current_thread() is not threading.main_thread():
+    with noted_interrupts() as has_come:
         yield
-        return
-    came: list[int] = []
-    previous = signal.signal(signal.SIGINT, lambda number, _: came.append(number))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, previous)
-    if came:
+    if has_come():
         signal.raise_signal(signal.SIGINT)
 
 

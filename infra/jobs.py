@@ -64,7 +64,7 @@ JsonObject = dict[str, Any]
 CALL_TIMEOUT_S = 60.0
 MAX_GRACE_S = 600.0
 """Default limit, in seconds, on the time that a program may take to save before it ends."""
-CANCEL_LOOK_S = 1.0
+_CANCEL_LOOK_S = 1.0
 """Seconds for which one call waits for the end of a cancelled job."""
 MAX_BROKEN_STREAMS = 10
 """Connections in a row that may end without a message before `follow_job` gives up."""
@@ -163,14 +163,13 @@ def start_or_attach(session: Session, spec: JobSpec) -> JobStatus:
     """
     assert PurePosixPath(spec.run_dir).is_absolute(), f"run_dir is {spec.run_dir!r}, not an absolute path"
     timeout_s = CALL_TIMEOUT_S + ENDING_WAIT_S + spec.max_grace_s
-    status = parse_status(_call(session, "start", spec.run_dir, stdin=render_spec(spec), timeout_s=timeout_s))
+    status = _parse_status(_call(session, "start", spec.run_dir, stdin=_render_spec(spec), timeout_s=timeout_s))
     logger.info("%s %s, attempt %d", "found" if status.attached else "started", spec.run_dir, status.attempt)
     return status
 
 
 def job_status(session: Session, run_dir: str) -> JobStatus:
-    """Return the job's state now."""
-    return parse_status(_call(session, "status", run_dir))
+    return _parse_status(_call(session, "status", run_dir))
 
 
 def cancel_job(
@@ -196,11 +195,11 @@ def cancel_job(
             `is_ending`.
     """
     on_behalf = (store,) if store else ()
-    limits = (str(grace_s), str(max_grace_s), str(CANCEL_LOOK_S))
+    limits = (str(grace_s), str(max_grace_s), str(_CANCEL_LOOK_S))
     attempt = 0
     while True:
         asked = (*limits, str(attempt), *on_behalf)
-        status = parse_status(_call(session, "cancel", run_dir, *asked, timeout_s=grace_s + CALL_TIMEOUT_S))
+        status = _parse_status(_call(session, "cancel", run_dir, *asked, timeout_s=grace_s + CALL_TIMEOUT_S))
         if not status.is_ending or is_impatient():
             return status
         if not attempt:
@@ -213,7 +212,7 @@ def ask_to_finish(session: Session, run_dir: str, asked_by: str) -> JobStatus:
 
     The job finds `asked_by` in the file finish-<attempt> of its directory, and may ignore it.
     """
-    return parse_status(_call(session, "finish", run_dir, asked_by))
+    return _parse_status(_call(session, "finish", run_dir, asked_by))
 
 
 def renew_lease(session: Session, run_dir: str) -> JobStatus:
@@ -221,7 +220,7 @@ def renew_lease(session: Session, run_dir: str) -> JobStatus:
 
     A process on the same node may instead touch the file `.job/lease` in the run directory.
     """
-    return parse_status(_call(session, "renew", run_dir))
+    return _parse_status(_call(session, "renew", run_dir))
 
 
 def read_result(session: Session, run_dir: str) -> JsonObject | None:
@@ -267,7 +266,7 @@ def follow_job(
             for message in messages:
                 broken_streams = 0
                 if "status" in message:
-                    return parse_status(message["status"])
+                    return _parse_status(message["status"])
                 offset = message["offset"]
                 if "log" in message and on_log:
                     on_log(_decoded(message["log"]))
@@ -361,12 +360,11 @@ def describe_saved(exit_record: JobExit) -> str:
     )
 
 
-def render_spec(spec: JobSpec) -> bytes:
-    """Return the spec in the format that the supervisor reads from standard input."""
+def _render_spec(spec: JobSpec) -> bytes:
     return json.dumps(dataclasses.asdict(spec)).encode()
 
 
-def parse_status(document: JsonObject) -> JobStatus:
+def _parse_status(document: JsonObject) -> JobStatus:
     """Parse the status that the supervisor prints.
 
     Raises:
@@ -407,7 +405,6 @@ def _call(
 
 
 def _is_message(message: JsonObject) -> bool:
-    """Return whether this is a message of the supervisor's `follow`."""
     contents = {"log": str, "metrics": dict, "event": dict, "skipped": str}
     if isinstance(message.get("status"), dict):
         return True
@@ -416,7 +413,6 @@ def _is_message(message: JsonObject) -> bool:
 
 
 def _decoded(log: Any) -> bytes:  # Any: JSON
-    """Decode a piece of a log from the supervisor."""
     try:
         return base64.b64decode(log)
     except (TypeError, ValueError) as error:

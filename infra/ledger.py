@@ -161,7 +161,6 @@ class Ledger(LedgerFile):
             return {lease.node for lease in of_job if self.has_died(lease.run_id)}
 
     def leases_of(self, run_id: str) -> list[Lease]:
-        """All leases and claims of a run, oldest first."""
         return [lease for lease in self.leases() if lease.run_id == run_id]
 
     def leases(self) -> list[Lease]:
@@ -191,7 +190,6 @@ class Ledger(LedgerFile):
             )
 
     def stage_uses(self) -> list[StageUse]:
-        """All uses of stages by runs, least recently used first."""
         columns = "stage, run_id, run, num_steps, used_at, began_at"
         return [StageUse(*row) for row in self.read(f"SELECT {columns} FROM stage_uses ORDER BY used_at, stage")]
 
@@ -201,7 +199,6 @@ class Ledger(LedgerFile):
         return min(uses, key=lambda use: use.began_at, default=None)
 
     def forget_uses(self, stage: str) -> None:
-        """Delete the uses of a stage that no longer exists."""
         with self.transaction() as database:
             database.execute("DELETE FROM stage_uses WHERE stage = ?", (stage,))
 

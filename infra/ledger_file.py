@@ -2,7 +2,7 @@
 
 Not here: the content of its tables (ledger.py, renting/rentals.py, registry.py, retrainings.py).
 
-    a file of an older format ── migrations ──> SCHEMA_VERSION
+    a file of an older format ── migrations ──> _SCHEMA_VERSION
     a full or read-only disk ──> a copy in memory, so that `status` and the end of rented machines still work
 """
 
@@ -129,7 +129,7 @@ _MIGRATIONS = (
     ("ALTER TABLE job_leases ADD COLUMN is_started INTEGER NOT NULL DEFAULT 1",),
 )
 """Statements that migrate a ledger from each format to the next. Format 0 is an empty file."""
-SCHEMA_VERSION = len(_MIGRATIONS)
+_SCHEMA_VERSION = len(_MIGRATIONS)
 _DISK_PROBLEMS = {sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN}
 """Error codes of SQLite for problems that waiting does not solve."""
 
@@ -214,7 +214,7 @@ class LedgerFile:
         try:
             self._switch_to_wal(database)
             with self._as_errors_of_ours():
-                is_present = _version_of(database) == SCHEMA_VERSION
+                is_present = _version_of(database) == _SCHEMA_VERSION
             if not is_present:
                 with self._all_or_nothing(database):
                     self._migrate(database)
@@ -225,15 +225,15 @@ class LedgerFile:
 
     def _migrate(self, database: sqlite3.Connection) -> None:
         version = _version_of(database)
-        if version > SCHEMA_VERSION:
+        if version > _SCHEMA_VERSION:
             raise PermanentInfraError(
-                f"the ledger {self.path} has format {version}, this version reads {SCHEMA_VERSION}: "
+                f"the ledger {self.path} has format {version}, this version reads {_SCHEMA_VERSION}: "
                 "use the version of the software that wrote it, or another path"
             )
         for statements in _MIGRATIONS[version:]:
             for statement in statements:
                 database.execute(statement)
-        database.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+        database.execute(f"PRAGMA user_version = {_SCHEMA_VERSION}")
 
     def _copied_into_memory(self) -> sqlite3.Connection:
         """Return an in-memory copy, for a full disk: SQLite cannot create its shared WAL index there."""

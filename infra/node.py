@@ -23,12 +23,12 @@ HOST = re.compile(
     re.ASCII | re.VERBOSE,
 )
 """user@host:port, limited to characters that shells and programs with host arguments cannot misread."""
-HOST_NAME = re.compile(r"[A-Za-z0-9][\w.-]*", re.ASCII)
+_HOST_NAME = re.compile(r"[A-Za-z0-9][\w.-]*", re.ASCII)
 """Name of a machine in OpenSSH's configuration."""
 _HOP = r"([A-Za-z0-9_][\w.-]*@)?(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9][\w.-]*)(:\d{1,5})?"
-PROXY_JUMP = re.compile(rf"({_HOP}(,{_HOP})*)?", re.ASCII)
+_PROXY_JUMP = re.compile(rf"({_HOP}(,{_HOP})*)?", re.ASCII)
 """Machines to jump through, limited to safe characters like HOST."""
-FINGERPRINT = re.compile(r"(SHA256:[A-Za-z0-9+/]{43})?")
+_FINGERPRINT = re.compile(r"(SHA256:[A-Za-z0-9+/]{43})?")
 ROOT = re.compile(r"(/|~/)[^\x00-\x1f]+")
 INTERPRETER = re.compile(r"/[\w./+ -]+")
 """An absolute path of characters that no login shell changes inside quotes."""
@@ -36,7 +36,7 @@ INDEX = re.compile(
     r"(?!.*/(?=[^/]*[a-z])(?=[^/]*[A-Z])(?=[^/]*[0-9])[\w.~+=%-]{16,}(/|$))"  # refuses parts that look like a key
     r"(https?://[^\s@?#]+)?"
 )
-INSTANCE = re.compile(r"(?P<provider>[^:]+):[A-Za-z0-9][A-Za-z0-9_-]{0,127}")
+_INSTANCE = re.compile(r"(?P<provider>[^:]+):[A-Za-z0-9][A-Za-z0-9_-]{0,127}")
 """A provider's name and the provider's id of a machine."""
 VARIABLE = r"^([A-Za-z_][A-Za-z0-9_]*)?$"
 """The name of an environment variable, or empty."""
@@ -141,7 +141,7 @@ class FurtherNode(SSHMachine):
 
     @model_validator(mode="after")
     def _check_address(self) -> Self:
-        if not is_ip_address(self.reached_at):
+        if not _is_ip_address(self.reached_at):
             raise ValueError(
                 f"address: expected the IP address of {self.place[0]} in the shared network of the run's machines, "
                 f"found {self.address!r}"
@@ -290,7 +290,6 @@ class RentedNode(PackageSettings):
 
     @property
     def num_machines(self) -> int:
-        """All machines of the run."""
         return self.num_trainer_nodes + self.num_engine_nodes
 
 
@@ -303,7 +302,7 @@ def check_form(value: str, info: ValidationInfo) -> str:
     assert info.field_name is not None
     pattern, expected = _FORMS[info.field_name]
     match = pattern.fullmatch(value)
-    if match is None and info.field_name == "host" and HOST_NAME.fullmatch(value):
+    if match is None and info.field_name == "host" and _HOST_NAME.fullmatch(value):
         return value
     if match is not None and match.groupdict().get("provider", cloud_names()[0]) not in cloud_names():
         match = None
@@ -314,7 +313,7 @@ def check_form(value: str, info: ValidationInfo) -> str:
     return value
 
 
-def is_ip_address(text: str) -> bool:
+def _is_ip_address(text: str) -> bool:
     try:
         ip_address(text)
     except ValueError:
@@ -324,9 +323,9 @@ def is_ip_address(text: str) -> bool:
 
 _FORMS = {
     "host": (HOST, "user@host, user@host:port or a name in ~/.ssh/config"),
-    "instance": (INSTANCE, "PROVIDER:ID, for example runpod:abc123, of one of {clouds}"),
-    "host_key": (FINGERPRINT, "a fingerprint as `ssh-keygen -l` prints it, SHA256:..."),
-    "proxy_jump": (PROXY_JUMP, "user@host:port or a name in ~/.ssh/config, several with commas and no spaces"),
+    "instance": (_INSTANCE, "PROVIDER:ID, for example runpod:abc123, of one of {clouds}"),
+    "host_key": (_FINGERPRINT, "a fingerprint as `ssh-keygen -l` prints it, SHA256:..."),
+    "proxy_jump": (_PROXY_JUMP, "user@host:port or a name in ~/.ssh/config, several with commas and no spaces"),
     "root": (ROOT, "a path on the machine that begins with / or ~/"),
     "python": (INTERPRETER, "the absolute path of a Python interpreter on the machine"),
     "package_index": (
@@ -452,7 +451,6 @@ class Node:
 
     @property
     def further_nodes(self) -> tuple["Node", ...]:
-        """All other nodes of the unit."""
         return (*self.trainer_nodes, *self.engine_nodes)
 
     def node_of_engine(self, index: int, *, num_per_node: int) -> "Node":

@@ -52,15 +52,15 @@ NAME = b"N"
 STDOUT, STDERR, DONE = b"o", b"e", b"x"
 ALIVE = b"."
 """An empty frame, sent regularly during a command: sshd's ChannelTimeout closes silent channels."""
-ALIVE_INTERVAL_S = 5.0
+_ALIVE_INTERVAL_S = 5.0
 READ_BYTES = 1 << 20
-PIPE_BYTES = 1 << 20
+_PIPE_BYTES = 1 << 20
 """Size of a pipe's buffer. With Linux's default of 64 KiB, the two processes often wait for each other."""
 OFFSET_BYTES = 8
 """Every piece of a chunk begins with its offset in the file, in this many bytes."""
-SPLICED_BYTES = 64 << 10
+_SPLICED_BYTES = 64 << 10
 """Smaller outputs are copied, which needs fewer system calls."""
-INPUT_END_S = 0.2
+_INPUT_END_S = 0.2
 """Seconds to wait for the rest of a command's unread input, before the client is told to use another agent."""
 ISOLATED = "-IXutf8"
 """Python's option for our programs on nodes: ignore its environment, and use UTF-8 in any locale."""
@@ -75,7 +75,7 @@ if TYPE_CHECKING:  # old interpreters do not support this notation
     JsonObject = dict[str, Any]  # Any: JSON
 
 
-class BrokenInputError(Exception):
+class _BrokenInputError(Exception):
     """The client is gone."""
 
 
@@ -90,24 +90,24 @@ def main(nonce: str) -> None:
     programs: dict[str, types.ModuleType | str] = {}
     try:
         while True:
-            kind, content = read_frame(stream)
+            kind, content = _read_frame(stream)
             assert kind == REQUEST, kind
             request = json.loads(content.decode())
             for name, text in request.get("programs", {}).items():
-                programs[name] = load_program(name, text)
+                programs[name] = _load_program(name, text)
             child = os.fork()
             if child == 0:
-                os._exit(answer_request(request, stream, programs))
+                os._exit(_answer_request(request, stream, programs))
             if os.waitpid(child, 0)[1] != 0:  # the beginning of the next request is unknown
                 break
-    except BrokenInputError:
+    except _BrokenInputError:
         pass
     os._exit(0)
 
 
-def answer_request(request: JsonObject, stream: BinaryIO, programs: dict[str, types.ModuleType | str]) -> int:
+def _answer_request(request: JsonObject, stream: BinaryIO, programs: dict[str, types.ModuleType | str]) -> int:
     """Answer one request. Returns 0 if its whole input was read, so that the next request can follow."""
-    frames = FrameWriter(sys.stdout.buffer)
+    frames = _FrameWriter(sys.stdout.buffer)
     client = Client(stream)
     verbs: dict[str, Callable[[], JsonObject]] = {
         "load": lambda: load(client),
@@ -120,24 +120,24 @@ def answer_request(request: JsonObject, stream: BinaryIO, programs: dict[str, ty
         answer = verbs[request["verb"]]()
         is_reusable = client.has_ended_input()
         frames.write(DONE, json.dumps({**answer, "is_reusable": is_reusable}).encode())
-    except (BrokenInputError, BrokenPipeError):
+    except (_BrokenInputError, BrokenPipeError):
         return 1
     return 0 if is_reusable else 1
 
 
-def read_frame(stream: BinaryIO) -> tuple[bytes, bytes]:
+def _read_frame(stream: BinaryIO) -> tuple[bytes, bytes]:
     """Return kind and content of the next frame.
 
     Raises:
-        BrokenInputError: the stream ends within the frame.
+        _BrokenInputError: the stream ends within the frame.
     """
     head = stream.read(FRAME_HEAD.size)
     if len(head) < FRAME_HEAD.size:
-        raise BrokenInputError
+        raise _BrokenInputError
     kind, length = FRAME_HEAD.unpack(head)
     content = stream.read(length)
     if len(content) < length:
-        raise BrokenInputError
+        raise _BrokenInputError
     return kind, content
 
 
@@ -152,10 +152,10 @@ class Client:
         """Yield kind and content of the frames up to the end of input.
 
         Raises:
-            BrokenInputError: the connection ends before the end of input.
+            _BrokenInputError: the connection ends before the end of input.
         """
         while True:
-            kind, content = read_frame(self._stream)
+            kind, content = _read_frame(self._stream)
             if kind == END_OF_INPUT:
                 self._is_over.set()
                 return
@@ -169,14 +169,13 @@ class Client:
         """Drop input that the verb does not use.
 
         Raises:
-            BrokenInputError: the connection ends within it.
+            _BrokenInputError: the connection ends within it.
         """
         for _ in self.chunks():
             pass
 
     def has_ended_input(self) -> bool:
-        """Return whether all input of this request was read."""
-        return self._is_over.wait(INPUT_END_S)
+        return self._is_over.wait(_INPUT_END_S)
 
     def wait_until_gone(self) -> None:
         """Return when the connection has ended, or when the next request has arrived."""
@@ -185,7 +184,7 @@ class Client:
         watch.poll()
 
 
-class FrameWriter:
+class _FrameWriter:
     """Writes whole frames. It may be used by several threads."""
 
     def __init__(self, stream: BinaryIO) -> None:
@@ -216,7 +215,7 @@ def widen_pipe(descriptor: int) -> None:
     """Enlarge the buffer of a pipe, if the descriptor is a pipe and the system supports it."""
     if sys.platform == "linux":
         with contextlib.suppress(OSError):
-            fcntl.fcntl(descriptor, _F_SETPIPE_SZ, PIPE_BYTES)
+            fcntl.fcntl(descriptor, _F_SETPIPE_SZ, _PIPE_BYTES)
 
 
 # ── commands ──
@@ -235,7 +234,7 @@ class Process(Protocol):
     def wait(self) -> int: ...
 
 
-class ForkedProcess:
+class _ForkedProcess:
     """One of our programs that runs in a fork of this process, in a new process session."""
 
     def __init__(self, program: types.ModuleType, argv: list[str]) -> None:
@@ -283,7 +282,7 @@ def load(client: Client) -> JsonObject:
     return {}
 
 
-def load_program(name: str, text: str) -> types.ModuleType | str:
+def _load_program(name: str, text: str) -> types.ModuleType | str:
     """Load one of our programs for many calls. If it cannot be loaded, return its text: running it shows the error."""
     module = types.ModuleType(name)
     sys.modules[name] = module
@@ -309,25 +308,24 @@ def run_program(program: types.ModuleType, argv: list[str]) -> None:
         os._exit(1 if exit_code is None else exit_code)
 
 
-def start_process(request: JsonObject, programs: dict[str, types.ModuleType | str]) -> Process:
-    """Start the requested command or program."""
+def _start_process(request: JsonObject, programs: dict[str, types.ModuleType | str]) -> Process:
     if request.get("program") is None:
         command = request["argv"]
     else:
         program = programs[request["program"]]
         if isinstance(program, types.ModuleType):
-            return ForkedProcess(program, [request["program"], *request["arguments"]])
+            return _ForkedProcess(program, [request["program"], *request["arguments"]])
         command = [sys.executable, ISOLATED, "-c", program, *request["arguments"]]
     pipe = subprocess.PIPE
     return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True)
 
 
 def run_command(
-    request: JsonObject, client: Client, frames: FrameWriter, programs: dict[str, types.ModuleType | str]
+    request: JsonObject, client: Client, frames: _FrameWriter, programs: dict[str, types.ModuleType | str]
 ) -> JsonObject:
     """Run a command to its end and send its output in frames. It is killed when the connection breaks or time is up."""
     try:
-        process = start_process(request, programs)
+        process = _start_process(request, programs)
     except (OSError, ValueError) as error:  # ValueError: a zero byte in an argument
         client.skip_input()
         return {"problem": getattr(error, "strerror", None) or str(error)}
@@ -335,7 +333,7 @@ def run_command(
     widen_pipe(process.stdout.fileno())
 
     def expire() -> None:
-        kill_group(process)
+        _kill_group(process)
         with contextlib.suppress(BrokenPipeError):
             frames.write(DONE, json.dumps({"timed_out": True}).encode())
         os._exit(1)
@@ -344,16 +342,16 @@ def run_command(
         limit = threading.Timer(request["timeout_s"], expire)
         limit.daemon = True
         limit.start()
-    threading.Thread(target=feed_command, args=(process, client, request["keep_open"]), daemon=True).start()
+    threading.Thread(target=_feed_command, args=(process, client, request["keep_open"]), daemon=True).start()
     threading.Thread(target=show_life, args=(frames,), daemon=True).start()
-    errors = threading.Thread(target=copy_output, args=(process, process.stderr, STDERR, frames), daemon=True)
+    errors = threading.Thread(target=_copy_output, args=(process, process.stderr, STDERR, frames), daemon=True)
     errors.start()
-    copy_output(process, process.stdout, STDOUT, frames)
+    _copy_output(process, process.stdout, STDOUT, frames)
     errors.join()
     return {"exit_code": process.wait()}
 
 
-def feed_command(process: Process, client: Client, keep_open: bool) -> None:
+def _feed_command(process: Process, client: Client, keep_open: bool) -> None:
     """Pass the client's input to the command; kill the command when the connection breaks."""
     assert process.stdin is not None
     # A command need not read its input; unread input is dropped.
@@ -362,36 +360,36 @@ def feed_command(process: Process, client: Client, keep_open: bool) -> None:
             with contextlib.suppress(BrokenPipeError, ValueError):
                 process.stdin.write(content)
                 process.stdin.flush()
-    except BrokenInputError:
-        kill_group(process)
+    except _BrokenInputError:
+        _kill_group(process)
         return
     if not keep_open:
         with contextlib.suppress(BrokenPipeError, ValueError):
             process.stdin.close()
     client.wait_until_gone()
-    kill_group(process)
+    _kill_group(process)
 
 
-def show_life(frames: FrameWriter) -> None:
+def show_life(frames: _FrameWriter) -> None:
     """Send an empty frame regularly until this process ends or the client is gone."""
     with contextlib.suppress(OSError):
         while True:
-            time.sleep(ALIVE_INTERVAL_S)
+            time.sleep(_ALIVE_INTERVAL_S)
             frames.write(ALIVE, b"")
 
 
-def copy_output(process: Process, stream: IO[bytes], kind: bytes, frames: FrameWriter) -> None:
+def _copy_output(process: Process, stream: IO[bytes], kind: bytes, frames: _FrameWriter) -> None:
     """Send the command's output; kill the command when the client is gone."""
     source = stream.fileno()
     try:
-        while (num_waiting := wait_for_output(source)) > 0:
-            if num_waiting < SPLICED_BYTES or not frames.splice(kind, source, num_waiting):
+        while (num_waiting := _wait_for_output(source)) > 0:
+            if num_waiting < _SPLICED_BYTES or not frames.splice(kind, source, num_waiting):
                 frames.write(kind, os.read(source, READ_BYTES))
     except BrokenPipeError:
-        kill_group(process)
+        _kill_group(process)
 
 
-def wait_for_output(descriptor: int) -> int:
+def _wait_for_output(descriptor: int) -> int:
     """Wait for output in a pipe and return the number of readable bytes; 0 at its end."""
     watch = select.poll()
     watch.register(descriptor, select.POLLIN)
@@ -399,7 +397,7 @@ def wait_for_output(descriptor: int) -> int:
     return int.from_bytes(fcntl.ioctl(descriptor, termios.FIONREAD, bytes(4)), sys.byteorder)
 
 
-def kill_group(process: Process) -> None:
+def _kill_group(process: Process) -> None:
     """Kill a command and its children. After `wait`, do nothing: the process number may belong to another process."""
     if process.poll() is None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -422,7 +420,7 @@ def write_file(request: JsonObject, client: Client) -> JsonObject:
 
 def write_chunks(request: JsonObject, frames: Iterable[tuple[bytes, bytes]]) -> JsonObject:
     """Write chunks of files. The answer has the digest of each chunk with its file and number."""
-    pieces = read_pieces(frames)
+    pieces = _read_pieces(frames)
     try:
         digests = write_in_place(Path(request["directory"]), pieces, request["chunk_bytes"], request["digest"])
         return {"digests": [[*chunk, digest] for chunk, digest in digests.items()]}
@@ -432,8 +430,7 @@ def write_chunks(request: JsonObject, frames: Iterable[tuple[bytes, bytes]]) -> 
         return {"errno": None, "problem": str(error), "path": request["directory"]}
 
 
-def read_pieces(frames: Iterable[tuple[bytes, bytes]]) -> Iterator[tuple[str, int, memoryview]]:
-    """Yield pieces with the names of their files and their offsets."""
+def _read_pieces(frames: Iterable[tuple[bytes, bytes]]) -> Iterator[tuple[str, int, memoryview]]:
     name = ""
     for kind, content in frames:
         if kind == NAME:
@@ -459,7 +456,7 @@ def write_in_place(
         descriptor = os.open(str(path), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
         try:
             for _, offset, piece in pieces_of_file:
-                write_if_ours(descriptor, path, offset, memoryview(piece))
+                _write_if_ours(descriptor, path, offset, memoryview(piece))
                 chunk = name, offset // chunk_bytes
                 if chunk not in digests:
                     digests[chunk] = DIGESTS[algorithm]()
@@ -472,7 +469,7 @@ def write_in_place(
     return {chunk: digest.hexdigest() for chunk, digest in digests.items()}
 
 
-def write_if_ours(descriptor: int, path: Path, offset: int, piece: memoryview) -> None:
+def _write_if_ours(descriptor: int, path: Path, offset: int, piece: memoryview) -> None:
     """Write a piece if the path still leads to the opened file.
 
     Data of a broken connection may arrive after another copy took over the file. That copy holds this lock exclusively
@@ -521,7 +518,7 @@ def flush_directory(path: Path) -> None:
         os.close(directory)
 
 
-def read_file(request: JsonObject, client: Client, frames: FrameWriter) -> JsonObject:
+def read_file(request: JsonObject, client: Client, frames: _FrameWriter) -> JsonObject:
     """Send a file, at most `max_bytes` of it."""
     client.skip_input()
     num_bytes = 0

@@ -27,10 +27,10 @@ import sys
 import tempfile
 from typing import Any  # Any: a JSON object
 
-KEPT_DIR = ".probes"
-MAX_KEPT_FOLDERS = 20
+_KEPT_DIR = ".probes"
+_MAX_KEPT_FOLDERS = 20
 NVIDIA_SMI_TIMEOUT_S = 30.0
-FIRST_WITH_BFLOAT16 = (8, 0)
+_FIRST_WITH_BFLOAT16 = (8, 0)
 """The compute capability of the A100, NVIDIA's first with bfloat16."""
 LOCKLESS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 NO_LOCKS = "its file system has no locks: Lustre's, for one, has to be mounted with -o flock"
@@ -45,7 +45,7 @@ def main(argv: "list[str]") -> int:
     verb, root = argv[1], argv[2]
     try:
         document = probe(root) if verb == "probe" else check_imports(root, argv[3], argv[4:])
-    except RefusedModuleError as error:
+    except _RefusedModuleError as error:
         document = {"module": error.args[0], "problem": error.args[1]}
     sys.stdout.write("\n" + json.dumps(document) + "\n")  # imported modules may have printed an incomplete line
     return 0
@@ -75,14 +75,14 @@ def probe(root: str) -> "dict[str, Any]":
         document["free_disk_gb"] = shutil.disk_usage(root).free / 1e9
     rows = _ask_driver()
     document["driver"], document["num_driver_gpus"] = rows[0][-1] if rows else "", len(rows)
-    identity = describe_environment()
+    identity = _describe_environment()
     kept = _read_kept(root, "torch", identity)
-    gpus = None if kept is None else refresh_gpus(kept["gpus"], rows)
+    gpus = None if kept is None else _refresh_gpus(kept["gpus"], rows)
     if kept is not None and gpus is not None:
         document.update(kept, gpus=gpus)
         return document
     found = _ask_torch(document, rows)
-    if found is not None and identity == describe_environment():  # else packages are being installed right now
+    if found is not None and identity == _describe_environment():  # else packages are being installed right now
         kept = {name: document[name] for name in ("torch_version", "torch_build")}
         _keep(root, "torch", identity, dict(kept, gpus=found))
     return document
@@ -99,7 +99,7 @@ def find_root_problem(root: str) -> str:
     return ""
 
 
-class RefusedModuleError(Exception):
+class _RefusedModuleError(Exception):
     """A module of the user cannot be imported: its name, and the reason."""
 
 
@@ -107,10 +107,10 @@ def check_imports(root: str, code_dir: str, names: "list[str]") -> "dict[str, An
     """Import the training and the user's modules from a folder whose name contains a digest of its content.
 
     Raises:
-        RefusedModuleError: a module of the user cannot be imported.
+        _RefusedModuleError: a module of the user cannot be imported.
         ImportError: the training cannot be imported.
     """
-    identity = describe_environment()
+    identity = _describe_environment()
     kept = _read_kept(root, "imports", identity) or {"folders": []}
     asked = " ".join([code_dir, *names])
     if asked not in kept["folders"]:
@@ -123,8 +123,8 @@ def check_imports(root: str, code_dir: str, names: "list[str]") -> "dict[str, An
             try:
                 importlib.import_module(module)
             except (Exception, SystemExit) as error:
-                raise RefusedModuleError(module, type(error).__name__ + ": " + str(error)) from error
-        _keep(root, "imports", identity, {"folders": [*kept["folders"], asked][-MAX_KEPT_FOLDERS:]})
+                raise _RefusedModuleError(module, type(error).__name__ + ": " + str(error)) from error
+        _keep(root, "imports", identity, {"folders": [*kept["folders"], asked][-_MAX_KEPT_FOLDERS:]})
     return {}
 
 
@@ -160,7 +160,7 @@ def _ask_torch(document: "dict[str, Any]", rows: "list[list[str]]") -> "list[dic
     except (AssertionError, RuntimeError) as error:
         document["gpu_problem"] = str(error)
         return None
-    return found if refresh_gpus(found, rows) is not None else None
+    return found if _refresh_gpus(found, rows) is not None else None
 
 
 def _try_gpu(torch: "Any", index: int) -> "dict[str, Any]":
@@ -172,7 +172,7 @@ def _try_gpu(torch: "Any", index: int) -> "dict[str, Any]":
         "name": torch.cuda.get_device_name(index),
         "total_gb": total_bytes / 1e9,
         "free_gb": free_bytes / 1e9,
-        "has_bfloat16": torch.cuda.get_device_capability(index) >= FIRST_WITH_BFLOAT16,
+        "has_bfloat16": torch.cuda.get_device_capability(index) >= _FIRST_WITH_BFLOAT16,
         "uuid": "GPU-" + str(uuid),
     }
 
@@ -194,7 +194,7 @@ def has_gpus(rows: "list[list[str]]") -> bool:
     return bool(rows) or any(_DEVICE.match(name) for name in os.listdir("/dev"))  # noqa: PTH208 - old syntax
 
 
-def refresh_gpus(kept: "list[dict[str, Any]]", rows: "list[list[str]]") -> "list[dict[str, Any]] | None":
+def _refresh_gpus(kept: "list[dict[str, Any]]", rows: "list[list[str]]") -> "list[dict[str, Any]] | None":
     """Return the devices with their current free memory; None if the driver lists other devices now."""
     if not kept:
         return None if has_gpus(rows) else []
@@ -227,7 +227,7 @@ def _ask_driver() -> "list[list[str]]":
 # ── kept results ──
 
 
-def describe_environment() -> str:
+def _describe_environment() -> str:
     """Return a digest that changes with the installed packages, the driver and each boot."""
     variables = {name: value for name, value in os.environ.items() if name.startswith(_VARIABLES)}
     seen: list[Any] = [sys.version, sys.prefix, variables, _text_of(_DRIVER), _text_of(_BOOT)]
@@ -272,7 +272,7 @@ def _text_of(path: str) -> str:
 
 def _path_of(root: str, kind: str) -> str:
     interpreter = hashlib.sha256(sys.executable.encode()).hexdigest()[:16]
-    return root + "/" + KEPT_DIR + "/" + kind + "-" + interpreter + ".json"
+    return root + "/" + _KEPT_DIR + "/" + kind + "-" + interpreter + ".json"
 
 
 def _read_kept(root: str, kind: str, identity: str) -> "dict[str, Any] | None":
@@ -287,7 +287,7 @@ def _keep(root: str, kind: str, identity: str, found: "dict[str, Any]") -> None:
     """Store a result for the next probe. If that fails, the next probe repeats the work."""
     path = _path_of(root, kind)
     try:
-        os.makedirs(root + "/" + KEPT_DIR, exist_ok=True)  # noqa: PTH103 - old syntax, as below
+        os.makedirs(root + "/" + _KEPT_DIR, exist_ok=True)  # noqa: PTH103 - old syntax, as below
         part = path + "." + str(os.getpid())
         with open(part, "w", encoding="utf-8") as file:  # noqa: PTH123
             json.dump({"identity": identity, "found": found}, file)

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 from rollouts.infra.clouds import CLOUDS, CloudChoice, CloudName, cloud_names, explain_reached_through
 from rollouts.infra.errors import InfraError
 
-MAX_USD_PER_HOUR = 1e6
+_MAX_USD_PER_HOUR = 1e6
 """A higher price is a mistake."""
 CUDA_PATTERN = r"^(\d+\.\d+)?$"
 _OF_OTHERS = {"amd", "radeon", "instinct", "mi", "rx", "gaudi", "tpu"}
@@ -82,8 +82,7 @@ class GPUQuery(BaseModel):
         return offer.is_sane and not self.misses(offer)
 
     def admits_region(self, region: str) -> bool:
-        """Return whether a machine may be in this region."""
-        return not self.regions or any(is_within(region, name) for name in self.regions)
+        return not self.regions or any(_is_within(region, name) for name in self.regions)
 
     def misses(self, offer: "Offer") -> list[str]:
         """Names of the conditions that the offer fails."""
@@ -91,7 +90,7 @@ class GPUQuery(BaseModel):
         answers = {
             "gpu_types": any(is_gpu_type(offer.gpu_type, wanted, offer.vram_gb) for wanted in types)
             if types
-            else is_of_nvidia(offer.gpu_type),
+            else _is_of_nvidia(offer.gpu_type),
             "gpu_count": offer.gpu_count == self.gpu_count,
             "min_vram_gb": offer.vram_gb >= self.min_vram_gb,
             "max_usd_per_gpu_hour": offer.usd_per_gpu_hour <= self.max_usd_per_gpu_hour,
@@ -164,7 +163,7 @@ class Offer:
     @property
     def is_sane(self) -> bool:
         """Whether it has GPUs, a plausible price, and printable names."""
-        has_price = self.is_unpriced or 0 < self.usd_per_hour <= MAX_USD_PER_HOUR
+        has_price = self.is_unpriced or 0 < self.usd_per_hour <= _MAX_USD_PER_HOUR
         return self.gpu_count > 0 and has_price and (self.gpu_type + self.region).isprintable()
 
     @property
@@ -281,19 +280,18 @@ def is_gpu_type(name: str, wanted: str, vram_gb: float | None = None) -> bool:
 
 
 def _is_memory(word: str, vram_gb: float | None) -> bool:
-    """Return whether the word is a memory size that matches the GPU's memory."""
     match = _MEMORY.fullmatch(word)
     if match is None:
         return False
     return vram_gb is None or math.isclose(float(match[1]), vram_gb, rel_tol=_MEMORY_TOLERANCE)
 
 
-def is_within(region: str, wanted: str) -> bool:
+def _is_within(region: str, wanted: str) -> bool:
     """Return whether a region or its data center begins with `wanted`. Some regions have both: RO/EU-RO-1."""
     return any(place.lower().startswith(wanted.lower()) for place in (region, *region.split("/")))
 
 
-def is_of_nvidia(name: str) -> bool:
+def _is_of_nvidia(name: str) -> bool:
     """Return whether the name is not one of another maker, whose GPUs need other builds of torch and of engines."""
     return not _words(name) & _OF_OTHERS
 

@@ -24,7 +24,7 @@ from rollouts.infra.ledger import Ledger
 
 NOTHING = 0
 """Stands for "no model" in place of a model's id; ids count from 1."""
-REGISTERED = "registered"
+_REGISTERED = "registered"
 """Reason of the change that makes a model the candidate."""
 
 
@@ -104,7 +104,7 @@ def register_model(
             database.execute("UPDATE models SET checkpoint = ? WHERE id = ?", (checkpoint, known[0].id))
             return replace(known[0], checkpoint=checkpoint)
         # Counted in the history, so that the number of a forgotten model is not used again.
-        version = 1 + database.execute(_COUNT_REGISTERED, (line, Alias.CANDIDATE, REGISTERED)).fetchone()[0]
+        version = 1 + database.execute(_COUNT_REGISTERED, (line, Alias.CANDIDATE, _REGISTERED)).fetchone()[0]
         values = (line, version, checkpoint, digest, run_id, json.dumps(list(stages)), json.dumps(dict(data)))
         database.execute(
             "INSERT INTO models (line, version, checkpoint, digest, run_id, stages, data, evaluation, registered_at, "
@@ -112,24 +112,21 @@ def register_model(
             (*values, at, by),
         )
         [model] = _select(database, "WHERE line = ? AND digest = ?", line, digest)
-        _change(database, line, Alias.CANDIDATE, model.id, below=None, at=at, by=by, reason=REGISTERED)
+        _change(database, line, Alias.CANDIDATE, model.id, below=None, at=at, by=by, reason=_REGISTERED)
     return model
 
 
 def note_evaluation(ledger: Ledger, model: Model, evaluation: Mapping[str, Any]) -> None:  # Any: JSON
-    """Store the figures of the model's last comparison."""
     with ledger.transaction() as database:
         database.execute("UPDATE models SET evaluation = ? WHERE id = ?", (json.dumps(dict(evaluation)), model.id))
 
 
 def move_model(ledger: Ledger, model: Model, checkpoint: str) -> None:
-    """Store the new folder of a model's checkpoint, relative to the store."""
     with ledger.transaction() as database:
         database.execute("UPDATE models SET checkpoint = ? WHERE id = ?", (checkpoint, model.id))
 
 
 def models(ledger: Ledger, line: str = "") -> list[Model]:
-    """Return the models of a line, or all models, oldest first."""
     with ledger.transaction() as database:
         return _select(database, "WHERE line = ? ORDER BY id", line) if line else select_models(database)
 
@@ -154,7 +151,6 @@ def find_model(ledger: Ledger, name_or_id: str) -> Model:
 
 
 def current(ledger: Ledger, line: str, alias: Alias) -> Model | None:
-    """Return the model that the alias names now."""
     with ledger.transaction() as database:
         change = _latest(database, line, alias)
         if change is None or change.model_id is None:
@@ -245,7 +241,6 @@ def forget_model(ledger: Ledger, model: Model) -> None:
 
 
 def history(ledger: Ledger, line: str = "") -> list[AliasChange]:
-    """Return the alias changes of a line, or of all lines, oldest first."""
     where = ("WHERE line = ? ORDER BY id", (line,)) if line else ("ORDER BY id", ())
     with ledger.transaction() as database:
         rows = database.execute(f"SELECT {_CHANGE_COLUMNS} FROM alias_changes {where[0]}", where[1]).fetchall()

@@ -73,7 +73,6 @@ def begin_retraining(
 
 
 def change_retraining(ledger: Ledger, row: Retraining, **changes: Any) -> Retraining:  # Any: values of columns
-    """Store the changes and return the new row."""
     changed = replace(row, **changes)
     _write(ledger, changed)
     return changed
@@ -82,18 +81,15 @@ def change_retraining(ledger: Ledger, row: Retraining, **changes: Any) -> Retrai
 def end_retraining(
     ledger: Ledger, row: Retraining, state: RetrainingState, note: str, *, now: float | None = None
 ) -> Retraining:
-    """Store the end of a retraining and return the new row."""
     assert state.is_over, state
     return change_retraining(ledger, row, state=state, note=note, ended_at=time.time() if now is None else now)
 
 
 def find_retraining(ledger: Ledger, run_id: str) -> Retraining | None:
-    """Return the retraining of a run."""
     return next(iter(_select(ledger, "WHERE run_id = ?", run_id)), None)
 
 
 def retrainings(ledger: Ledger, line: str) -> list[Retraining]:
-    """Return the retrainings of a line, oldest first."""
     return _select(ledger, "WHERE line = ? ORDER BY began_at, run_id", line)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-VERSION_AT = 14
+_VERSION_AT = 14
 """Index of the version digit in the text of a UUID."""
 
 
@@ -12,5 +12,5 @@ def short_id(run_id: str, num_chars: int = 8) -> str:
     Prefect's server gives ids of version 7 to scheduled runs. They begin with the time of planning, which many runs
     share, and end with random digits. Other ids begin with random digits.
     """
-    is_of_a_time = run_id[VERSION_AT : VERSION_AT + 1] == "7" and run_id.count("-") == 4
+    is_of_a_time = run_id[_VERSION_AT : _VERSION_AT + 1] == "7" and run_id.count("-") == 4
     return run_id[-num_chars:] if is_of_a_time else run_id[:num_chars]

@@ -17,7 +17,7 @@ from rollouts.infra.errors import PermanentInfraError
 
 OF_OTHERS = stat.S_IRWXG | stat.S_IRWXO
 """Mode bits that give access to users other than the owner."""
-WRITTEN_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
+_WRITTEN_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 OWN_FILE, OWN_FOLDER = 0o600, 0o700
 
 
@@ -27,7 +27,7 @@ def own_secret(path: Path, make: Callable[[], str]) -> str:
     Raises:
         PermanentInfraError: other users can read the file, or another user made the file or the link.
     """
-    if (known := read_secret(path)) is not None:
+    if (known := _read_secret(path)) is not None:
         return known
     partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, OWN_FILE)
@@ -38,16 +38,16 @@ def own_secret(path: Path, make: Callable[[], str]) -> str:
             os.fsync(file.fileno())
         os.link(partial, path)  # if two processes create a secret at once, the first one wins
     except FileExistsError:
-        if read_secret(path) is None:  # an empty file, from a full disk
+        if _read_secret(path) is None:  # an empty file, from a full disk
             partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
-    made = read_secret(path)
+    made = _read_secret(path)
     assert made is not None, f"{path} was just written"
     return made
 
 
-def read_secret(path: Path) -> str | None:
+def _read_secret(path: Path) -> str | None:
     """Return the secret in the file, or None if the file is missing or empty. This user's own link is followed.
 
     Raises:
@@ -83,7 +83,7 @@ def own_folder(path: Path) -> None:
     try:
         status = os.fstat(descriptor)
         _check_owner(path, status)
-        if status.st_mode & WRITTEN_BY_OTHERS:
+        if status.st_mode & _WRITTEN_BY_OTHERS:
             raise PermanentInfraError(
                 f"other users can write into {path} (mode {stat.S_IMODE(status.st_mode):04o}), which holds secrets: "
                 f"check that every file there is yours, then chmod 700 {path}"

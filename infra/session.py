@@ -21,7 +21,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from io import FileIO
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any, NoReturn, Protocol, Self
 
 from rollouts.infra import node_agent
@@ -194,9 +193,7 @@ class Session(Protocol):
 
     def __enter__(self) -> Self: ...
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
+    def __exit__(self, *_: object) -> None: ...
 
 
 class LocalSession:
@@ -349,15 +346,12 @@ class LocalSession:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Nothing to close: the session keeps no state between commands."""
 
 
 @contextlib.contextmanager
 def _named_refusal(path: str, count_bytes: Callable[[], int]) -> Iterator[None]:
-    """Turn an OSError of writing a file into an InfraError."""
     try:
         yield
     except OSError as error:

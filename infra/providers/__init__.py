@@ -20,7 +20,7 @@ from rollouts.infra.providers.ssh import open_ssh_session, provision_ssh, releas
 from rollouts.infra.session import LocalSession, Session
 
 
-def provision_local(settings: LocalNode, store: Path) -> Node:
+def _provision_local(settings: LocalNode, store: Path) -> Node:
     """Return the node of this machine, and create the directory for the runs.
 
     Raises:
@@ -36,13 +36,12 @@ def provision_local(settings: LocalNode, store: Path) -> Node:
     return Node(name="local", provider="local", root=str(root), python=settings.python or sys.executable)
 
 
-def release_local(node: Node) -> None:
+def _release_local(node: Node) -> None:
     """Leave this machine as it is."""
     logger.info("kept %s: %s is this machine", node.root, node.name)
 
 
-def open_local_session(node: Node) -> Session:
-    """A session on this machine."""
+def _open_local_session(node: Node) -> Session:
     return LocalSession(node.python)
 
 
@@ -62,9 +61,9 @@ class Provider:
 
 PROVIDERS: Mapping[str, Provider] = {
     "local": Provider(
-        provision=lambda settings, store, run_id, say: provision_local(settings, store),
-        release=release_local,
-        open_session=open_local_session,
+        provision=lambda settings, store, run_id, say: _provision_local(settings, store),
+        release=_release_local,
+        open_session=_open_local_session,
     ),
     "ssh": Provider(
         provision=lambda settings, store, run_id, say: provision_ssh(settings, store),
@@ -92,7 +91,6 @@ def provision_node(settings: NodeSettings, store: Path, *, run_id: str = "", say
 
 
 def release_node(node: Node) -> None:
-    """Release the node; idempotent."""
     PROVIDERS[node.provider].release(node)
 
 

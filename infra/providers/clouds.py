@@ -69,7 +69,6 @@ def credentials_in_use() -> str:
 
 
 def clouds_with_keys(names: Sequence[CloudName]) -> tuple[list[CloudName], list[CloudName]]:
-    """Return the providers whose keys are in the environment, and the others."""
     known = [name for name in names if _key_of(name)]
     return known, [name for name in names if name not in known]
 

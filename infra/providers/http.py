@@ -361,7 +361,6 @@ class ProviderAPI:
         return f"{self._endpoint.title} does not answer ({type(error).__name__}) to {what}"
 
     def _shown(self, content: bytes) -> str:
-        """Return the provider's text without control characters and keys."""
         text = shown_line(content.decode(errors="replace"))
         shown = text.replace(self._key, "***")[:MAX_SHOWN_CHARACTERS]
         if any(part in shown for part in self._concealed):
@@ -439,7 +438,6 @@ _USER = re.compile(r"[A-Za-z0-9_][\w.-]*", re.ASCII)
 
 
 def usable_host(host: str | None) -> str:
-    """Return the host; empty if it is not a valid host name or address."""
     return host if host and _HOST.fullmatch(host) else ""
 
 

@@ -42,7 +42,7 @@ def provision_instance(settings: InstanceNode, store: Path, say: Say) -> Node:
         PermanentInfraError: it does not run, its interpreter cannot be run, or `root` is not a usable path.
         HostKeyError, LoginError, NodeUnreachableError: the login failed.
     """
-    instance = wait_until_running(settings.instance, say)
+    instance = _wait_until_running(settings.instance, say)
     mirror = store.expanduser().absolute()
     known = known_hosts_of(store, settings.instance)
     access = replace(
@@ -68,7 +68,7 @@ def provision_instance(settings: InstanceNode, store: Path, say: Say) -> Node:
     )
 
 
-def wait_until_running(name: str, say: Say) -> Instance:
+def _wait_until_running(name: str, say: Say) -> Instance:
     """Wait until the machine has an address.
 
     Raises:

@@ -129,7 +129,7 @@ class Lambda(Account):
             body["image"] = {"family": spec.image}
         if spec.host_key:
             self._api.conceal(spec.host_key.private)
-            body["user_data"] = render_cloud_config(spec.host_key)
+            body["user_data"] = _render_cloud_config(spec.host_key)
         launch = self._api.create("/api/v1/instance-operations/launch", body, _Launch, is_machine=True)
         return launch.data.instance_ids[0]
 
@@ -145,7 +145,6 @@ class Lambda(Account):
         self._api.change("POST", "/api/v1/instance-operations/terminate", {"instance_ids": [instance_id]})
 
     def _register_key(self, public_key: str) -> str:
-        """Return the account's name of the key; a new key is registered."""
         blob = key_blob(public_key)
         for known in self._keys():
             if blob in known.public_key.split():
@@ -162,7 +161,7 @@ class Lambda(Account):
         return self._api.read("/api/v1/ssh-keys", _Keys).data
 
 
-def render_cloud_config(host_key: HostKeyPair) -> str:
+def _render_cloud_config(host_key: HostKeyPair) -> str:
     """Return user data for cloud-init. It installs only this host key before the SSH server starts."""
     keys = {"ed25519_private": host_key.private, "ed25519_public": host_key.public}
     return "#cloud-config\n" + json.dumps({"ssh_deletekeys": True, "ssh_keys": keys}) + "\n"  # JSON is YAML

@@ -86,7 +86,6 @@ class _Part(BaseModel):
 
     @property
     def usual(self) -> int:
-        """The size of a machine by default."""
         return self.defaultCount or self.minCount or 0
 
     def usd_per_hour(self, size: int) -> float:
@@ -220,7 +219,6 @@ class Prime(Account):
         self._api.change("DELETE", f"/api/v1/pods/{quoted(instance_id)}")
 
     def _register_key(self, public_key: str) -> str:
-        """Return the account's id of the key; a new key is registered."""
         blob, offset = key_blob(public_key), 0
         for _ in range(_MAX_PAGES):
             page = self._api.read("/api/v1/ssh_keys/", _Keys, {"offset": str(offset), "limit": str(_PAGE)})

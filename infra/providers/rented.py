@@ -49,13 +49,13 @@ from rollouts.infra.ssh.host_keys import HostKeyPolicy
 if TYPE_CHECKING:
     from rollouts.infra.ssh.ssh_session import SSHSession
 
-SETUP_PYTHON = "/usr/bin/python3"
+_SETUP_PYTHON = "/usr/bin/python3"
 """Interpreter for the setup, before `python` may exist. All images that we know have it."""
-SETUP_TIMEOUT_S = 3600.0
-REAP_WITHIN_S = 60.0
+_SETUP_TIMEOUT_S = 3600.0
+_REAP_WITHIN_S = 60.0
 """A new run waits at most this long for the end of an old machine."""
 EXPIRY_LOOK_S = 5.0
-KEYS_DIR = "machine_keys"
+_KEYS_DIR = "machine_keys"
 
 Say = Callable[[str], None]
 
@@ -71,7 +71,7 @@ def provision_rented(settings: RentedNode, store: Path, run_id: str, say: Say) -
     """
     assert run_id, "a machine is rented for a run"
     mirror = store.expanduser().absolute()
-    request = build_request(settings, run_id)
+    request = _build_request(settings, run_id)
     names = require_keys(request.query.providers)
     with Ledger(mirror / LEDGER_FILE) as ledger, open_clouds(names) as clouds:
         report = _end_unwanted(ledger, clouds, say)
@@ -111,7 +111,7 @@ def end_left_machines(settings: RentedNode, store: Path, say: Say) -> None:
 
 
 def _end_unwanted(ledger: Ledger, clouds: Mapping[CloudName, Cloud], say: Say) -> ReapReport:
-    report = reap(ledger, clouds, spare=True, credentials=credentials_in_use(), pace=Pace(gone_within_s=REAP_WITHIN_S))
+    report = reap(ledger, clouds, spare=True, credentials=credentials_in_use(), pace=Pace(gone_within_s=_REAP_WITHIN_S))
     for line in report.ended:
         say(f"ended {line}: its time was nearly over, or it was stopped or never used")
     for line in report.failures:
@@ -178,7 +178,7 @@ def release_rented(node: Node) -> None:
         StillRentedError: a machine may still be rented.
     """
     with ExitStack() as stack:
-        found = [stack.enter_context(rental_of(each)) for each in (node, *node.further_nodes)]
+        found = [stack.enter_context(_rental_of(each)) for each in (node, *node.further_nodes)]
         clouds = {rental.provider: cloud for _, rental, cloud in found}
         release_machines([rental for _, rental, _ in found], found[0][0], clouds)
 
@@ -296,7 +296,7 @@ def find_rentable(settings: RentedNode) -> list[Offer]:
     Raises:
         PermanentInfraError: a key is missing or refused, or no offer matches.
     """
-    request = build_request(settings, "nobody")
+    request = _build_request(settings, "nobody")
     with open_clouds(require_keys(request.query.providers)) as clouds:
         offered = search_offers(request.query, clouds)
     if not offered.fitting:
@@ -320,7 +320,6 @@ def describe_rentable(settings: RentedNode, offers: Sequence[Offer]) -> str:
 
 
 def describe_offer(offer: Offer) -> str:
-    """Describe an offer in words."""
     price = "at an unknown price" if offer.is_unpriced else f"for {offer.usd_per_hour:.2f} USD/h"
     return f"{offer.gpus} {offer.where} {price}"
 
@@ -328,7 +327,7 @@ def describe_offer(offer: Offer) -> str:
 # ── details ──
 
 
-def build_request(settings: RentedNode, run_id: str) -> RentRequest:
+def _build_request(settings: RentedNode, run_id: str) -> RentRequest:
     """Return the request for machines.
 
     Raises:
@@ -396,7 +395,7 @@ def log_in(settings: RentedNode, store: Path, say: Say, rental: Rental, instance
     if rental.expected_key:
         known.unlink(missing_ok=True)  # from an earlier try that accepted another key
     access = replace(access, host_key=rental.expected_key, first_use_file=str(known))
-    with open_ssh(access, python=SETUP_PYTHON if settings.setup else settings.python) as session:
+    with open_ssh(access, python=_SETUP_PYTHON if settings.setup else settings.python) as session:
         gpu_type = rental.gpu.partition("x ")[2]
         gpus = require_gpus(session, settings.query.gpu_count, gpu_type=gpu_type, vram_gb=rental.vram_gb)
         speed = require_speed(
@@ -416,7 +415,7 @@ def log_in(settings: RentedNode, store: Path, say: Say, rental: Rental, instance
 
 def known_hosts_of(store: Path, name: str) -> Path:
     """Return the file for the host key of a machine's first login."""
-    return store.expanduser().absolute() / KEYS_DIR / name.replace(":", "-")
+    return store.expanduser().absolute() / _KEYS_DIR / name.replace(":", "-")
 
 
 def set_up(session: Session, settings: RentedNode, *, until: float) -> None:
@@ -437,7 +436,7 @@ def set_up(session: Session, settings: RentedNode, *, until: float) -> None:
         return
     for command in settings.setup:
         left_s = max(0.0, until - time.time())
-        session.run(["/bin/sh", "-c", command], timeout_s=min(SETUP_TIMEOUT_S, left_s))
+        session.run(["/bin/sh", "-c", command], timeout_s=min(_SETUP_TIMEOUT_S, left_s))
     session.run(["mkdir", "-p", root], timeout_s=CALL_TIMEOUT_S, may_repeat=True)
     session.write_file(marker, b"")
 
@@ -479,7 +478,7 @@ def find_machine(node: Node) -> Instance:
     Raises:
         MachineGoneError: the machine is gone.
     """
-    with rental_of(node) as (_, rental, cloud):
+    with _rental_of(node) as (_, rental, cloud):
         instance = look_up(cloud, rental.instance_id, rental.name)
     if instance is None or not instance.status.may_become_usable:
         how = "gone" if instance is None else instance.status.value
@@ -491,8 +490,7 @@ def find_machine(node: Node) -> Instance:
 
 
 @contextmanager
-def rental_of(node: Node) -> Iterator[tuple[Ledger, Rental, Cloud]]:
-    """Yield the ledger, the node's row, and the account that it is rented with."""
+def _rental_of(node: Node) -> Iterator[tuple[Ledger, Rental, Cloud]]:
     with Ledger(Path(node.mirror) / LEDGER_FILE) as ledger:
         rental = find_rental(ledger, node.name)
         if rental is None:

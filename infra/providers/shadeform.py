@@ -138,7 +138,6 @@ class Shadeform(Account):
         self._api.change("POST", f"/instances/{quoted(instance_id)}/delete")
 
     def _register_key(self, public_key: str) -> str:
-        """Return the account's id of the key; a new key is registered."""
         blob = key_blob(public_key)
         for known in self._api.read("/sshkeys", _Keys).ssh_keys:
             if blob in known.public_key.split():

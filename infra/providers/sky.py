@@ -48,7 +48,7 @@ from rollouts.infra.session import LOOPBACK
 
 ANSWER_TIMEOUT_S = 300.0
 LAUNCH_TIMEOUT_S = 1800.0
-SSH_FILES = Path("~/.sky/generated/ssh")
+_SSH_FILES = Path("~/.sky/generated/ssh")
 MAX_SHOWN_CHARACTERS = 300
 _ELSEWHERE = {"ssh", "slurm", "runpod", "lambda", "vast", "primeintellect", "shadeform"}
 _KUBERNETES = "kubernetes"
@@ -210,7 +210,6 @@ class Sky:
         return found - _ELSEWHERE
 
     def _kinds(self, gpu: str, count: int, cloud: str) -> list[_Kind]:
-        """Return a cloud's instance types of GPUs with this in their names."""
         words = ["gpus", "list", f"{re.escape(gpu)}:{count}", "--infra", cloud, "--all-regions", "--output", "json"]
         return [kind for kinds in self._ask(words, _KINDS).values() for kind in kinds]
 
@@ -295,13 +294,13 @@ def _read(cluster: _Cluster) -> Instance:
         port=usable_port(address.get("port")),
         user=usable_user(address.get("user"), "ubuntu"),
         proxy_jump=name,
-        ssh_config=str(SSH_FILES.expanduser() / name) if name else "",
+        ssh_config=str(_SSH_FILES.expanduser() / name) if name else "",
     )
 
 
 def _read_address(name: str) -> Iterator[tuple[str, str]]:
     """Yield SkyPilot's ssh settings for the first node, with names in lower case."""
-    path = SSH_FILES.expanduser() / name
+    path = _SSH_FILES.expanduser() / name
     try:
         text = path.read_text()
     except OSError:
@@ -351,5 +350,4 @@ def _last_words(done: subprocess.CompletedProcess[str]) -> str:
 
 
 def _shown(said: str) -> str:
-    """Return a text of SkyPilot shortened, without colors and control characters."""
     return shown_line(said)[:MAX_SHOWN_CHARACTERS]

@@ -15,10 +15,10 @@ from rollouts.infra.node_agent import ISOLATED
 from rollouts.infra.session import Session, last_line
 from rollouts.infra.ssh.ssh_config import read_ssh_config
 
-FIRST_USE_FILE = "known_hosts"
-SYSTEM_KNOWN_HOSTS = "/etc/ssh/ssh_known_hosts"
+_FIRST_USE_FILE = "known_hosts"
+_SYSTEM_KNOWN_HOSTS = "/etc/ssh/ssh_known_hosts"
 """A network's administrators may store host keys there. OpenSSH's client reads it, too."""
-PROGRAMS_DIR = "programs"
+_PROGRAMS_DIR = "programs"
 CALL_TIMEOUT_S = 60.0
 
 _EXPAND = "import json, os, sys; sys.stdout.write(json.dumps(os.path.abspath(os.path.expanduser(sys.argv[1]))))"
@@ -84,9 +84,9 @@ def read_access(settings: SSHMachine, store: Path) -> SSHAccess:
     Raises:
         PermanentInfraError: OpenSSH cannot look the name up.
     """
-    first_use_file = str(store.expanduser().absolute() / FIRST_USE_FILE)
+    first_use_file = str(store.expanduser().absolute() / _FIRST_USE_FILE)
     is_usual = settings.known_hosts == type(settings).model_fields["known_hosts"].default
-    own = (settings.known_hosts, SYSTEM_KNOWN_HOSTS) if is_usual else (settings.known_hosts,)
+    own = (settings.known_hosts, _SYSTEM_KNOWN_HOSTS) if is_usual else (settings.known_hosts,)
     access = SSHAccess(
         host=settings.place[0],
         port=settings.place[1],
@@ -132,5 +132,5 @@ def open_ssh_session(node: Node, *, find_access: Callable[[], SSHAccess] | None 
     from rollouts.infra.ssh.ssh_session import SSHSession  # imports paramiko
 
     assert node.access is not None, f"{node.name} has no address"
-    programs_dir = f"{node.root}/{PROGRAMS_DIR}"
+    programs_dir = f"{node.root}/{_PROGRAMS_DIR}"
     return SSHSession(node.access, python=node.python, programs_dir=programs_dir, find_access=find_access)

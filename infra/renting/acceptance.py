@@ -18,8 +18,8 @@ from rollouts.infra.offers import is_same_model
 from rollouts.infra.renting import gpu_trial, peer_trial
 from rollouts.infra.session import Session, last_line, read_answer
 
-LINK_BYTES = 4 << 20
-DISK_BYTES = 64 << 20
+_LINK_BYTES = 4 << 20
+_DISK_BYTES = 64 << 20
 ALLOWANCE_S = 15.0
 """Seconds for starting an interpreter and for round trips, besides the time that the slowest allowed speed takes."""
 _BITS_PER_MBIT, _BYTES_PER_MB, _BYTES_PER_GB = 1e6, 1e6, 1e9
@@ -44,13 +44,13 @@ GPU_TIMEOUT_S = 120.0
 """Eight GPUs without persistence mode take a minute to initialize."""
 PEER_TIMEOUT_S = 240.0
 """Seconds for importing torch from a cold disk, which takes most of the time, and for one sum over all GPUs."""
-PEER_ALLOWANCE_S = 30.0
+_PEER_ALLOWANCE_S = 30.0
 """Additional seconds for the answer."""
 NOT_READY = 802
 """CUDA_ERROR_SYSTEM_NOT_READY: the interconnect of a large machine's GPUs is still starting."""
 
 
-MIN_MEMORY_SHARE = 0.9
+_MIN_MEMORY_SHARE = 0.9
 """Share of the offered memory that a GPU must have. The driver keeps some, and some providers count in another GB."""
 
 
@@ -92,7 +92,7 @@ def require_gpus(session: Session, num_gpus: int, *, gpu_type: str = "", vram_gb
     if others:
         raise UnfitMachineError(f"it has {what}, but {num_gpus}x {gpu_type} was offered")
     least_gb = min(found["memory"]) / _BYTES_PER_GB
-    if least_gb < MIN_MEMORY_SHARE * vram_gb:
+    if least_gb < _MIN_MEMORY_SHARE * vram_gb:
         raise UnfitMachineError(
             f"its GPUs ({what}) have {least_gb:.0f} GB of memory, but {vram_gb:.0f} GB were offered"
         )
@@ -112,7 +112,7 @@ def require_peers(session: Session, python: str, num_gpus: int, *, backend: str 
     command = [python, "-", backend, str(num_gpus), str(PEER_TIMEOUT_S)]
     program = Path(peer_trial.__file__).read_bytes()
     try:
-        found = read_answer(session.run(command, stdin=program, timeout_s=PEER_TIMEOUT_S + PEER_ALLOWANCE_S))
+        found = read_answer(session.run(command, stdin=program, timeout_s=PEER_TIMEOUT_S + _PEER_ALLOWANCE_S))
         is_tried, problem = found["is_tried"], found["problem"]
     except (CommandFailedError, CommandTimeoutError) as error:
         is_tried, problem = True, str(error).strip().rpartition("\n")[2]
@@ -155,10 +155,10 @@ def require_speed(session: Session, root: str, *, min_link_mbit_s: float, min_di
         UnfitMachineError: the machine is slower.
         InfraError: the machine cannot be reached.
     """
-    bits = 8 * LINK_BYTES
+    bits = 8 * _LINK_BYTES
     link_s = ALLOWANCE_S + bits / (min_link_mbit_s * _BITS_PER_MBIT)
-    disk_s = ALLOWANCE_S + DISK_BYTES / (min_disk_mb_s * _BYTES_PER_MB)
-    payload = os.urandom(LINK_BYTES)
+    disk_s = ALLOWANCE_S + _DISK_BYTES / (min_disk_mb_s * _BYTES_PER_MB)
+    payload = os.urandom(_LINK_BYTES)
 
     def take() -> float:
         began = time.monotonic()
@@ -167,17 +167,17 @@ def require_speed(session: Session, root: str, *, min_link_mbit_s: float, min_di
 
     def give() -> float:
         began = time.monotonic()
-        session.run([session.python, "-c", _GIVE, str(LINK_BYTES)], timeout_s=link_s)
+        session.run([session.python, "-c", _GIVE, str(_LINK_BYTES)], timeout_s=link_s)
         return time.monotonic() - began
 
     def write() -> float:
-        completed = session.run([session.python, "-c", _WRITE, root, str(DISK_BYTES)], timeout_s=disk_s)
+        completed = session.run([session.python, "-c", _WRITE, root, str(_DISK_BYTES)], timeout_s=disk_s)
         return float(last_line(completed))
 
     found = MachineSpeed(
         upload_mbit_s=_speed(take, bits / _BITS_PER_MBIT, link_s),
         download_mbit_s=_speed(give, bits / _BITS_PER_MBIT, link_s),
-        disk_mb_s=_speed(write, DISK_BYTES / _BYTES_PER_MB, disk_s),
+        disk_mb_s=_speed(write, _DISK_BYTES / _BYTES_PER_MB, disk_s),
     )
     if min(found.upload_mbit_s, found.download_mbit_s) < min_link_mbit_s or found.disk_mb_s < min_disk_mb_s:
         raise UnfitMachineError(

@@ -14,13 +14,13 @@ import subprocess
 import sys
 from typing import Any  # Any: a JSON object, a shared library
 
-LIBRARY = "libcuda.so.1"
-PATTERN = 0x5EED1234
+_LIBRARY = "libcuda.so.1"
+_PATTERN = 0x5EED1234
 NUM_WORDS = 1 << 20
-NAME_BYTES = 256
+_NAME_BYTES = 256
 
 
-class RefusedCallError(Exception):
+class _RefusedCallError(Exception):
     """The driver returned an error code."""
 
     def __init__(self, call: str, code: int) -> None:
@@ -29,19 +29,18 @@ class RefusedCallError(Exception):
 
 
 def main() -> int:
-    """Test every GPU and print the result."""
     try:
-        cuda = ctypes.CDLL(LIBRARY)
+        cuda = ctypes.CDLL(_LIBRARY)
     except OSError as error:
-        answer = {"has_driver": False, "listed": count_listed(), "gpus": [], "memory": []}  # type: dict[str, Any]
+        answer = {"has_driver": False, "listed": _count_listed(), "gpus": [], "memory": []}  # type: dict[str, Any]
         answer.update({"code": 0, "problem": str(error)})
     else:
-        answer = try_gpus(cuda)
+        answer = _try_gpus(cuda)
     sys.stdout.write(json.dumps(answer) + "\n")
     return 0
 
 
-def count_listed() -> int:
+def _count_listed() -> int:
     """Return the number of GPUs that nvidia-smi lists; 0 without nvidia-smi or after an error."""
     try:
         listed = subprocess.check_output(["nvidia-smi", "--query-gpu=uuid", "--format=csv,noheader"])
@@ -50,7 +49,7 @@ def count_listed() -> int:
     return sum(1 for line in listed.splitlines() if line.startswith((b"GPU-", b"MIG-")))
 
 
-def try_gpus(cuda: Any) -> "dict[str, Any]":
+def _try_gpus(cuda: Any) -> "dict[str, Any]":
     """Return the GPUs that computed, up to the first failure, and the driver's error for that."""
     names, memory = [], []  # type: list[str], list[int]
     code, problem = 0, ""
@@ -59,10 +58,10 @@ def try_gpus(cuda: Any) -> "dict[str, Any]":
         count = ctypes.c_int()
         call(cuda, "cuDeviceGetCount", ctypes.byref(count))
         for index in range(count.value):
-            name, num_bytes = try_gpu(cuda, index)
+            name, num_bytes = _try_gpu(cuda, index)
             names.append(name)
             memory.append(num_bytes)
-    except RefusedCallError as error:
+    except _RefusedCallError as error:
         code = error.code
         problem = f"GPU {len(names)}: {error.call} answers {code} ({describe(cuda, code)})"
     except ValueError as error:
@@ -70,40 +69,38 @@ def try_gpus(cuda: Any) -> "dict[str, Any]":
     return {"has_driver": True, "listed": 0, "gpus": names, "memory": memory, "code": code, "problem": problem}
 
 
-def try_gpu(cuda: Any, index: int) -> "tuple[str, int]":
+def _try_gpu(cuda: Any, index: int) -> "tuple[str, int]":
     """Let one GPU fill memory; return its name and its memory in bytes.
 
     Raises:
-        RefusedCallError: a call of the driver failed.
+        _RefusedCallError: a call of the driver failed.
         ValueError: the read content differs.
     """
     device, context, pointer = ctypes.c_int(), ctypes.c_void_p(), ctypes.c_ulonglong()
-    name = ctypes.create_string_buffer(NAME_BYTES)
+    name = ctypes.create_string_buffer(_NAME_BYTES)
     filled = (ctypes.c_uint32 * NUM_WORDS)()
     num_bytes, total_bytes = ctypes.c_size_t(ctypes.sizeof(filled)), ctypes.c_size_t()
     call(cuda, "cuDeviceGet", ctypes.byref(device), ctypes.c_int(index))
-    call(cuda, "cuDeviceGetName", name, ctypes.c_int(NAME_BYTES), device)
+    call(cuda, "cuDeviceGetName", name, ctypes.c_int(_NAME_BYTES), device)
     call(cuda, "cuDeviceTotalMem_v2", ctypes.byref(total_bytes), device)
     call(cuda, "cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
     call(cuda, "cuCtxSetCurrent", context)
     call(cuda, "cuMemAlloc_v2", ctypes.byref(pointer), num_bytes)
-    call(cuda, "cuMemsetD32_v2", pointer, ctypes.c_uint(PATTERN), ctypes.c_size_t(NUM_WORDS))
+    call(cuda, "cuMemsetD32_v2", pointer, ctypes.c_uint(_PATTERN), ctypes.c_size_t(NUM_WORDS))
     call(cuda, "cuMemcpyDtoH_v2", filled, pointer, num_bytes)
     call(cuda, "cuMemFree_v2", pointer)
-    if bytes(filled) != PATTERN.to_bytes(4, sys.byteorder) * NUM_WORDS:
+    if bytes(filled) != _PATTERN.to_bytes(4, sys.byteorder) * NUM_WORDS:
         raise ValueError("its memory does not hold what it wrote")
     return name.value.decode("utf-8", "replace"), total_bytes.value
 
 
 def call(cuda: Any, name: str, *arguments: Any) -> None:
-    """Call a function of the driver; raise RefusedCallError if it fails."""
     code = getattr(cuda, name)(*arguments)
     if code != 0:
-        raise RefusedCallError(name, code)
+        raise _RefusedCallError(name, code)
 
 
 def describe(cuda: Any, code: int) -> str:
-    """Return the driver's text for an error code."""
     text = ctypes.c_char_p()
     known = cuda.cuGetErrorString(ctypes.c_int(code), ctypes.byref(text)) == 0 and text.value
     return known.decode("utf-8", "replace") if known else "unknown error"

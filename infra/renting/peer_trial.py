@@ -23,34 +23,33 @@ import tempfile
 import time
 from typing import Any  # Any: a JSON object, torch
 
-CUDA_LIBRARY = "libcuda.so.1"
-NUM_NUMBERS = 1 << 22
+_CUDA_LIBRARY = "libcuda.so.1"
+_NUM_NUMBERS = 1 << 22
 SKIPPED, DONE, FAILED = "skipped", "done", "failed: "
-MAX_WORD_BYTES = 1000
+_MAX_WORD_BYTES = 1000
 
 
 def main() -> int:
-    """Run the test and print the result."""
     backend, num_ranks, deadline_s = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
     answer = {"is_tried": False, "problem": ""}  # type: dict[str, Any]
-    if has_requirements(backend):
+    if _has_requirements(backend):
         with tempfile.TemporaryDirectory() as folder:
-            answer = try_together(backend, num_ranks, deadline_s, folder)
+            answer = _try_together(backend, num_ranks, deadline_s, folder)
     sys.stdout.write(json.dumps(answer) + "\n")
     return 0
 
 
-def has_requirements(backend: str) -> bool:
+def _has_requirements(backend: str) -> bool:
     """Return whether torch and, for nccl, a driver exist. torch is not imported, so that processes can be forked."""
     if importlib.util.find_spec("torch") is None:
         return False
     try:
-        return backend != "nccl" or bool(ctypes.CDLL(CUDA_LIBRARY))
+        return backend != "nccl" or bool(ctypes.CDLL(_CUDA_LIBRARY))
     except OSError:
         return False
 
 
-def try_together(backend: str, num_ranks: int, deadline_s: float, folder: str) -> "dict[str, Any]":
+def _try_together(backend: str, num_ranks: int, deadline_s: float, folder: str) -> "dict[str, Any]":
     """Start all processes and follow them until all have ended, one has failed, or time is up."""
     ends_at = time.monotonic() + deadline_s
     pipes, pids = {}, []
@@ -58,7 +57,7 @@ def try_together(backend: str, num_ranks: int, deadline_s: float, folder: str) -
         ours, theirs = os.pipe()
         pid = os.fork()
         if pid == 0:
-            run_rank(backend, rank, num_ranks, deadline_s, folder, theirs)
+            _run_rank(backend, rank, num_ranks, deadline_s, folder, theirs)
         os.close(theirs)
         pids.append(pid)
         pipes[ours] = rank
@@ -96,16 +95,16 @@ def follow(pipes: "dict[int, int]", ends_at: float) -> "dict[int, str]":
     return words
 
 
-def run_rank(backend: str, rank: int, num_ranks: int, deadline_s: float, folder: str, pipe: int) -> None:
+def _run_rank(backend: str, rank: int, num_ranks: int, deadline_s: float, folder: str, pipe: int) -> None:
     """Run one process of the test; never returns."""
 
     def say(word: str) -> None:
-        os.write(pipe, word.encode()[:MAX_WORD_BYTES] + b"\n")
+        os.write(pipe, word.encode()[:_MAX_WORD_BYTES] + b"\n")
 
     signal.alarm(int(deadline_s) + 1)  # ends the process if a driver's call hangs and the parent is gone
     try:
         say("did not import torch")
-        say(sum_up(backend, rank, num_ranks, deadline_s, folder, say))
+        say(_sum_up(backend, rank, num_ranks, deadline_s, folder, say))
     except BaseException as error:  # noqa: BLE001 - any error is reported to the parent process
         said = str(error).strip().split("\n")[0]
         say(FAILED + f"rank {rank}: {type(error).__name__}: {said}")
@@ -113,7 +112,7 @@ def run_rank(backend: str, rank: int, num_ranks: int, deadline_s: float, folder:
         os._exit(0)
 
 
-def sum_up(backend: str, rank: int, num_ranks: int, deadline_s: float, folder: str, say: Any) -> str:
+def _sum_up(backend: str, rank: int, num_ranks: int, deadline_s: float, folder: str, say: Any) -> str:
     """Return the last word: the sum is right, or the test was skipped.
 
     Raises:
@@ -135,7 +134,7 @@ def sum_up(backend: str, rank: int, num_ranks: int, deadline_s: float, folder: s
     if is_nccl:
         torch.cuda.set_device(rank)
     say("did not sum up")
-    numbers = torch.full((NUM_NUMBERS,), float(rank + 1), device="cuda:" + str(rank) if is_nccl else "cpu")
+    numbers = torch.full((_NUM_NUMBERS,), float(rank + 1), device="cuda:" + str(rank) if is_nccl else "cpu")
     group.all_reduce(numbers)
     expected = num_ranks * (num_ranks + 1) / 2
     if not bool((numbers == expected).all()):

@@ -69,9 +69,9 @@ from rollouts.infra.ssh.host_keys import HostKeyEvidence, fingerprint_of, make_h
 MAX_OFFERS = 6
 UNFIT_FOR_S = 24 * 3600.0
 """An unusable machine is not rented again for this time."""
-UNSEEN_S = 60.0
+_UNSEEN_S = 60.0
 """A provider may not list a machine yet that was created this recently."""
-PRICE_TOLERANCE = 1.001
+_PRICE_TOLERANCE = 1.001
 """Providers round their prices."""
 
 logger = logging.getLogger(__name__)
@@ -134,7 +134,6 @@ def released_on_failure(renting: Renting) -> Iterator[None]:
 
 
 def _is_released_after(error: BaseException, rental: Rental) -> bool:
-    """Whether this error gives back this machine of the run."""
     if isinstance(error, Exception):
         return is_in_use(rental)  # requests without an answer were looked up already, and releases were tried
     return isinstance(error, KeyboardInterrupt) or rental.state is not RentalState.READY
@@ -201,7 +200,6 @@ def _left_by(rental: Rental) -> str:
 
 
 def _is_same_place(rental: Rental, unit: Sequence[Rental]) -> bool:
-    """Return whether all machines are of one kind in one place."""
     return len({(each.provider, each.region, each.gpu) for each in (rental, *unit)}) == 1
 
 
@@ -298,7 +296,6 @@ def _few(offers: Sequence[Offer], closed: Set[CloudName]) -> Iterator[Offer]:
 
 
 def _is_beside(offer: Offer, rental: Rental) -> bool:
-    """Return whether the offer has the machine's kind and place."""
     return (offer.provider, offer.region, offer.gpus) == (rental.provider, rental.region, rental.gpu)
 
 
@@ -413,7 +410,6 @@ def _allowed_until(rental: Rental, renting: Renting, now: float, *, beside: Sequ
 
 
 def _hours(usd: float, usd_per_hour: float) -> float:
-    """Return the hours that the money pays for."""
     return usd / usd_per_hour if usd_per_hour > 0 else math.inf
 
 
@@ -492,7 +488,7 @@ def _use_or_release(rental: Rental, renting: Renting, *, beside: Sequence[Rental
         _OfferFailedError: it is unusable and was released.
         PermanentInfraError: no machine could be used.
     """
-    problem, host_key, price = wait_ready(rental, renting)
+    problem, host_key, price = _wait_ready(rental, renting)
     if problem:
         renting.say(f"gives back {rental.name}: {problem}")
         is_fresh = (
@@ -502,7 +498,7 @@ def _use_or_release(rental: Rental, renting: Renting, *, beside: Sequence[Rental
         raise _OfferFailedError(problem)
     priced = replace(rental, usd_per_hour=price)
     expires_at = min(rental.expires_at, _allowed_until(priced, renting, time.time(), beside=beside))
-    if price > rental.usd_per_hour * PRICE_TOLERANCE:
+    if price > rental.usd_per_hour * _PRICE_TOLERANCE:
         offered = f"{price:.2f} USD/h, but was offered for {rental.usd_per_hour:.2f}"
         renting.say(f"{rental.name} costs {offered}: it is ended by {in_utc(expires_at)}")
     changes = {"host_key": host_key, "usd_per_hour": price, "expires_at": expires_at}
@@ -512,16 +508,16 @@ def _use_or_release(rental: Rental, renting: Renting, *, beside: Sequence[Rental
     return ready
 
 
-def wait_ready(rental: Rental, renting: Renting) -> tuple[str, str, float]:
+def _wait_ready(rental: Rental, renting: Renting) -> tuple[str, str, float]:
     """Wait until a machine is usable. Returns the problem or "", its host key, and its price per hour."""
     request, cloud, pace = renting.request, renting.cloud_of(rental), renting.pace
-    max_usd_per_hour = request.query.max_usd_per_gpu_hour * request.query.gpu_count * PRICE_TOLERANCE
+    max_usd_per_hour = request.query.max_usd_per_gpu_hour * request.query.gpu_count * _PRICE_TOLERANCE
     started = time.monotonic()
     reason, price = "its provider gave it no address", rental.usd_per_hour
     while True:
         try:
             instance = look_up(cloud, rental.instance_id, rental.name)
-            is_unseen = rental.state is not RentalState.READY and time.monotonic() - started < UNSEEN_S
+            is_unseen = rental.state is not RentalState.READY and time.monotonic() - started < _UNSEEN_S
             if instance is None and not is_unseen:
                 return f"{rental.name} is gone: its provider took it away", "", price
             if instance is not None and not instance.status.may_become_usable:

@@ -45,7 +45,7 @@ from rollouts.infra.renting.rentals import (
 UNSEEN_AFTER_S = 3600.0
 """A requested machine that has not appeared after this time counts as not created. If it appears later, it is ended."""
 
-BEING_CHANGED = "another process ends it or takes it over at this moment"
+_BEING_CHANGED = "another process ends it or takes it over at this moment"
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +63,6 @@ class ReapReport:
     """Machines that could not be checked or ended."""
 
     def add(self, other: "ReapReport") -> None:
-        """Append the results of another check."""
         self.ended += other.ended
         self.kept += other.kept
         self.foreign += other.foreign
@@ -143,7 +142,6 @@ def release_named(name: str, ledger: Ledger, clouds: Mapping[CloudName, Cloud], 
 
 @contextmanager
 def _failures_noted(report: ReapReport) -> Iterator[None]:
-    """Report an error about one machine and continue with the others."""
     try:
         yield
     except InfraError as error:
@@ -243,7 +241,7 @@ def _end(
     except LedgerUnwritableError as error:  # no other process can have changed the row either
         end_unnoted(replace(rental, **changes), cloud, error, pace=pace)
     if claimed is None:
-        report.kept.append(f"{rental.name}: {BEING_CHANGED}")
+        report.kept.append(f"{rental.name}: {_BEING_CHANGED}")
         return
     release_machine(claimed, ledger, cloud, note="ended by the reaper", pace=pace)
     report.ended.append(f"{rental.name} at {rental.provider}, {rental.gpu}")

@@ -20,10 +20,10 @@ from rollouts.infra.ledger import Ledger
 from rollouts.infra.run_ids import short_id
 
 NAME_PREFIX = "rollouts-"
-TOO_LATE_S = 1200.0
+_TOO_LATE_S = 1200.0
 """No other run takes a machine over with less time left: half of it is needed to end its work (tasks/budget.py)."""
-TOO_LATE_SHARE = 0.2
-"""Used instead of `TOO_LATE_S` if the machine's whole time is short."""
+_TOO_LATE_SHARE = 0.2
+"""Used instead of `_TOO_LATE_S` if the machine's whole time is short."""
 NEVER_SEEN = "it never appeared"
 """Note of a machine that was requested and never appeared."""
 NAME = re.compile(r"rollouts-(?P<ledger>[0-9a-f]{8})-(?P<run>[A-Za-z0-9]+)-a(?P<attempt>\d+)-t(?P<epoch>\d+)")
@@ -46,7 +46,6 @@ class RentalState(StrEnum):
 
     @property
     def is_over(self) -> bool:
-        """Whether the machine costs nothing any more."""
         return self in (RentalState.GONE, RentalState.REFUSED)
 
 
@@ -94,7 +93,6 @@ class Rental:
 
     @property
     def is_kept(self) -> bool:
-        """Whether it is kept after its run failed."""
         return self.state is RentalState.READY and self.kept_until is not None
 
     @property
@@ -108,13 +106,11 @@ class Rental:
         return self.expires_at - too_late_s(self.expires_at - self.intended_at)
 
     def usd(self, now: float) -> float:
-        """Cost in USD until `now`."""
         if self.rented_at is None:
             return 0.0
         return max(0.0, (self.ended_at or now) - self.rented_at) / 3600 * self.usd_per_hour
 
     def usd_within(self, since: float, until: float) -> float:
-        """Cost in USD between two times."""
         if self.rented_at is None:
             return 0.0
         ended_at = until if self.ended_at is None else min(until, self.ended_at)
@@ -123,11 +119,10 @@ class Rental:
 
 def too_late_s(whole_s: float) -> float:
     """The remaining time that is too short to start with, given the machine's whole time."""
-    return min(TOO_LATE_S, TOO_LATE_SHARE * whole_s)
+    return min(_TOO_LATE_S, _TOO_LATE_SHARE * whole_s)
 
 
 def in_utc(seconds: float) -> str:
-    """Format a time of the ledger for users."""
     return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(seconds))
 
 
@@ -148,7 +143,6 @@ def machine_name(ledger: Ledger, run_id: str) -> str:
 
 
 def add_rental(ledger: Ledger, rental: Rental) -> None:
-    """Write the row."""
     values = [getattr(rental, column) for column in Rental.__slots__]
     with ledger.transaction() as database:
         database.execute(f"INSERT INTO rentals ({_COLUMNS}) VALUES ({', '.join('?' * len(values))})", values)
@@ -180,7 +174,6 @@ def change_rental(ledger: Ledger, rental: Rental, **changes: Any) -> Rental | No
 
 
 def find_rental(ledger: Ledger, name: str) -> Rental | None:
-    """Return the row about a machine; None without one."""
     return next(iter(_select(ledger, "WHERE name = ?", name)), None)
 
 
@@ -190,7 +183,6 @@ def rentals_of(ledger: Ledger, run_id: str) -> list[Rental]:
 
 
 def all_rentals(ledger: Ledger) -> list[Rental]:
-    """Return all machines of all runs, oldest first."""
     return _select(ledger, "ORDER BY intended_at, name")
 
 
@@ -211,7 +203,6 @@ def unfit_hosts(ledger: Ledger, since: float) -> set[tuple[CloudName, str]]:
 
 
 def usd_spent(ledger: Ledger, run_id: str, now: float) -> float:
-    """Return the cost in USD of a run's machines until `now`."""
     return sum(rental.usd(now) for rental in rentals_of(ledger, run_id))
 
 

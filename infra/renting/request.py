@@ -59,7 +59,6 @@ class Renting:
     pace: Pace = PATIENT
 
     def cloud_of(self, rental: Rental) -> Cloud:
-        """Return the account that a machine belongs to."""
         return self.clouds[rental.provider]
 
     def release(self, rental: Rental, *, note: str = "", is_unfit: bool = False) -> None:

@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from rollouts.infra import node_agent
@@ -40,7 +39,7 @@ from rollouts.infra.supervisor.files import parse_object
 CLOSE_TIMEOUT_S = 10.0
 MAX_ANSWER_BYTES = 64 << 20
 """Five times the digests of all chunks of a terabyte."""
-MAX_FRAME_BYTES = 256 << 10
+_MAX_FRAME_BYTES = 256 << 10
 """Maximum size of a frame of input."""
 _FIRST_BYTES = b"# rollouts agent"
 _EATEN_CODE = 65
@@ -128,7 +127,6 @@ class Agent:
         self._channel.end_input()
 
     def end(self) -> None:
-        """Close the channel at once."""
         self._channel.close()
 
     def end_in_peace(self) -> None:
@@ -235,8 +233,8 @@ class AgentCall:
             return
         for chunk in chunks:
             view = memoryview(chunk)
-            for start in range(0, len(view), MAX_FRAME_BYTES):
-                piece = view[start : start + MAX_FRAME_BYTES]
+            for start in range(0, len(view), _MAX_FRAME_BYTES):
+                piece = view[start : start + _MAX_FRAME_BYTES]
                 if not self._agent.send(*_frame(DATA, piece)):
                     return
         self._agent.send(*_frame(END_OF_INPUT, b""))
@@ -293,9 +291,7 @@ class AgentCall:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Give the agent back if it can answer another request; otherwise end it."""
         if self._answer is None:
             self._agent.end_in_peace()

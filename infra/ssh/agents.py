@@ -42,15 +42,15 @@ PIECES = PURPOSES[3:]
 assert len(PIECES) == MAX_SENDERS
 """Connections for large files to a distant node."""
 
-OPEN_ATTEMPTS = 4
+_OPEN_ATTEMPTS = 4
 """Attempts to start a request."""
 PAUSE_S, BAN_PAUSE_S = 0.5, 4.0
 """Pause after the first attempt; it doubles after each attempt. The shortest bans of OpenSSH last 15 s."""
 ANSWER_MARGIN_S = 30.0
 """Additional time for an answer, beyond the command's own time limit."""
-MAX_IDLE_AGENTS = 2
+_MAX_IDLE_AGENTS = 2
 """Idle agents to keep per connection. Servers allow about ten channels."""
-MAX_IDLE_S = 60.0
+_MAX_IDLE_S = 60.0
 """An agent that was idle for longer is not used: its connection may have broken unnoticed."""
 
 logger = logging.getLogger(__name__)
@@ -86,11 +86,9 @@ class Agents:
 
     @property
     def address(self) -> str:
-        """The machine's address, for messages."""
         return self.access.address
 
     def close(self) -> None:
-        """End the agents and close the connections."""
         with self._lock:
             self._is_closed = True  # other threads must not connect again
             for _, agent in itertools.chain(*self._idle_agents.values()):
@@ -105,12 +103,12 @@ class Agents:
 
     def ask(self, purpose: Purpose, request: JsonObject, *, timeout_s: float | None = None) -> AgentCall:
         """Start a request; reconnect if the connection has broken."""
-        for attempt in range(1, OPEN_ATTEMPTS + 1):
+        for attempt in range(1, _OPEN_ATTEMPTS + 1):
             try:
                 agent = self._idle_agent(purpose) or self._new_agent(purpose)
                 return self._begin(purpose, agent, request, timeout_s=timeout_s)
             except TransientInfraError as error:
-                if attempt == OPEN_ATTEMPTS:
+                if attempt == _OPEN_ATTEMPTS:
                     raise
                 logger.info("attempt %d to reach %s failed: %s", attempt, self.address, error)
                 time.sleep((BAN_PAUSE_S if isinstance(error, BannedError) else PAUSE_S) * 2.0 ** (attempt - 1))
@@ -166,7 +164,7 @@ class Agents:
                 if not self._idle_agents[purpose]:
                     return None
                 since, agent = self._idle_agents[purpose].pop()
-            if agent.is_alive and time.monotonic() - since < MAX_IDLE_S:
+            if agent.is_alive and time.monotonic() - since < _MAX_IDLE_S:
                 return agent
             agent.end()
 
@@ -229,7 +227,7 @@ class Agents:
     def _give_back(self, purpose: Purpose, agent: Agent) -> None:
         with self._lock:
             idle = self._idle_agents[purpose]
-            if not self._is_closed and len(idle) < MAX_IDLE_AGENTS:
+            if not self._is_closed and len(idle) < _MAX_IDLE_AGENTS:
                 idle.append((time.monotonic(), agent))
                 return
         agent.end()

@@ -39,19 +39,23 @@ from rollouts.infra.ssh.login_keys import (
     load_keys,
     public_half,
 )
-from rollouts.infra.ssh.proxy_jump import HeardSocket, explain_proxy, open_proxy
+from rollouts.infra.ssh.proxy_jump import (
+    CONNECT_TIMEOUT_S,
+    HEARTBEAT_INTERVAL_S,
+    HeardSocket,
+    explain_proxy,
+    open_proxy,
+)
 
-CONNECT_TIMEOUT_S = 15.0
-CHANNEL_TIMEOUT_S = 30.0
+_CHANNEL_TIMEOUT_S = 30.0
 EXIT_CODE_TIMEOUT_S = 10.0
-HEARTBEAT_INTERVAL_S = 15.0
 HEARTBEAT_LIMIT_S = 30.0
 """Seconds of silence after a heartbeat until the peer counts as dead; with the interval, within 45 s. Any received
 bytes count, because over a slow link the answer queues behind other data."""
 
 CIPHERS = ("aes128-gcm@openssh.com", "aes256-gcm@openssh.com", "aes128-ctr", "aes256-ctr")
 """GCM first: 1.5 times as fast as paramiko's first choice."""
-KEX = "curve25519-sha256"
+_KEX = "curve25519-sha256"
 """Known to paramiko and to every server of the last ten years."""
 _KEY_TYPES = ("ssh-ed25519", "ecdsa-sha2-nistp256", "ecdsa-sha2-nistp384", "ecdsa-sha2-nistp521", "ssh-rsa")
 SIGNATURES = {"ssh-rsa": ("rsa-sha2-512", "rsa-sha2-256")}
@@ -64,7 +68,7 @@ _NEAR_WINDOW_BYTES, _FAR_WINDOW_BYTES = 2 << 20, 16 << 20
 its speed with a large window. The window is for received data; the server chooses the other direction's."""
 _PROHIBITED = 1
 """Error code of a channel that the server's configuration forbids. Other codes are temporary."""
-REFUSALS_FOR_NOW = ("Not allowed at this time", "Exceeded MaxStartups")
+_REFUSALS_FOR_NOW = ("Not allowed at this time", "Exceeded MaxStartups")
 """OpenSSH sends these texts instead of its greeting to a banned address, and during too many logins."""
 _DROPPED = (paramiko.SSHException, OSError, EOFError)
 
@@ -156,12 +160,10 @@ class SSHChannel:
         return None if exit_code == -1 else exit_code
 
     def end_input(self) -> None:
-        """Signal the end of the input."""
         with contextlib.suppress(*_DROPPED):
             self._channel.shutdown_write()
 
     def close(self) -> None:
-        """Close the channel; never fails."""
         with contextlib.suppress(*_DROPPED):
             self._channel.close()
 
@@ -216,14 +218,13 @@ class SSHConnection:
         return SSHChannel(self._open("direct-tcpip", (host, port), ("127.0.0.1", 0)), self.address)
 
     def close(self) -> None:
-        """Close the connection with all its channels."""
         self._closed.set()
         self._transport.close()
 
     def _open(self, kind: str, *addresses: tuple[str, int]) -> Any:  # Any: paramiko has no types
         window = _FAR_WINDOW_BYTES if self.is_far else _NEAR_WINDOW_BYTES
         try:
-            return self._transport.open_channel(kind, *addresses, window_size=window, timeout=CHANNEL_TIMEOUT_S)
+            return self._transport.open_channel(kind, *addresses, window_size=window, timeout=_CHANNEL_TIMEOUT_S)
         except paramiko.ChannelException as error:
             if addresses and error.code == _PROHIBITED:
                 raise PermanentInfraError(
@@ -372,7 +373,7 @@ def _open_verified(access: SSHAccess, policy: HostKeyPolicy) -> tuple[Any, HostK
         reason = min(reasons, key=lambda each: "host key" in each)
         raise PermanentInfraError(
             f"{access.address} has an SSH server without a safe algorithm in common ({reason}): update "
-            f"it, or allow the cipher {CIPHERS[0]} and the key exchange {KEX} in its sshd_config"
+            f"it, or allow the cipher {CIPHERS[0]} and the key exchange {_KEX} in its sshd_config"
         )
     raise AssertionError(policy.check(key))  # raises, because the key is not the pinned one
 
@@ -410,7 +411,7 @@ def _open_transport(access: SSHAccess, key_types: Sequence[str]) -> tuple[Any, H
 
 def _no_greeting(access: SSHAccess, reason: str) -> NodeUnreachableError:
     """Return the error for a server that disconnected before it showed a key, by its message."""
-    if any(reason.startswith(refusal) for refusal in REFUSALS_FOR_NOW):
+    if any(reason.startswith(refusal) for refusal in _REFUSALS_FOR_NOW):
         return BannedError(access.address, reason)
     return NodeUnreachableError(access.address, reason)
 

@@ -75,7 +75,6 @@ class HostKeyPolicy:
 
     @property
     def address(self) -> str:
-        """The host's name in known_hosts."""
         if self.alias:
             return self.alias
         return self.host if self.port == SSH_PORT else f"[{self.host}]:{self.port}"

@@ -87,7 +87,7 @@ class KeyOfAgent(AgentKey):  # type: ignore[misc]  # as above
             self.is_signing = False
 
 
-def agent_keys(place: str = "") -> list[Any]:  # Any: paramiko has no types
+def _agent_keys(place: str = "") -> list[Any]:  # Any: paramiko has no types
     """Return the agent's keys; empty if it breaks off, as a forwarded agent does after its other end is gone.
 
     Args:
@@ -165,7 +165,7 @@ def load_keys(access: SSHAccess) -> LoginKeys:
             return LoginKeys(keys=(LoginKey(read_key_variable(access.key_variable)),))
         except PermanentInfraError as error:
             raise LoginError(access.address, str(error)) from error
-    of_agent = agent_keys(access.agent)
+    of_agent = _agent_keys(access.agent)
     if access.key_file:
         files = [Path(each).expanduser() for each in (access.key_file, *access.further_key_files)]
         keys = []
@@ -222,7 +222,7 @@ def require_login_key(*, key_file: str, key_variable: str) -> None:
     if key_variable:
         read_key_variable(key_variable)
     else:
-        _load_key(Path(key_file).expanduser(), "a machine that is not rented yet", agent_keys())
+        _load_key(Path(key_file).expanduser(), "a machine that is not rented yet", _agent_keys())
 
 
 def read_public_key(*, key_file: str, key_variable: str) -> str:

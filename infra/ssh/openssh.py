@@ -31,25 +31,26 @@ from rollouts.infra.node_agent import widen_pipe
 from rollouts.infra.offers import Instance
 from rollouts.infra.ssh.connection import (
     CIPHERS,
-    CONNECT_TIMEOUT_S,
     EXIT_CODE_TIMEOUT_S,
-    HEARTBEAT_INTERVAL_S,
     SIGNATURES,
     SSHConnection,
 )
-from rollouts.infra.ssh.proxy_jump import proxy_option
+from rollouts.infra.ssh.proxy_jump import (
+    CONNECT_TIMEOUT_S,
+    HEARTBEAT_INTERVAL_S,
+    NUM_HEARTBEATS,
+    PROGRAM,
+    proxy_option,
+)
 
-PROGRAM = "ssh"
-QUESTION_TIMEOUT_S = 5.0
-SLOW_KEY_EXCHANGE = "sntrup761x25519-sha512@openssh.com"
+_QUESTION_TIMEOUT_S = 5.0
+_SLOW_KEY_EXCHANGE = "sntrup761x25519-sha512@openssh.com"
 """The first choice of OpenSSH 9.0 to 9.8. It takes the client up to 0.3 s of processor time per login."""
-FAST_KEY_EXCHANGES = ("mlkem768x25519-sha256", "curve25519-sha256")
+_FAST_KEY_EXCHANGES = ("mlkem768x25519-sha256", "curve25519-sha256")
 """Preferred instead. The second is not safe against quantum computers. Our own connection, which carries the secrets,
 is not safe against them either."""
 NOBODY_ANSWERS = 255
 """The client's exit code after a failed or broken connection."""
-NUM_HEARTBEATS = 2
-"""Unanswered heartbeats after which the peer counts as dead."""
 _PLAIN_PATH = re.compile(r"[A-Za-z0-9/._+-]+")
 _ALIAS = "the-node"
 """The node's name in the client's known_hosts. It needs no quoting and no lookup."""
@@ -141,7 +142,6 @@ class OpenSSH:
         return process
 
     def close(self) -> None:
-        """End the running commands, and remove the files."""
         with self._lock:
             for process in self._processes:
                 process.kill()
@@ -198,19 +198,19 @@ def is_installed() -> bool:
 
 @functools.cache
 def _fast_key_exchanges(program: str) -> tuple[str, ...]:
-    """Return the client's members of FAST_KEY_EXCHANGES if it has the slow one. It refuses unknown names."""
+    """Return the client's members of _FAST_KEY_EXCHANGES if it has the slow one. It refuses unknown names."""
     try:
         asked = subprocess.run(
             [program, "-Q", "kex"],
             stdin=subprocess.DEVNULL,
             capture_output=True,
-            timeout=QUESTION_TIMEOUT_S,
+            timeout=_QUESTION_TIMEOUT_S,
             check=False,
         )
     except (OSError, subprocess.TimeoutExpired):
         return ()
     known = asked.stdout.decode(errors="replace").split()
-    return tuple(name for name in FAST_KEY_EXCHANGES if name in known) if SLOW_KEY_EXCHANGE in known else ()
+    return tuple(name for name in _FAST_KEY_EXCHANGES if name in known) if _SLOW_KEY_EXCHANGE in known else ()
 
 
 class OpenSSHChannel:
@@ -227,7 +227,6 @@ class OpenSSHChannel:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the client has ended."""
         return self._process.poll() is not None
 
     def send(self, *parts: bytes | memoryview) -> None:
@@ -272,7 +271,6 @@ class OpenSSHChannel:
         return os.pread(self._stderr.fileno(), 64 << 10, 0)
 
     def exit_code(self) -> int | None:
-        """Return the command's exit code; None if the connection failed or broke."""
         try:
             exit_code = self._process.wait(EXIT_CODE_TIMEOUT_S)
         except subprocess.TimeoutExpired:
@@ -280,12 +278,10 @@ class OpenSSHChannel:
         return None if exit_code in (NOBODY_ANSWERS, *range(-64, 0)) else exit_code
 
     def end_input(self) -> None:
-        """Signal the end of the input."""
         with contextlib.suppress(OSError):
             self._input.close()
 
     def close(self) -> None:
-        """End the client, and thereby the command."""
         self.end_input()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(0.05)  # an idle client ends its connection properly

@@ -24,7 +24,7 @@ from rollouts.infra.foreign_text import shown_line
 from rollouts.infra.node import SSHAccess
 
 GREETING = b"SSH-"
-MAX_FIRST_BYTES = 4096
+_MAX_FIRST_BYTES = 4096
 
 
 class HeardSocket(socket.socket):
@@ -46,7 +46,7 @@ class HeardSocket(socket.socket):
     def recv(self, num_bytes: int, flags: int = 0, /) -> bytes:
         content = super().recv(num_bytes, flags)
         self.heard_at = time.monotonic()
-        if len(self._first) < MAX_FIRST_BYTES:
+        if len(self._first) < _MAX_FIRST_BYTES:
             self._first += content
         return content
 
@@ -61,22 +61,23 @@ class HeardSocket(socket.socket):
 
 
 PROGRAM = "ssh"
-CONNECT_TIMEOUT_S = 15
-HEARTBEAT_INTERVAL_S = 15
+CONNECT_TIMEOUT_S = 15.0
+HEARTBEAT_INTERVAL_S = 15.0
 NUM_HEARTBEATS = 2
+"""Unanswered heartbeats after which the client counts its peer as dead."""
 _NEXT = "[%h]:%p"
 """Tokens for the next machine of the way; the client expands them."""
 _OPTIONS = {
     "BatchMode": "yes",
     "ClearAllForwardings": "no",  # "yes" would cancel -W
-    "ConnectTimeout": str(CONNECT_TIMEOUT_S),
+    "ConnectTimeout": str(int(CONNECT_TIMEOUT_S)),
     "ControlMaster": "no",  # a shared master would outlive us
     "ControlPath": "none",
     "LogLevel": "ERROR",
     "PermitLocalCommand": "no",
     "RemoteCommand": "none",
     "ServerAliveCountMax": str(NUM_HEARTBEATS),
-    "ServerAliveInterval": str(HEARTBEAT_INTERVAL_S),
+    "ServerAliveInterval": str(int(HEARTBEAT_INTERVAL_S)),
 }
 _END_TIMEOUT_S = 2.0
 _NO_NAME = "Could not resolve hostname"

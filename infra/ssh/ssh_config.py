@@ -18,8 +18,8 @@ from pathlib import Path
 
 from rollouts.infra.errors import PermanentInfraError
 from rollouts.infra.node import NO_AGENT
+from rollouts.infra.ssh.proxy_jump import PROGRAM
 
-PROGRAM = "ssh"
 TIMEOUT_S = 15.0
 """The configuration may run commands (Match exec)."""
 _USUAL_KEY = re.compile(r"~/\.ssh/id_(dsa|rsa|xmss|(ecdsa|ed25519)(_sk)?)")

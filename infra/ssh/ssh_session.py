@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from io import FileIO
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from rollouts.infra.chunks import SHA256, Chunk
@@ -275,9 +274,7 @@ class SSHSession:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.agents.close()
 
     @contextlib.contextmanager

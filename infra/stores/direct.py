@@ -15,7 +15,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from rollouts.infra.errors import InfraError, StoreUnavailableError
@@ -29,7 +28,7 @@ from rollouts.infra.sync.push import list_files, publish_filled
 # ── presigned URLs ──
 
 
-LIFETIME_S = 3600
+_LIFETIME_S = 3600
 
 logger = logging.getLogger(__name__)
 
@@ -49,11 +48,10 @@ def can_presign(store: ObjectStore) -> bool:
 
 
 def presigned_get(store: ObjectStore, name: str) -> str:
-    """Return a URL that downloads an object."""
-    return store.sign("get_object", name, LIFETIME_S)
+    return store.sign("get_object", name, _LIFETIME_S)
 
 
-class PresignedUpload:
+class _PresignedUpload:
     """An object that another machine uploads. It exists when `complete` has returned.
 
     Leaving the block earlier aborts the upload, because S3 charges for parts of incomplete uploads.
@@ -71,23 +69,21 @@ class PresignedUpload:
 
     @property
     def pieces(self) -> list[PresignedPiece]:
-        """The pieces to upload, each with its URL."""
         if not self._upload_id:
-            url = self._store.sign("put_object", self._name, LIFETIME_S)
+            url = self._store.sign("put_object", self._name, _LIFETIME_S)
             return [PresignedPiece(offset=0, length=self._size, url=url)]
         return [
             PresignedPiece(
                 offset=index * self._part_size,
                 length=min(self._part_size, self._size - index * self._part_size),
                 url=self._store.sign(
-                    "upload_part", self._name, LIFETIME_S, UploadId=self._upload_id, PartNumber=index + 1
+                    "upload_part", self._name, _LIFETIME_S, UploadId=self._upload_id, PartNumber=index + 1
                 ),
             )
             for index in range(math.ceil(self._size / self._part_size))
         ]
 
     def complete(self, etags: Sequence[str]) -> None:
-        """Complete the object from its pieces, given their entity tags."""
         if self._upload_id:
             parts = [{"PartNumber": number, "ETag": etag} for number, etag in enumerate(etags, 1)]
             self._store.call_s3(
@@ -101,9 +97,7 @@ class PresignedUpload:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if not self._upload_id:
             return
         try:
@@ -158,7 +152,7 @@ def send_checkpoint_from_node(session: Session, store: ObjectStore, checkpoint: 
     sizes = {name: digests[name].size for name in find_missing(store, place, digests) if Path(name).name != MANIFEST}
     with ExitStack() as under_way:
         uploads = {
-            name: under_way.enter_context(PresignedUpload(store, f"{place}/{name}", size))
+            name: under_way.enter_context(_PresignedUpload(store, f"{place}/{name}", size))
             for name, size in sizes.items()
         }
         pieces = {name: upload.pieces for name, upload in uploads.items()}
@@ -171,12 +165,12 @@ def send_checkpoint_from_node(session: Session, store: ObjectStore, checkpoint: 
 
 # Any: requests and answers are JSON objects.
 def _call(session: Session, arguments: Sequence[str], request: Mapping[str, Any]) -> dict[str, Any]:
-    limits = {"probe_s": PROBE_S, "limit_s": LIFETIME_S}
+    limits = {"probe_s": PROBE_S, "limit_s": _LIFETIME_S}
     completed = session.run_program(
         Path(node_transfer.__file__),
         arguments,
         stdin=json.dumps({**limits, **request}).encode(),
-        timeout_s=PROBE_S + LIFETIME_S + ANSWER_MARGIN_S,
+        timeout_s=PROBE_S + _LIFETIME_S + ANSWER_MARGIN_S,
         check=False,
     )
     answer = read_answer(completed)

@@ -176,7 +176,6 @@ def download(store: ObjectStore, wanted: Sequence[WantedFile], target: Path) -> 
 
 
 def is_being_fetched(folder: Path) -> bool:
-    """Return whether a process downloads something into the folder."""
     for lock in folder.glob(f".*{_INCOMING}*.lock"):
         with suppress(FileNotFoundError):
             descriptor = os.open(lock, os.O_RDONLY)
@@ -204,7 +203,6 @@ def _lock_of(incoming: Path) -> Path:
 
 
 def _fill(store: ObjectStore, wanted: Sequence[WantedFile], incoming: Path) -> None:
-    """Download every missing file into the directory."""
     _make_own(incoming)
     (incoming / _PARTS).mkdir(exist_ok=True)
     missing = [each for each in wanted if not (incoming / each.name).is_file()]

@@ -32,7 +32,7 @@ from typing import Any, BinaryIO, TypeVar
 NUM_STREAMS = 8
 PIECE_BYTES = 32 << 20
 """A file is downloaded in pieces of this size."""
-ATTEMPTS = 5
+_ATTEMPTS = 5
 FIRST_PAUSE_S = 0.5
 ANSWER_TIMEOUT_S = 30.0
 """Time without data after which a connection counts as broken."""
@@ -48,7 +48,7 @@ ResultT = TypeVar("ResultT")
 JsonObject = dict[str, Any]
 
 
-class TransferError(Exception):
+class _TransferError(Exception):
     """The transfer is given up. The message has the reason, without any URL."""
 
 
@@ -64,15 +64,15 @@ class Limit:
     def check(self) -> None:
         """Return if the transfer may continue."""
         if self._is_over.is_set():
-            raise TransferError(self._reason)
+            raise _TransferError(self._reason)
         if time.monotonic() > self._deadline:
             raise self.give_up(f"it took longer than {self._limit_s:g} s")
 
-    def give_up(self, reason: str) -> TransferError:
+    def give_up(self, reason: str) -> _TransferError:
         """Return the error to raise, and stop all other streams with it. The first reason counts."""
         self._reason = self._reason or reason
         self._is_over.set()
-        return TransferError(self._reason)
+        return _TransferError(self._reason)
 
     def pause(self, seconds: float) -> None:
         """Wait, or return at once when all streams stop."""
@@ -87,13 +87,13 @@ def main(argv: list[str]) -> int:
         request = json.loads(sys.stdin.buffer.read())
         wanted = request["files" if verb == "fetch" else "pieces"]
         if wanted:
-            check_reachable(wanted[0]["url"], request["probe_s"])
+            _check_reachable(wanted[0]["url"], request["probe_s"])
         limit = Limit(request["limit_s"])
         if verb == "fetch":
-            answer = {"num_bytes": fetch_files(wanted, directory, limit)}
+            answer = {"num_bytes": _fetch_files(wanted, directory, limit)}
         else:
             answer = {"etags": send_pieces(wanted, directory, limit)}
-    except TransferError as error:
+    except _TransferError as error:
         answer = {"error": str(error)}
     except OSError as error:  # an error of local files; errors of connections are handled elsewhere
         answer = {"error": f"{error.filename}: {error.strerror}"}
@@ -101,7 +101,7 @@ def main(argv: list[str]) -> int:
     return 1 if "error" in answer else 0
 
 
-def check_reachable(url: str, probe_s: float) -> None:
+def _check_reachable(url: str, probe_s: float) -> None:
     """Return if the store answers at all within this time.
 
     Runs in a thread, because neither the name lookup nor tries of several addresses have a time limit.
@@ -110,7 +110,7 @@ def check_reachable(url: str, probe_s: float) -> None:
 
     def ask() -> None:
         try:
-            urllib.request.urlopen(urllib.request.Request(without_query(url), method="HEAD"), timeout=probe_s).close()
+            urllib.request.urlopen(urllib.request.Request(_without_query(url), method="HEAD"), timeout=probe_s).close()
             problems.append("")
         except urllib.error.HTTPError:  # refused without a signature, but reachable
             problems.append("")
@@ -122,13 +122,13 @@ def check_reachable(url: str, probe_s: float) -> None:
     thread.join(probe_s)
     problem = problems[0] if problems else f"no answer within {probe_s:g} s"
     if problem:
-        raise TransferError(f"{host_of(url)} cannot be reached: {problem}")
+        raise _TransferError(f"{_host_of(url)} cannot be reached: {problem}")
 
 
 # ── fetching ──
 
 
-def fetch_files(files: Sequence[JsonObject], directory: Path, limit: Limit) -> int:
+def _fetch_files(files: Sequence[JsonObject], directory: Path, limit: Limit) -> int:
     """Write every file below the directory; returns the number of bytes."""
     calls: list[Callable[[], None]] = []
     for file in files:
@@ -138,13 +138,12 @@ def fetch_files(files: Sequence[JsonObject], directory: Path, limit: Limit) -> i
             output.truncate(size)
         for start in range(0, size, PIECE_BYTES):
             end = min(start + PIECE_BYTES, size)
-            calls.append(partial(fetch_piece, file["url"], path, start, end, size, limit))
-    carry_out(calls, limit)
+            calls.append(partial(_fetch_piece, file["url"], path, start, end, size, limit))
+    _carry_out(calls, limit)
     return sum(int(file["size"]) for file in files)
 
 
-def fetch_piece(url: str, path: Path, start: int, end: int, size: int, limit: Limit) -> None:
-    """Download the bytes of an object from `start` up to `end` to the same offsets of the file."""
+def _fetch_piece(url: str, path: Path, start: int, end: int, size: int, limit: Limit) -> None:
     at = start
 
     def fetch_rest(output: BinaryIO) -> None:
@@ -153,13 +152,13 @@ def fetch_piece(url: str, path: Path, start: int, end: int, size: int, limit: Li
         with urllib.request.urlopen(request, timeout=ANSWER_TIMEOUT_S) as answer:
             expected = f"bytes {at}-{end - 1}/{size}"
             if answer.status != 206 or answer.headers["Content-Range"] != expected:
-                raise limit.give_up(f"{host_of(url)} does not have {size} bytes of {path.name}")
+                raise limit.give_up(f"{_host_of(url)} does not have {size} bytes of {path.name}")
             while at < end:
                 limit.check()
                 chunk = answer.read(min(_READ_BYTES, end - at))
                 if not chunk:
                     raise ConnectionError("the connection ended too early")
-                write_at(output, chunk, at, limit)
+                _write_at(output, chunk, at, limit)
                 at += len(chunk)
 
     with path.open("r+b") as output:
@@ -167,7 +166,7 @@ def fetch_piece(url: str, path: Path, start: int, end: int, size: int, limit: Li
         os.fsync(output.fileno())
 
 
-def write_at(output: BinaryIO, chunk: bytes, at: int, limit: Limit) -> None:
+def _write_at(output: BinaryIO, chunk: bytes, at: int, limit: Limit) -> None:
     """Write the whole chunk. A write error, such as a full disk, ends all streams."""
     written = 0
     try:
@@ -182,17 +181,16 @@ def write_at(output: BinaryIO, chunk: bytes, at: int, limit: Limit) -> None:
 
 def send_pieces(pieces: Sequence[JsonObject], directory: Path, limit: Limit) -> list[str]:
     """Upload pieces of files below the directory; returns their entity tags in the store."""
-    return carry_out([partial(send_piece, piece, directory, limit) for piece in pieces], limit)
+    return _carry_out([partial(_send_piece, piece, directory, limit) for piece in pieces], limit)
 
 
-def send_piece(piece: JsonObject, directory: Path, limit: Limit) -> str:
-    """Upload a piece and return its entity tag."""
+def _send_piece(piece: JsonObject, directory: Path, limit: Limit) -> str:
     url, length = piece["url"], int(piece["length"])
     headers = {"Content-Length": str(length), "Content-Type": "application/octet-stream"}
 
     def send(source: BinaryIO) -> str:
         source.seek(int(piece["offset"]))
-        content = read_piece(source, length, limit)
+        content = _read_piece(source, length, limit)
         request = urllib.request.Request(url, data=content, headers=headers, method="PUT")
         with urllib.request.urlopen(request, timeout=ANSWER_TIMEOUT_S) as answer:
             return str(answer.headers["ETag"])
@@ -201,8 +199,7 @@ def send_piece(piece: JsonObject, directory: Path, limit: Limit) -> str:
         return retried(lambda: send(source), url, limit)
 
 
-def read_piece(source: BinaryIO, length: int, limit: Limit) -> Iterator[bytes]:
-    """Yield the next bytes of a file in chunks."""
+def _read_piece(source: BinaryIO, length: int, limit: Limit) -> Iterator[bytes]:
     while length:
         limit.check()
         chunk = source.read(min(_READ_BYTES, length))
@@ -215,7 +212,7 @@ def read_piece(source: BinaryIO, length: int, limit: Limit) -> Iterator[bytes]:
 # ── calls ──
 
 
-def carry_out(calls: Sequence[Callable[[], ResultT]], limit: Limit) -> list[ResultT]:
+def _carry_out(calls: Sequence[Callable[[], ResultT]], limit: Limit) -> list[ResultT]:
     """Run calls, several at a time, and return their results. If one fails, the others stop."""
     with ThreadPoolExecutor(NUM_STREAMS, thread_name_prefix="transfer") as pool:
         try:
@@ -227,7 +224,7 @@ def carry_out(calls: Sequence[Callable[[], ResultT]], limit: Limit) -> list[Resu
 def retried(call: Callable[[], ResultT], url: str, limit: Limit) -> ResultT:
     """Return the result of a call, which is retried after temporary failures."""
     reason = ""
-    for attempt in range(ATTEMPTS):
+    for attempt in range(_ATTEMPTS):
         if attempt:
             limit.pause(FIRST_PAUSE_S * 2.0**attempt)
         limit.check()
@@ -243,7 +240,7 @@ def retried(call: Callable[[], ResultT], url: str, limit: Limit) -> ResultT:
             break
         except (OSError, http.client.HTTPException) as error:
             reason = describe(error)
-    raise limit.give_up(f"{host_of(url)}: {reason}")
+    raise limit.give_up(f"{_host_of(url)}: {reason}")
 
 
 def code_of(error: urllib.error.HTTPError) -> str:
@@ -256,18 +253,15 @@ def code_of(error: urllib.error.HTTPError) -> str:
 
 
 def describe(error: Exception) -> str:
-    """Return why a connection failed."""
     reason = str(getattr(error, "reason", None) or getattr(error, "strerror", None) or error)
     return re.sub(r"\?\S*", "?...", reason)[:_MAX_REASON_CHARS] or type(error).__name__
 
 
-def host_of(url: str) -> str:
-    """Return the host of a URL."""
-    return without_query(url).partition("://")[2].partition("/")[0]
+def _host_of(url: str) -> str:
+    return _without_query(url).partition("://")[2].partition("/")[0]
 
 
-def without_query(url: str) -> str:
-    """Return the URL without its secret part."""
+def _without_query(url: str) -> str:
     return url.partition("?")[0]
 
 

@@ -20,12 +20,12 @@ from rollouts.infra.errors import (
     StoreUnavailableError,
 )
 
-CREDENTIALS = {
+_CREDENTIALS = {
     "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE",
     "gs": "GOOGLE_APPLICATION_CREDENTIALS",
 }
 """Environment variables with a driver's credentials, by protocol."""
-ENDPOINTS = {"s3": "AWS_ENDPOINT_URL"}
+_ENDPOINTS = {"s3": "AWS_ENDPOINT_URL"}
 """Environment variable with the address of another server, by protocol."""
 
 _NO_CREDENTIALS = {
@@ -88,7 +88,7 @@ def sorted_failures(url: str) -> Iterator[None]:
 def sort_failure(error: Exception, url: str) -> InfraError:
     """Return the InfraError for a driver's error about a URL."""
     protocol, _, place = url.partition("://")
-    variables = CREDENTIALS.get(protocol, f"the credentials of {protocol}")
+    variables = _CREDENTIALS.get(protocol, f"the credentials of {protocol}")
     names = {cls.__name__ for cls in type(error).__mro__}
     code, status = _answer_of(error)
     reason = _reason(error)
@@ -113,13 +113,12 @@ def sort_failure(error: Exception, url: str) -> InfraError:
     is_passing = code in _PASSING_CODES or status == 429 or status >= 500 or bool(names & _PASSING)
     is_passing |= isinstance(error, ConnectionError | TimeoutError | asyncio.TimeoutError)
     if is_passing or (isinstance(error, OSError) and error.errno in _PASSING_ERRNOS):
-        where = f"the network and {ENDPOINTS[protocol]}" if protocol in ENDPOINTS else "the network"
+        where = f"the network and {_ENDPOINTS[protocol]}" if protocol in _ENDPOINTS else "the network"
         return StoreUnavailableError(f"{url} does not answer ({reason}): check {where}, then try again")
     return PermanentInfraError(f"{url} cannot be used: {reason}")
 
 
 def missing_bucket(url: str) -> StoreRefusedError:
-    """Return the error for a URL whose bucket does not exist."""
     bucket = url.partition("://")[2].partition("/")[0]
     return StoreRefusedError(f"there is no bucket {bucket} for {url}: create it, or correct the URL")
 

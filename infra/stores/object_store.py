@@ -35,12 +35,12 @@ from rollouts.infra.stores.shared_folder import READABLE, SharedFolder
 
 PART_BYTES = 16 << 20
 """Objects of at least twice this size go to S3 in parts. Several parts are in memory and sent at a time."""
-PARTS_AT_ONCE = 10
-MAX_PARTS = 10_000
+_PARTS_AT_ONCE = 10
+_MAX_PARTS = 10_000
 """S3's limit."""
 MAX_OBJECTS = 10_000
 """A folder with more objects is treated as a mistake in the URL."""
-MAX_SMALL_BYTES = 16 << 20
+_MAX_SMALL_BYTES = 16 << 20
 ANSWER_S = 120.0
 """Time without progress of an upload, besides the time that MIN_BYTES_PER_S needs, until the store counts as
 unreachable. The drivers wait forever for a server that does not read. Their own retries take 80 s."""
@@ -48,7 +48,7 @@ MIN_BYTES_PER_S = 100_000
 EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
 """Extras of this project that install a driver, by protocol."""
 FOLDER = "file"
-PROTOCOLS = (*EXTRAS, FOLDER)
+_PROTOCOLS = (*EXTRAS, FOLDER)
 """fsspec has more drivers, for example for web pages and for local files by other names. They are refused."""
 
 _URL = re.compile(r"(?P<protocol>[a-z][a-z0-9+.-]*)://(?P<place>/?[^\s/?#@:]+(?::\d+)?(?:/[^?#\x00-\x1f\x7f]*)?)")
@@ -68,8 +68,8 @@ def check_url(url: str) -> str:
         ValueError: the text is not a URL, or has more than a place. The message omits it, as it may contain a password.
     """
     protocol, _, place = url.partition("://")
-    if re.fullmatch(r"[a-z][a-z0-9+.-]*", protocol) and protocol not in PROTOCOLS:
-        raise ValueError(f"expected one of {', '.join(f'{each}://' for each in PROTOCOLS)}, found {protocol}://")
+    if re.fullmatch(r"[a-z][a-z0-9+.-]*", protocol) and protocol not in _PROTOCOLS:
+        raise ValueError(f"expected one of {', '.join(f'{each}://' for each in _PROTOCOLS)}, found {protocol}://")
     if protocol == FOLDER and not place.startswith("/"):
         raise ValueError("expected three slashes before a folder of this machine, as in file:///srv/models")
     leads_elsewhere = {".", ".."} & set(url.split("/"))
@@ -134,7 +134,6 @@ class ObjectStore:
 
     @property
     def name(self) -> str:
-        """The last part of the URL."""
         return self.url.rpartition("/")[2]
 
     def list(self, folder: str = "") -> dict[str, StoredObject]:
@@ -154,7 +153,6 @@ class ObjectStore:
         return {key[start:]: _describe(info) for key, info in sorted(found.items()) if not key.endswith("/")}
 
     def find(self, name: str) -> StoredObject | None:
-        """Return one object; None if it does not exist."""
         try:
             with sorted_failures(self.url_of(name)):
                 try:
@@ -182,11 +180,11 @@ class ObjectStore:
         return content
 
     def read_small(self, name: str) -> bytes | None:
-        """Return the content of an object of at most MAX_SMALL_BYTES; None if it does not exist."""
+        """Return the content of an object of at most _MAX_SMALL_BYTES; None if it does not exist."""
         there = self.find(name)
         if there is None:
             return None
-        if there.size > MAX_SMALL_BYTES:
+        if there.size > _MAX_SMALL_BYTES:
             raise StoreRefusedError(f"{self.url_of(name)} has {there.size} bytes, too many for a file of this name")
         return self.read(name, 0, there.size)
 
@@ -206,13 +204,13 @@ class ObjectStore:
             StoreUnavailableError: it did not arrive completely, or the file changed or was removed meanwhile.
         """
         part_size, key = part_bytes(digest.size), self._key(name)
-        options = {"chunksize": part_size, "max_concurrency": PARTS_AT_ONCE} if self.protocol == "s3" else {}
+        options = {"chunksize": part_size, "max_concurrency": _PARTS_AT_ONCE} if self.protocol == "s3" else {}
         with self._failures_to_write(name):
             try:
                 if self._fs.async_impl:
                     progress = _Progress()
                     sending = self._fs._put_file(str(path), key, callback=progress, **options)
-                    self._send(sending, min(digest.size, PARTS_AT_ONCE * part_size), progress)
+                    self._send(sending, min(digest.size, _PARTS_AT_ONCE * part_size), progress)
                 else:
                     self._fs.put_file(str(path), key)
             except FileNotFoundError as error:  # the file or the bucket does not exist
@@ -243,16 +241,14 @@ class ObjectStore:
             return self._fs.copy_mode(self._key(name))
 
     def remove(self, name: str) -> None:
-        """Delete one object."""
         with sorted_failures(self.url_of(name)):
             self._fs.rm_file(self._key(name))
 
     def digest(self, path: Path) -> FileDigest:
         """Return the digests of a local file, with an MD5 in the format of this store."""
-        return digest_file(path, in_parts=self.protocol == "s3")
+        return _digest_file(path, in_parts=self.protocol == "s3")
 
     def call_s3(self, method: str, name: str, **parameters: Any) -> Mapping[str, Any]:  # Any: S3's API
-        """Call a method of S3's API on one object, and return its answer."""
         bucket, key, _ = self._fs.split_path(self._key(name))
         with sorted_failures(self.url_of(name)):
             answer: Mapping[str, Any] = self._fs.call_s3(method, Bucket=bucket, Key=key, **parameters)
@@ -304,10 +300,10 @@ class ObjectStore:
 
 def part_bytes(size: int) -> int:
     """Return the size of the parts in which an object of this size goes to S3."""
-    return max(PART_BYTES, math.ceil(size / MAX_PARTS))
+    return max(PART_BYTES, math.ceil(size / _MAX_PARTS))
 
 
-def digest_file(path: Path, *, in_parts: bool) -> FileDigest:
+def _digest_file(path: Path, *, in_parts: bool) -> FileDigest:
     """Return the digests of a file, which is read once.
 
     Args:

@@ -45,11 +45,11 @@ FORMAT = 1
 PUBLICATION, MANIFEST = "publication.json", "manifest.json"
 CHECKPOINT_FOLDER = "checkpoints/{digest}"
 PROBE = ".write-probe"
-DIGEST_CHARS = 16
-MAX_SIZE = (1 << 63) - 1
+_DIGEST_CHARS = 16
+_MAX_SIZE = (1 << 63) - 1
 """Limit of a file's size in bytes."""
 MAX_SHOWN_CHARACTERS = 200
-NOT_OF_OURS = (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError)
+_NOT_OF_OURS = (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError)
 """Exceptions while parsing something else than a manifest."""
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
@@ -111,8 +111,8 @@ def publish_run(store: ObjectStore, *, run_id: str, checkpoint: Path, records: M
         TransientInfraError: the connection broke, or a file changed meanwhile; the next call continues.
         PermanentInfraError: the store refuses, or the checkpoint contains something else than plain files.
     """
-    sent = send_folder(store, CHECKPOINT_FOLDER, {name: checkpoint / name for name in list_files(checkpoint)})
-    noted = send_folder(store, f"runs/{short_id(run_id)}-{{digest}}", records)
+    sent = _send_folder(store, CHECKPOINT_FOLDER, {name: checkpoint / name for name in list_files(checkpoint)})
+    noted = _send_folder(store, f"runs/{short_id(run_id)}-{{digest}}", records)
     files = {f"{each.folder}/{name}": digest for each in (sent, noted) for name, digest in each.files.items()}
     content = {
         "format": FORMAT,
@@ -126,7 +126,7 @@ def publish_run(store: ObjectStore, *, run_id: str, checkpoint: Path, records: M
     return sent.num_sent_bytes + noted.num_sent_bytes
 
 
-def send_folder(store: ObjectStore, folder: str, files: Mapping[str, Path]) -> SentFolder:
+def _send_folder(store: ObjectStore, folder: str, files: Mapping[str, Path]) -> SentFolder:
     """Upload files to a folder of the store and verify each; files that are already there are not sent again.
 
     Args:
@@ -144,10 +144,10 @@ def send_folder(store: ObjectStore, folder: str, files: Mapping[str, Path]) -> S
 
 
 def digest_folder(store: ObjectStore, folder: str, files: Mapping[str, Path]) -> tuple[str, dict[str, FileDigest]]:
-    """Return the name of a folder of these files in the store, and their digests; see `send_folder`."""
+    """Return the name of a folder of these files in the store, and their digests; see `_send_folder`."""
     digests = {name: store.digest(path) for name, path in sorted(files.items())}
     total = hashlib.sha256("".join(f"{name}\0{each.sha256}\n" for name, each in digests.items()).encode())
-    return folder.format(digest=total.hexdigest()[:DIGEST_CHARS]), digests
+    return folder.format(digest=total.hexdigest()[:_DIGEST_CHARS]), digests
 
 
 def find_missing(store: ObjectStore, place: str, digests: Mapping[str, FileDigest]) -> list[str]:
@@ -197,7 +197,7 @@ def parse_publication(content: bytes, url: str) -> Publication:
         raise ObjectDamagedError(
             f"{url} is not a publication ({error.message}): publish again, or remove it"
         ) from error
-    except NOT_OF_OURS as error:
+    except _NOT_OF_OURS as error:
         reason = shown_line(f"{error}")[:MAX_SHOWN_CHARACTERS]
         raise ObjectDamagedError(f"{url} is not a publication ({reason}): publish again, or remove it") from error
 
@@ -212,7 +212,7 @@ def read_manifest_digests(store: ObjectStore) -> dict[str, tuple[int, str]]:
     try:
         listed = json.loads(content or b"{}").get("files", {})
         has_digests = any("sha256" in entry for entry in listed.values())
-    except NOT_OF_OURS:
+    except _NOT_OF_OURS:
         return {}
     if not has_digests:
         return {}
@@ -222,7 +222,7 @@ def read_manifest_digests(store: ObjectStore) -> dict[str, tuple[int, str]]:
             receiver.check_name(name)
     except receiver.CopyError as error:
         raise ObjectDamagedError(f"{store.url}/{MANIFEST}: {error.message}") from error
-    except NOT_OF_OURS as error:
+    except _NOT_OF_OURS as error:
         reason = shown_line(f"{error}")[:MAX_SHOWN_CHARACTERS]
         raise ObjectDamagedError(f"{store.url}/{MANIFEST} is damaged ({reason}): publish it again") from error
     return files
@@ -239,7 +239,7 @@ def _named_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:  # Any: JSON
 
 def _size_and_digest(entry: Mapping[str, Any]) -> tuple[int, str]:  # Any: JSON
     size, sha256 = entry["size"], _text(entry["sha256"])
-    if type(size) is not int or not 0 <= size <= MAX_SIZE:
+    if type(size) is not int or not 0 <= size <= _MAX_SIZE:
         raise ValueError(f"a file cannot have the size {size!r}")
     if not _SHA256.fullmatch(sha256):
         raise ValueError(f"{sha256!r} is not a sha256")
@@ -255,11 +255,11 @@ def _text(value: Any) -> str:  # Any: JSON
 # ── checkpoints of a running training ──
 
 
-UPLOAD_INTERVAL_S = 30.0
+_UPLOAD_INTERVAL_S = 30.0
 
 
 @contextmanager
-def checkpoints_published(checkpoints: Path, url: str, *, interval_s: float = UPLOAD_INTERVAL_S) -> Iterator[None]:
+def checkpoints_published(checkpoints: Path, url: str, *, interval_s: float = _UPLOAD_INTERVAL_S) -> Iterator[None]:
     """Publish new checkpoints of the folder while the block runs. Failures are logged, and the next round tries again.
 
     Leaving the block waits until the newest checkpoint is published. Leaving it by an exception does not wait.
@@ -268,11 +268,11 @@ def checkpoints_published(checkpoints: Path, url: str, *, interval_s: float = UP
 
     def publish() -> None:
         nonlocal published
-        newest = newest_checkpoint(checkpoints)
+        newest = _newest_checkpoint(checkpoints)
         if newest is None or newest.name == published:
             return
         try:
-            send_folder(ObjectStore(url), newest.name, {name: newest / name for name in list_files(newest)})
+            _send_folder(ObjectStore(url), newest.name, {name: newest / name for name in list_files(newest)})
             published = newest.name
         except (InfraError, OSError) as error:  # OSError: the training deleted the checkpoint meanwhile
             logger.warning("%s was not published: %s", newest, error)
@@ -281,7 +281,7 @@ def checkpoints_published(checkpoints: Path, url: str, *, interval_s: float = UP
         yield
 
 
-def newest_checkpoint(checkpoints: Path) -> Path | None:
+def _newest_checkpoint(checkpoints: Path) -> Path | None:
     """Return the last complete checkpoint of a folder; None without one."""
     whole = [path.parent for path in checkpoints.glob(f"step_*/{MANIFEST}")]
     return max(whole, key=lambda path: (len(path.name), path.name), default=None)

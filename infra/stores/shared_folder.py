@@ -37,7 +37,6 @@ class SharedFolder:
     async_impl = False
 
     def __init__(self, root: str) -> None:
-        """Nothing is opened here."""
         self._root = Path(root)
 
     def find(self, key: str, *, detail: bool) -> dict[str, Described]:
@@ -54,7 +53,6 @@ class SharedFolder:
             return {}
 
     def info(self, key: str) -> Described:
-        """Return type, size, modification time and permissions of a file or folder."""
         with self._located(key) as (folder, name):
             return _describe(_checked_status(folder, name, key))
 
@@ -97,7 +95,6 @@ class SharedFolder:
                     file.write(piece)
 
     def rm_file(self, key: str) -> None:
-        """Remove a file."""
         with self._located(key) as (folder, name):
             os.unlink(name, dir_fd=folder)
 

@@ -20,12 +20,10 @@ READ_BYTES = 256 << 10
 
 
 def internal_path(run_dir: str, name: str) -> Path:
-    """Return the path of a file that only the supervisor uses."""
     return Path(run_dir, INTERNAL_DIR, name)
 
 
 def exit_path(run_dir: str, attempt: int) -> Path:
-    """Return the path of an attempt's exit record."""
     return Path(run_dir, f"exit-{attempt}.json")
 
 
@@ -64,7 +62,6 @@ def parse_object(text: bytes) -> JsonObject | None:
 
 
 def read_json(path: Path) -> JsonObject | None:
-    """Return the JSON object in a file; None if the file is missing, incomplete or contains something else."""
     try:
         return parse_object(path.read_bytes())
     except OSError:
@@ -85,7 +82,6 @@ def write_json(run_dir: str, name: str, document: Mapping[str, Any]) -> None:
 
 
 def file_size(path: Path) -> int:
-    """Return the size in bytes; 0 without such a file."""
     try:
         return path.stat().st_size
     except FileNotFoundError:

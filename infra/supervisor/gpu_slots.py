@@ -47,7 +47,7 @@ def find_gpu_slots(wanted: Sequence[str], visible: str | None) -> list[GPUSlot]:
     """
     if not wanted:
         return []
-    uuids = list_gpu_uuids()
+    uuids = _list_gpu_uuids()
     first = "0" if visible is None else visible.split(",")[0].strip()
     slots = {}
     for each in wanted:
@@ -65,7 +65,7 @@ def _is_meant(uuid: str, gpu: str) -> bool:
     return gpu.startswith("GPU-") and uuid.startswith(gpu)
 
 
-def list_gpu_uuids() -> list[str]:
+def _list_gpu_uuids() -> list[str]:
     """Return the UUIDs of the machine's GPUs by number; empty if nvidia-smi does not report them."""
     if shutil.which("nvidia-smi") is None:
         return []
@@ -103,7 +103,6 @@ class GPUSlots:
 
     @property
     def descriptors(self) -> tuple[int, ...]:
-        """Open files that hold the locks."""
         return tuple(self._held.values())
 
     def take(self) -> str:
@@ -115,7 +114,7 @@ class GPUSlots:
         missing = [slot for slot in self._slots if slot.name not in self._held]
         if not missing:
             return ""
-        folder = open_gpu_locks_folder()
+        folder = _open_gpu_locks_folder()
         with locked(folder / "mutex"):
             for slot in missing:
                 descriptor = os.open(folder / f"{slot.name}.json", os.O_RDWR | os.O_CREAT, 0o600)
@@ -154,14 +153,14 @@ class GPUSlots:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             if not is_ours:
-                return f"held by {describe_gpu_holder(found)}"
+                return f"held by {_describe_gpu_holder(found)}"
             others = [job for job in found["jobs"] if job != self._spec.run_dir]
             since = found["since"]
         else:
             left = [] if is_ours else [pid for job in found.get("jobs", []) for pid in find_processes(job)]
             if left:  # processes of a killed supervisor that did not inherit its lock
                 processes = ", ".join(str(pid) for pid in left)
-                return f"used by processes {processes}, which are left of {describe_gpu_holder(found)}"
+                return f"used by processes {processes}, which are left of {_describe_gpu_holder(found)}"
             others = []
             since = datetime.now(timezone.utc).isoformat(timespec="seconds")  # noqa: UP017 - Python 3.10 has no datetime.UTC
         holder = {
@@ -177,7 +176,7 @@ class GPUSlots:
         return ""
 
 
-def describe_gpu_holder(holder: Mapping[str, Any]) -> str:
+def _describe_gpu_holder(holder: Mapping[str, Any]) -> str:
     """Describe the holder in a lock file, for the messages of waiting jobs."""
     if not holder:
         return "a job that is just taking it"
@@ -185,7 +184,7 @@ def describe_gpu_holder(holder: Mapping[str, Any]) -> str:
     return f"{run}(job {holder['jobs'][-1]}) since {holder['since']}"
 
 
-def open_gpu_locks_folder() -> Path:
+def _open_gpu_locks_folder() -> Path:
     """Return the folder of GPU locks, which all runs of this user on this machine share.
 
     Raises:

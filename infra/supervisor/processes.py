@@ -95,7 +95,6 @@ def find_recorded(run_dir: str, meta: Mapping[str, Any]) -> list[int]:
 
 
 def send_signal(pids: list[int], number: signal.Signals) -> None:
-    """Send a signal to the processes that still exist."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)

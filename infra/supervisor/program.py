@@ -88,7 +88,7 @@ def with_absolute_paths(variables: Mapping[str, str], folder: Path) -> dict[str,
 # ── output ──
 
 
-LOG_TAIL_BYTES = 64 << 10
+_LOG_TAIL_BYTES = 64 << 10
 
 
 class CappedLog:
@@ -100,7 +100,7 @@ class CappedLog:
     def __init__(self, path: Path, max_bytes: int) -> None:
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         self._max_bytes = max_bytes
-        self._max_tail_bytes = min(LOG_TAIL_BYTES, max_bytes // 4)
+        self._max_tail_bytes = min(_LOG_TAIL_BYTES, max_bytes // 4)
         self._room = max_bytes - self._max_tail_bytes
         self._tail = bytearray()
         self._num_left_out = 0
@@ -121,7 +121,6 @@ class CappedLog:
         del self._tail[:num_too_many]
 
     def note(self, sentence: str) -> None:
-        """Append a line of the supervisor."""
         line_break = b"" if self._is_at_line_start else b"\n"
         self._append(line_break + f"[supervisor] {sentence}\n".encode())
 
@@ -147,7 +146,7 @@ class CappedLog:
         os.close(self._descriptor)
 
 
-class ProgramOutput:
+class _ProgramOutput:
     """The pipe with the program's output, which is copied to the log."""
 
     def __init__(self, descriptor: int, log: CappedLog) -> None:
@@ -357,7 +356,7 @@ def watch_program(
     Args:
         on_look: called several times a second.
     """
-    output = ProgramOutput(program.output_fd, log)
+    output = _ProgramOutput(program.output_fd, log)
     wait_status: int | None = None
     stopped_by = ""
     told_at = kill_at = math.inf
@@ -367,13 +366,13 @@ def watch_program(
         on_look()
         output.pump()
         if wait_status is None:
-            wait_status = reap_children(program.process)
+            wait_status = _reap_children(program.process)
         if wait_status is None and not stopped_by:
             stopped_by = requests.find()
         if wait_status is None and not stopped_by:
             continue
         # The program may have ended since the check above, for example while a cancel request was read.
-        if (ended := reap_children(program.process)) is not None:
+        if (ended := _reap_children(program.process)) is not None:
             wait_status = ended
         processes = find_processes(spec.run_dir, supervisor=os.getpid(), group=program.process.pid)
         now = time.monotonic()
@@ -406,7 +405,7 @@ def watch_program(
     )
 
 
-def reap_children(process: subprocess.Popen[bytes]) -> int | None:
+def _reap_children(process: subprocess.Popen[bytes]) -> int | None:
     """Reap every ended child, also adopted ones; return the wait status of `process` if it has ended."""
     found: int | None = None
     while True:

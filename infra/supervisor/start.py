@@ -47,7 +47,7 @@ def start_job(spec: JobSpec) -> JsonObject:
         with locked(internal_path(run_dir, "start.lock")) as start_lock:
             status = renew_lease(run_dir)  # before `is_ending` is read, see StopRequests
             if not status["is_ending"]:
-                return start_or_find(spec, status, start_lock)
+                return _start_or_find(spec, status, start_lock)
         # Outside the lock: a second cancel request needs the lock now, and must not end the attempt started here.
         limit_s = ENDING_WAIT_S + granted_s(run_dir, status["attempt"])
         if time.monotonic() >= began + limit_s:
@@ -58,7 +58,7 @@ def start_job(spec: JobSpec) -> JsonObject:
         time.sleep(POLL_S / 2)
 
 
-def start_or_find(spec: JobSpec, status: JsonObject, start_lock: int) -> JsonObject:
+def _start_or_find(spec: JobSpec, status: JsonObject, start_lock: int) -> JsonObject:
     """Return the status of the next attempt, or `status` if the job is finished or running.
 
     Args:

@@ -53,7 +53,7 @@ def read_status(run_dir: str) -> JsonObject:
         "exit": exit_record,
         "reason": "",
         "orphans": [],
-        "is_ending": is_alive and is_being_ended(run_dir, attempt),
+        "is_ending": is_alive and _is_being_ended(run_dir, attempt),
     }
     if is_alive:
         return {**status, "state": "RUNNING"}
@@ -69,7 +69,7 @@ def read_status(run_dir: str) -> JsonObject:
     return {**status, "state": "LOST", "reason": "its supervisor was killed", "orphans": orphans}
 
 
-def is_being_ended(run_dir: str, attempt: int) -> bool:
+def _is_being_ended(run_dir: str, attempt: int) -> bool:
     """Return whether the end of an attempt was requested, or one of its limits is reached."""
     return any(internal_path(run_dir, f"{reason}-{attempt}").exists() for reason in ("cancel", "ending"))
 
@@ -82,7 +82,6 @@ def renew_lease(run_dir: str) -> JsonObject:
 
 
 def read_log_tail(run_dir: str, max_bytes: int) -> JsonObject:
-    """Return the last bytes of the log in base64."""
     path = Path(run_dir, "log.txt")
     content = read_from(path, max(0, file_size(path) - max_bytes), max_bytes)
     return {"log": base64.b64encode(content).decode()}
@@ -94,7 +93,7 @@ def read_log_tail(run_dir: str, max_bytes: int) -> JsonObject:
 NO_LOG = -1
 """Offset that stands for "do not follow the log"."""
 MAX_LINE_BYTES = 4 << 20
-FOLLOWER_END_S = 3.0
+_FOLLOWER_END_S = 3.0
 """Time within which a client that stops following is gone."""
 
 
@@ -121,7 +120,7 @@ def is_followed_elsewhere(run_dir: str, store: str) -> bool:
     own = internal_path(run_dir, f"followed-{store}")
     marks = [path for path in Path(run_dir, INTERNAL_DIR).glob("followed-*") if path != own]
     # Two runs that are cancelled at once would otherwise each leave the job to the other.
-    deadline = time.monotonic() + FOLLOWER_END_S
+    deadline = time.monotonic() + _FOLLOWER_END_S
     while is_followed := any(is_locked(path, fcntl.LOCK_EX) for path in marks):
         if time.monotonic() >= deadline:
             break
@@ -144,9 +143,9 @@ def follow_job(run_dir: str, log_offset: int, metrics_offset: int, events_offset
         is_running = is_supervised(run_dir)  # asked before reading, so that the last output is read after the end
         before = (log_offset, metrics_offset, events_offset)
         if log_offset != NO_LOG:
-            log_offset = emit_log(Path(run_dir, "log.txt"), log_offset)
-        metrics_offset = emit_records("metrics", Path(run_dir, "metrics.jsonl"), metrics_offset)
-        events_offset = emit_records("event", Path(run_dir, "events.jsonl"), events_offset)
+            log_offset = _emit_log(Path(run_dir, "log.txt"), log_offset)
+        metrics_offset = _emit_records("metrics", Path(run_dir, "metrics.jsonl"), metrics_offset)
+        events_offset = _emit_records("event", Path(run_dir, "events.jsonl"), events_offset)
         sys.stdout.flush()
         if before != (log_offset, metrics_offset, events_offset):
             continue
@@ -160,11 +159,10 @@ def follow_job(run_dir: str, log_offset: int, metrics_offset: int, events_offset
 
 
 def emit(message: JsonObject) -> None:
-    """Print one message of `follow`."""
     sys.stdout.write(json.dumps(message) + "\n")
 
 
-def emit_log(path: Path, offset: int) -> int:
+def _emit_log(path: Path, offset: int) -> int:
     """Print the next piece of the log; returns the offset after it."""
     content = read_from(path, offset, READ_BYTES) if file_size(path) > offset else b""
     if content:
@@ -172,7 +170,7 @@ def emit_log(path: Path, offset: int) -> int:
     return offset + len(content)
 
 
-def emit_records(kind: str, path: Path, offset: int) -> int:
+def _emit_records(kind: str, path: Path, offset: int) -> int:
     """Print the complete lines of a JSONL file from an offset on; returns the offset after the last of them."""
     content = read_from(path, offset, MAX_LINE_BYTES) if file_size(path) > offset else b""
     complete_bytes = content.rfind(b"\n") + 1

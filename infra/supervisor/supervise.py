@@ -32,13 +32,13 @@ from rollouts.infra.supervisor.program import CappedLog, Ending, Program, StopRe
 from rollouts.infra.supervisor.spec import JobSpec
 
 GPU_POLL_S = 0.5
-CANNOT_START_CODE = 127
+_CANNOT_START_CODE = 127
 """Exit code for a program that could not be started when its GPUs were free; shells use it for missing commands."""
 MAX_BACKOFF_S = 30.0
-EXIT_RECORD_BYTES = 4096
+_EXIT_RECORD_BYTES = 4096
 
 
-def describe_program(program: Program) -> JsonObject:
+def _describe_program(program: Program) -> JsonObject:
     """Return fields that identify the program's process among all processes with this number in this boot."""
     return {"pid": program.process.pid, "pid_started": read_start(program.process.pid)}
 
@@ -58,10 +58,10 @@ def supervise(spec: JobSpec, attempt: int, report_fd: int) -> None:
         "waits_for": "",
     }
     try:
-        exit_fd = preallocate_exit_record(spec.run_dir, attempt)
+        exit_fd = _preallocate_exit_record(spec.run_dir, attempt)
         for name in ("lease", f"spare-{attempt}"):
             internal_path(spec.run_dir, name).touch()
-        write_meta(spec.run_dir, meta)
+        _write_meta(spec.run_dir, meta)
         log = CappedLog(log_path, spec.max_log_bytes)  # before the start is reported, because clients then read it
         slots = GPUSlots(spec, find_gpu_slots(spec.gpus, os.environ.get("CUDA_VISIBLE_DEVICES")))
         waits_for = slots.take()
@@ -71,12 +71,12 @@ def supervise(spec: JobSpec, attempt: int, report_fd: int) -> None:
             internal_path(spec.run_dir, name).unlink(missing_ok=True)
         report(report_fd, {"error": f"{spec.argv[0]} cannot be started: {error}"})
         return
-    update_meta(spec.run_dir, {**meta, **(describe_program(program) if program else {}), "waits_for": waits_for})
+    _update_meta(spec.run_dir, {**meta, **(_describe_program(program) if program else {}), "waits_for": waits_for})
     report(report_fd, {})
     with log:
-        started_program = program or wait_and_spawn(spec, meta, slots, waits_for, log)
+        started_program = program or _wait_and_spawn(spec, meta, slots, waits_for, log)
         if isinstance(started_program, Program):
-            ending, restarts = run_with_restarts(started_program, spec, meta, log, slots)
+            ending, restarts = _run_with_restarts(started_program, spec, meta, log, slots)
         else:
             ending, restarts = started_program, 0
     said = read_stop_state(spec.run_dir, attempt)
@@ -97,10 +97,10 @@ def supervise(spec: JobSpec, attempt: int, report_fd: int) -> None:
         "started_at": started_at.isoformat(),
         "ended_at": datetime.now(timezone.utc).isoformat(),  # noqa: UP017 - Python 3.10 has no datetime.UTC
     }
-    write_exit_record(spec.run_dir, attempt, exit_fd, record)
+    _write_exit_record(spec.run_dir, attempt, exit_fd, record)
 
 
-def wait_and_spawn(
+def _wait_and_spawn(
     spec: JobSpec, meta: JsonObject, slots: GPUSlots, waits_for: str, log: CappedLog
 ) -> Program | Ending:
     """Start the program when the job's GPUs are free; return the job's end if it is ended before.
@@ -116,7 +116,7 @@ def wait_and_spawn(
             if current != said:
                 said = current
                 log.note(current)
-                update_meta(spec.run_dir, {**meta, "waits_for": current})
+                _update_meta(spec.run_dir, {**meta, "waits_for": current})
                 append_event(spec.run_dir, meta["attempt"], "waits_for_gpus", message=current)
             if stopped_by := requests.wait(GPU_POLL_S):
                 log.note(f"{stopped_by} before its GPUs were free")
@@ -128,8 +128,8 @@ def wait_and_spawn(
         program = spawn_program(spec, meta["attempt"], slots.descriptors)
     except OSError as error:
         log.note(f"{spec.argv[0]} cannot be started: {error}")
-        return _ending_without_program(CANNOT_START_CODE)
-    update_meta(spec.run_dir, {**meta, **describe_program(program)})
+        return _ending_without_program(_CANNOT_START_CODE)
+    _update_meta(spec.run_dir, {**meta, **_describe_program(program)})
     return program
 
 
@@ -138,7 +138,7 @@ def _ending_without_program(code: int, stopped_by: str = "") -> Ending:
     return Ending(code=code, signal=is_stopped, oom=False, stopped_by=stopped_by, leftover_processes=0)
 
 
-def run_with_restarts(
+def _run_with_restarts(
     program: Program, spec: JobSpec, meta: JsonObject, log: CappedLog, slots: GPUSlots
 ) -> tuple[Ending, int]:
     """Watch the program to its final end; returns that end and the number of restarts before it."""
@@ -162,7 +162,7 @@ def run_with_restarts(
             return ending, restarts
         restarts += 1
         in_a_row += 1
-        update_meta(spec.run_dir, {**meta, **describe_program(program), "restarts": restarts})
+        _update_meta(spec.run_dir, {**meta, **_describe_program(program), "restarts": restarts})
 
 
 def report(report_fd: int, answer: JsonObject) -> None:
@@ -171,33 +171,32 @@ def report(report_fd: int, answer: JsonObject) -> None:
         pipe.write(json.dumps(answer))
 
 
-def write_meta(run_dir: str, meta: JsonObject) -> None:
-    """Write the record of a running attempt."""
+def _write_meta(run_dir: str, meta: JsonObject) -> None:
     write_json(run_dir, f"{INTERNAL_DIR}/meta-{meta['attempt']}.json", meta)
 
 
-def update_meta(run_dir: str, meta: JsonObject) -> None:
+def _update_meta(run_dir: str, meta: JsonObject) -> None:
     """Write the record if possible: a full disk must not end a healthy program."""
     try:
-        write_meta(run_dir, meta)
+        _write_meta(run_dir, meta)
     except OSError:
         with contextlib.suppress(OSError):  # our own output may be on the same disk
             traceback.print_exc()
 
 
-def preallocate_exit_record(run_dir: str, attempt: int) -> int:
+def _preallocate_exit_record(run_dir: str, attempt: int) -> int:
     """Reserve the space of exit-<n>.json, so that it can be written on a full disk; returns the open file."""
     path = internal_path(run_dir, f"exit-{attempt}.json")
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
-    os.write(descriptor, b" " * EXIT_RECORD_BYTES)
+    os.write(descriptor, b" " * _EXIT_RECORD_BYTES)
     os.fsync(descriptor)
     return descriptor
 
 
-def write_exit_record(run_dir: str, attempt: int, descriptor: int, record: JsonObject) -> None:
+def _write_exit_record(run_dir: str, attempt: int, descriptor: int, record: JsonObject) -> None:
     """Fill the reserved record, and rename it to its public name."""
     text = json.dumps(record, indent=2).encode() + b"\n"
-    assert len(text) <= EXIT_RECORD_BYTES, f"{len(text)} bytes, {EXIT_RECORD_BYTES} are reserved"
+    assert len(text) <= _EXIT_RECORD_BYTES, f"{len(text)} bytes, {_EXIT_RECORD_BYTES} are reserved"
     os.pwrite(descriptor, text, 0)
     os.ftruncate(descriptor, len(text))
     os.fsync(descriptor)

@@ -61,7 +61,7 @@ def main(argv: list[str]) -> int:
     return exit_code
 
 
-CANCEL_MARGIN_S = 15.0
+_CANCEL_MARGIN_S = 15.0
 
 
 class CancelRequest(NamedTuple):
@@ -78,7 +78,6 @@ class CancelRequest(NamedTuple):
 
     @classmethod
     def parse(cls, parameters: Sequence[str]) -> CancelRequest:
-        """Parse the parameters of a command line."""
         grace_s, max_grace_s, wait_s = map(float, parameters[:3])
         return cls(grace_s, max_grace_s, wait_s, int(parameters[3]))
 
@@ -99,40 +98,40 @@ def cancel_job(run_dir: str, asked: CancelRequest, store: str = "") -> JsonObjec
     with locked(internal_path(run_dir, "start.lock")):  # waits until a concurrent start has succeeded or failed
         status = read_status(run_dir)
         if attempt and status["attempt"] != attempt:
-            return status_of_ended(run_dir, attempt)
+            return _status_of_ended(run_dir, attempt)
         if status["state"] == "LOST":
             end_orphans(run_dir, asked.grace_s)
         if status["state"] != "RUNNING":
             return read_status(run_dir)
         attempt = attempt or status["attempt"]
-        request_cancel(run_dir, attempt, f"{asked.grace_s:g} {asked.max_grace_s:g}")
+        _request_cancel(run_dir, attempt, f"{asked.grace_s:g} {asked.max_grace_s:g}")
     until = time.monotonic() + asked.wait_s
     while is_supervised(run_dir) and latest_attempt(run_dir) == attempt:
         if time.monotonic() >= until:
-            check_overdue(run_dir, attempt, asked.grace_s)
+            _check_overdue(run_dir, attempt, asked.grace_s)
             return read_status(run_dir)
         time.sleep(POLL_S / 2)
     ended = read_status(run_dir)
     if ended["attempt"] == attempt and ended["state"] != "RUNNING":
         return ended
-    return status_of_ended(run_dir, attempt)
+    return _status_of_ended(run_dir, attempt)
 
 
-def status_of_ended(run_dir: str, attempt: int) -> JsonObject:
+def _status_of_ended(run_dir: str, attempt: int) -> JsonObject:
     """Return the status of an ended attempt, after a concurrent start has begun the next one."""
     ended = {"attempt": attempt, "state": "EXITED", "pid": None, "waits_for": "", "reason": "", "is_ending": False}
     return {**read_status(run_dir), **ended, "exit": read_json(exit_path(run_dir, attempt))}
 
 
-def check_overdue(run_dir: str, attempt: int, grace_s: float) -> None:
+def _check_overdue(run_dir: str, attempt: int, grace_s: float) -> None:
     """Raise JobError if a job still runs although it should have been killed."""
-    limit_s = max(grace_s, granted_s(run_dir, attempt)) + CANCEL_MARGIN_S
+    limit_s = max(grace_s, granted_s(run_dir, attempt)) + _CANCEL_MARGIN_S
     asked_at = internal_path(run_dir, f"cancel-{attempt}").stat().st_mtime
     if time.time() >= asked_at + limit_s and is_supervised(run_dir):
         raise JobError(f"the job did not end within {limit_s:g} s: look at its processes")
 
 
-def request_cancel(run_dir: str, attempt: int, limits: str) -> None:
+def _request_cancel(run_dir: str, attempt: int, limits: str) -> None:
     """Create the file that requests the end of an attempt. If it stays empty, the limits of the spec apply."""
     request = internal_path(run_dir, f"cancel-{attempt}")
     if read_text(request) == limits:

@@ -42,7 +42,7 @@ from rollouts.infra.supervisor.files import parse_object
 from rollouts.infra.sync import receiver, sender
 
 LIST_TIMEOUT_S = 60.0
-PULL_INTERVAL_S = 10.0
+_PULL_INTERVAL_S = 10.0
 APPENDED = ("log.txt", "metrics.jsonl", "events.jsonl", "gpu_use.jsonl")
 MANIFEST, RESULT = "manifest.json", "result.json"
 STEP = re.compile(r"checkpoints/step_(\d+)")
@@ -58,8 +58,8 @@ RESERVED_BYTES, RESERVED_SHARE = 1 << 30, 0.02
 """A mirror leaves this many bytes free on this machine's disk, or this share of a small disk."""
 INCOMING = ".incoming"
 LOCK = ".mirror.lock"
-MAX_HEAD_BYTES = 64 << 10
-MAX_NUMBER = 1 << 63
+_MAX_HEAD_BYTES = 64 << 10
+_MAX_NUMBER = 1 << 63
 """Upper bound of sizes and modification times on all file systems."""
 
 _READ_BYTES = 256 << 10
@@ -72,7 +72,6 @@ logger = logging.getLogger(__name__)
 
 
 def is_job_file(name: str) -> bool:
-    """Return whether jobs write files with this name."""
     return JOB_FILES.fullmatch(name) is not None
 
 
@@ -112,7 +111,7 @@ def pull_run(session: Session, source: str, target: Path, *, takes: Callable[[st
 
 
 @contextmanager
-def mirrored(session: Session, source: str, target: Path, *, interval_s: float = PULL_INTERVAL_S) -> Iterator[None]:
+def mirrored(session: Session, source: str, target: Path, *, interval_s: float = _PULL_INTERVAL_S) -> Iterator[None]:
     """Mirror regularly while the block runs. Failures are logged, and the next round tries again.
 
     Leaving the block waits for a running transfer. Leaving it by an exception or an interrupt does not wait.
@@ -181,7 +180,6 @@ def _warn_of_left_out(source: str, left_out: str) -> None:
 
 
 def _checkpoint_of(name: str) -> str | None:
-    """Return the checkpoint of a file as checkpoints/<name>; None for other files."""
     parts = PurePosixPath(name).parts
     return "/".join(parts[:2]) if parts[0] == "checkpoints" and len(parts) > 2 else None
 
@@ -296,7 +294,6 @@ def _fetch(
 
 @contextmanager
 def _stream_of(session: Session, source: str, parts: "Mapping[str, _Part]") -> Iterator["_ByteStream"]:
-    """Open the node's stream of the given files, one after the other."""
     if not parts:
         yield _ByteStream(iter(()))
         return
@@ -358,7 +355,7 @@ def _are_size_and_time(found: Any) -> bool:  # Any: JSON
     if not isinstance(found, list) or [type(number) for number in found] != [int, int]:
         return False
     size, modified_ns = found
-    return bool(0 <= size < MAX_NUMBER and -MAX_NUMBER <= modified_ns < MAX_NUMBER)
+    return bool(0 <= size < _MAX_NUMBER and -_MAX_NUMBER <= modified_ns < _MAX_NUMBER)
 
 
 def _part_of(target: Path, name: str) -> Path:
@@ -438,7 +435,6 @@ def _count_right(file: FileIO, size: int, digests: Sequence[object], first: int,
 
 
 def _digest_of(file: FileIO, start: int, end: int, algorithm: str) -> str:
-    """Return the digest of a part of a file, without moving its position."""
     digest = DIGESTS[algorithm]()
     while start < end and (piece := os.pread(file.fileno(), min(_READ_BYTES, end - start), start)):
         digest.update(piece)
@@ -496,7 +492,7 @@ class _ByteStream:
     def read_object(self) -> dict[str, Any] | None:  # Any: JSON
         """Return the JSON object of the next line; None if it is something else."""
         while b"\n" not in self._pending:
-            if len(self._pending) > MAX_HEAD_BYTES:
+            if len(self._pending) > _MAX_HEAD_BYTES:
                 raise TransientInfraError("the node sent a line that is too long")
             self._pending += self._next()
         line, _, self._pending = self._pending.partition(b"\n")

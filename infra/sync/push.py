@@ -43,7 +43,7 @@ CALL_TIMEOUT_S = 3600.0
 """The node hashes the whole directory within one call, at about 1 GB/s."""
 BATCH_BYTES = CHUNK_BYTES
 """Up to this size, files go in one call over the present connection; larger amounts use separate connections."""
-MANY_BYTES = 32 << 20
+_MANY_BYTES = 32 << 20
 """Above this size, several connections to a distant node are worth their logins."""
 MAX_VAIN_ATTEMPTS = 4
 """After broken connections, a copy continues until this many attempts in a row made no progress."""
@@ -192,7 +192,7 @@ def _make_attempt(
 ) -> bool:
     """Copy files; sets the last item of `num_missing` to the bytes to send; returns whether nothing was missing."""
     sizes = {name: source.size for name, source in sources.items()}
-    if sum(sizes.values()) > MANY_BYTES:
+    if sum(sizes.values()) > _MANY_BYTES:
         session.expect_chunks(sum(source.num_chunks for source in sources.values()))
     wanted = json.dumps({"sizes": sizes, "chunk_bytes": CHUNK_BYTES}).encode()
     there = _call(session, ["describe", destination], stdin=wanted, may_repeat=True)
@@ -235,7 +235,6 @@ def _missing_chunks(sources: Mapping[str, SourceFile], taken: Mapping[str, Seque
 
 
 def _are_same(sources: Mapping[str, SourceFile], usable: Sequence[Sequence[Any]], destination: str) -> bool:
-    """Return whether the destination has each file with the same digests."""
     there = {name: tuple(digests) for directory, name, _, _, digests in usable if directory == destination}
     return all(there.get(name) == source.digests() for name, source in sources.items())
 
@@ -390,14 +389,12 @@ def _feed(session: Session, name: str, source: SourceFile, incoming: str, *, dig
 
 
 def _check_digests(sources: Mapping[str, SourceFile], written: Mapping[tuple[str, int], str | None]) -> None:
-    """Return if the digests of all written chunks equal ours."""
     wrong = sorted({name for (name, number), digest in written.items() if digest != sources[name].digest(number)})
     if wrong:
         raise TransientInfraError(f"{len(wrong)} files arrived damaged, the first is {wrong[0]!r}: copy again")
 
 
 def is_executable(path: Path) -> bool:
-    """Return whether the owner of a file may execute it."""
     return bool(_mode_of(path) & stat.S_IXUSR)
 
 
@@ -447,7 +444,6 @@ def _call(
 
 
 def _checked(answer: dict[str, Any]) -> dict[str, Any]:
-    """Return the answer; raise its error if it is a refusal."""
     if "error" in answer:
         if answer["kind"] == "disk_full":
             raise DiskFullError("", 0)  # callers that know the number of bytes replace it

@@ -47,7 +47,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
 INCOMING_MARK = ".incoming-"
-STALE_AFTER_S = 86400.0
+_STALE_AFTER_S = 86400.0
 """Leftovers of interrupted copies to other destinations are removed after this time."""
 _SPARE_BYTES = 16 << 20
 _READ_BYTES = 4 << 20
@@ -82,20 +82,20 @@ def main(argv: list[str]) -> int:
     try:
         if verb == "describe":
             request = json.loads(sys.stdin.buffer.read())
-            answer = describe_destination(Path(parameters[0]), request["sizes"], request["chunk_bytes"])
+            answer = _describe_destination(Path(parameters[0]), request["sizes"], request["chunk_bytes"])
         elif verb == "sizes":
-            answer = {"sizes": find_sizes(Path(parameters[0]), json.loads(sys.stdin.buffer.read())["names"])}
+            answer = {"sizes": _find_sizes(Path(parameters[0]), json.loads(sys.stdin.buffer.read())["names"])}
         elif verb == "prepare":
-            hold_directory(Path(parameters[0]), Path(parameters[1]), int(parameters[2]))
+            _hold_directory(Path(parameters[0]), Path(parameters[1]), int(parameters[2]))
         elif verb == "accept":
-            answer = {"digests": accept_files(Path(parameters[0]), sys.stdin.buffer, parameters[1])}
+            answer = {"digests": _accept_files(Path(parameters[0]), sys.stdin.buffer, parameters[1])}
         elif verb == "accept_large":
             directory, name, size, chunk_bytes, algorithm = parameters
-            answer = {"digests": accept_large_file(Path(directory), name, int(size), int(chunk_bytes), algorithm)}
+            answer = {"digests": _accept_large_file(Path(directory), name, int(size), int(chunk_bytes), algorithm)}
         elif verb == "commit":
             request = json.loads(sys.stdin.buffer.read())
             destination, incoming = map(Path, parameters)
-            commit_directory(
+            _commit_directory(
                 destination,
                 incoming,
                 request["files"],
@@ -103,7 +103,7 @@ def main(argv: list[str]) -> int:
                 private=request["private"],
             )
         elif verb == "discard":
-            discard_directory(Path(parameters[0]))
+            _discard_directory(Path(parameters[0]))
         else:
             raise CopyError(f"{verb} is not a verb of this program")
     except CopyError as error:
@@ -114,7 +114,7 @@ def main(argv: list[str]) -> int:
     return 1 if "error" in answer else 0
 
 
-def describe_destination(destination: Path, sizes: dict[str, int], chunk_bytes: int) -> dict[str, Any]:
+def _describe_destination(destination: Path, sizes: dict[str, int], chunk_bytes: int) -> dict[str, Any]:
     """Describe a destination and the directories of copies to it. Files that may be reused are hashed.
 
     A file with several names is listed once: reusing it twice would change both copies together.
@@ -144,13 +144,12 @@ def describe_destination(destination: Path, sizes: dict[str, int], chunk_bytes: 
     return {"files": files, "digest": algorithm, "usable": list(usable.values())}
 
 
-def find_sizes(directory: Path, names: list[str]) -> dict[str, int]:
-    """Return the sizes of the existing files among some below a directory."""
+def _find_sizes(directory: Path, names: list[str]) -> dict[str, int]:
     paths = {name: directory / name for name in names}
     return {name: path.stat().st_size for name, path in paths.items() if path.is_file()}
 
 
-def describe_directory(directory: Path, *, without_digest: frozenset[str]) -> dict[str, list[Any]] | None:
+def _describe_directory(directory: Path, *, without_digest: frozenset[str]) -> dict[str, list[Any]] | None:
     """Return size and digest of every file below a directory; None if it is missing or has other things than files."""
     if not directory.exists():
         return None
@@ -165,7 +164,6 @@ def describe_directory(directory: Path, *, without_digest: frozenset[str]) -> di
 
 
 def hash_file(path: Path) -> str:
-    """Return the sha256 of a file."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while chunk := file.read(_READ_BYTES):
@@ -174,7 +172,6 @@ def hash_file(path: Path) -> str:
 
 
 def hash_chunks(path: Path, chunk_bytes: int, algorithm: str) -> list[str]:
-    """Return the digest of each chunk of a file."""
     digests = []
     with path.open("rb") as file:
         while first := file.read(min(_READ_BYTES, chunk_bytes)):
@@ -187,11 +184,11 @@ def hash_chunks(path: Path, chunk_bytes: int, algorithm: str) -> list[str]:
     return digests
 
 
-def hold_directory(destination: Path, incoming: Path, needed_bytes: int) -> None:
+def _hold_directory(destination: Path, incoming: Path, needed_bytes: int) -> None:
     """Create the directory for received files, print its reused chunks, and hold its lock until stdin ends."""
     request = json.loads(sys.stdin.buffer.readline())
     reused, chunk_bytes, algorithm = request["reused"], request["chunk_bytes"], request["digest"]
-    descriptor = prepare_directory(destination, incoming)
+    descriptor = _prepare_directory(destination, incoming)
     try:
         taken, copied = take_files(reused, destination, incoming, chunk_bytes, algorithm)
         _remove_abandoned(destination, incoming)
@@ -208,7 +205,7 @@ def hold_directory(destination: Path, incoming: Path, needed_bytes: int) -> None
         os.close(descriptor)
 
 
-def prepare_directory(destination: Path, incoming: Path) -> int:
+def _prepare_directory(destination: Path, incoming: Path) -> int:
     """Create and lock a directory beside the destination, from where a rename is possible; return the locked file."""
     if destination.is_symlink():
         raise CopyError(f"{destination} is a symbolic link: give the path that it points to")
@@ -351,7 +348,7 @@ def _as_copy_error(error: OSError, path: Path) -> CopyError:
     return CopyError(f"{path}: {error.strerror}", kind=kind)
 
 
-def accept_files(incoming: Path, stream: BinaryIO, algorithm: str) -> dict[str, str]:
+def _accept_files(incoming: Path, stream: BinaryIO, algorithm: str) -> dict[str, str]:
     """Write the files of a batch: a JSON line [name, size] and the content for each; returns their digests."""
     digests: dict[str, str] = {}
     while head := stream.readline():
@@ -373,7 +370,7 @@ def accept_files(incoming: Path, stream: BinaryIO, algorithm: str) -> dict[str, 
     return digests
 
 
-def accept_large_file(incoming: Path, name: str, size: int, chunk_bytes: int, algorithm: str) -> list[str]:
+def _accept_large_file(incoming: Path, name: str, size: int, chunk_bytes: int, algorithm: str) -> list[str]:
     """Write standard input to a new file with fsync; returns the digests of its chunks as read back.
 
     Stops when the lock on `incoming` is gone: the sending program may outlive its client.
@@ -450,14 +447,14 @@ def _is_at(path: Path, file: FileIO) -> bool:
         return False
 
 
-def commit_directory(
+def _commit_directory(
     destination: Path, incoming: Path, manifest: dict[str, list[Any]], *, executable: list[str], private: list[str]
 ) -> None:
     """Verify every file against the manifest, then replace the old directory with the new one."""
     for name in manifest:
         check_name(name)
     compared = frozenset(name for name, (_, digest) in manifest.items() if digest is None)
-    arrived = describe_directory(incoming, without_digest=compared) or {}
+    arrived = _describe_directory(incoming, without_digest=compared) or {}
     wrong = sorted(name for name in manifest.keys() | arrived.keys() if arrived.get(name) != manifest.get(name))
     if wrong:
         raise CopyError(f"{len(wrong)} files arrived damaged, the first is {wrong[0]!r}: copy again", kind="damaged")
@@ -465,7 +462,7 @@ def commit_directory(
         (incoming / name).chmod((incoming / name).stat().st_mode | stat.S_IXUSR)
     for name in private:
         (incoming / name).chmod((incoming / name).stat().st_mode & stat.S_IRWXU)
-    incoming.chmod(usual_mode())
+    incoming.chmod(_usual_mode())
     for directory in {path.parent for path in _walk(incoming)} | {incoming}:
         flush_directory(directory)
     set_aside = incoming.with_name(incoming.name + "-replaced")
@@ -497,19 +494,18 @@ def _without_a_job(destination: Path, incoming: Path) -> Iterator[None]:
             try:
                 fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
             except BlockingIOError:
-                discard_directory(incoming)
+                _discard_directory(incoming)
                 raise CopyError(f"a job runs in {destination}, so it is not replaced: try again", kind="busy") from None
         yield
 
 
-def usual_mode() -> int:
-    """Return the mode of a new folder of this user."""
+def _usual_mode() -> int:
     mask = os.umask(0o077)  # it can only be read by setting it; this program has one thread
     os.umask(mask)
     return 0o777 & ~mask
 
 
-def discard_directory(incoming: Path) -> None:
+def _discard_directory(incoming: Path) -> None:
     """Remove the received files; refuses other directories."""
     if INCOMING_MARK not in incoming.name:
         raise CopyError(f"{incoming} is not the directory of an incoming copy")
@@ -552,7 +548,6 @@ def _walk(directory: Path) -> Iterator[Path]:
 
 
 def _incoming_of(destination: Path) -> list[Path]:
-    """Return the directories of running and interrupted copies to a destination."""
     if not destination.parent.is_dir():
         return []
     return [path for path in destination.parent.iterdir() if _is_incoming_of(destination, path)]
@@ -569,7 +564,7 @@ def _remove_abandoned(destination: Path, incoming: Path) -> None:
             if not path.name.startswith(".") or INCOMING_MARK not in path.name or path == incoming:
                 continue
             with contextlib.suppress(OSError):  # it belongs to another user, or is gone
-                is_old = time.time() - path.stat().st_mtime > STALE_AFTER_S
+                is_old = time.time() - path.stat().st_mtime > _STALE_AFTER_S
                 is_download = path.with_name(
                     f"{path.name}.lock"
                 ).exists()  # downloads have their lock there (download.py)

@@ -178,7 +178,6 @@ class Sender:
             self._write_line({"digest": digest.hexdigest()})
 
     def _send_bytes(self, file: FileIO, start: int, num_bytes: int, digest: Any) -> None:  # Any: of hashlib or blake3
-        """Write bytes of a file, and add them to a digest."""
         for piece in _read(file, num_bytes):
             digest.update(piece)
             num_handed_on = self._hand_on(file, start, len(piece)) if len(piece) >= _HANDED_ON_BYTES else 0
@@ -198,7 +197,6 @@ class Sender:
         return num_written
 
     def _write_line(self, content: object) -> None:
-        """Write one JSON object and a newline."""
         self._output.write(json.dumps(content).encode() + b"\n")
 
 
@@ -220,7 +218,6 @@ def _has_stdin_ended() -> bool:
 
 
 def _say(**content: object) -> None:
-    """Write one JSON object and a newline to stderr."""
     sys.stderr.write(json.dumps(content) + "\n")
     sys.stderr.flush()
 

@@ -20,8 +20,9 @@ import pytest
 
 from rollouts.infra.errors import NodeUnreachableError
 from rollouts.infra.node import SSHAccess
-from rollouts.infra.ssh.connection import HEARTBEAT_INTERVAL_S, connect
-from rollouts.infra.ssh.openssh import NUM_HEARTBEATS, OpenSSH
+from rollouts.infra.ssh.connection import connect
+from rollouts.infra.ssh.openssh import OpenSSH
+from rollouts.infra.ssh.proxy_jump import HEARTBEAT_INTERVAL_S, NUM_HEARTBEATS
 from rollouts.infra.ssh.ssh_session import SSHSession
 from tests.infra.shell_jobs import is_alive, read_pid
 from tests.infra.splitting import chunks_of

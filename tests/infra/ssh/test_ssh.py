@@ -36,6 +36,7 @@ from rollouts.infra.ssh.agents import PURPOSES
 from rollouts.infra.ssh.connection import connect
 from rollouts.infra.ssh.host_keys import HostKeyEvidence
 from rollouts.infra.ssh.login_keys import LoginKeys
+from rollouts.infra.ssh.proxy_jump import HEARTBEAT_INTERVAL_S
 from rollouts.infra.ssh.ssh_session import SSHSession
 from tests.infra.ssh.slow_port import slow_port
 from tests.infra.ssh_server import SSHServer, fingerprint_of, known_hosts_line, make_key, running_server, unpinned
@@ -296,7 +297,7 @@ def test_a_node_without_the_interpreter_is_said(ssh_server: SSHServer, tmp_path:
 def test_a_server_that_hangs_is_found_by_its_silence(
     server: SSHServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert rollouts.infra.ssh.connection.HEARTBEAT_INTERVAL_S + rollouts.infra.ssh.connection.HEARTBEAT_LIMIT_S < 60
+    assert HEARTBEAT_INTERVAL_S + rollouts.infra.ssh.connection.HEARTBEAT_LIMIT_S < 60
     monkeypatch.setattr(rollouts.infra.ssh.connection, "HEARTBEAT_INTERVAL_S", 0.3)
     monkeypatch.setattr(rollouts.infra.ssh.connection, "HEARTBEAT_LIMIT_S", 1.0)
     connection = connect(server.access)
