@@ -254,7 +254,7 @@ def test_a_person_logs_in_wherever_the_machine_is_and_nowhere_else(runpod: FakeR
         for name, words in (
             (rented.name, "nobody can log in there"),
             (mine, "start it on"),
-            ("me", "has no machine"),
+            ("me", "knows no machine"),
         ):
             said = ssh(name)
             assert said.returncode != 0 and words in said.stderr and len(said.stderr.splitlines()) == 1, said.stderr

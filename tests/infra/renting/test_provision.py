@@ -535,7 +535,7 @@ def test_a_machine_at_a_provider_whose_key_is_not_there_is_left_alone_and_asked_
         with ledger.living_run(REQUEST.run_id):
             left = world.rent()
         reached = {name: cloud for name, cloud in clouds.items() if name != left.provider}
-        with pytest.raises(MissingKeyError, match=f"the run has {left.name} at runpod, whose key is not here"):
+        with pytest.raises(MissingKeyError, match=f"the run has {left.name} at runpod, whose key is missing here"):
             rent_machines(Renting(REQUEST, ledger, reached, check=usable, pace=PACE))
         assert other.machines == {}
         another = replace(REQUEST, run_id="another-run")

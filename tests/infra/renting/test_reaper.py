@@ -280,7 +280,7 @@ def test_what_never_appeared_is_forgotten_after_an_hour(world: World) -> None:
     with Ledger(world.path) as ledger:
         kept = world.rent()
         [lost] = [row for row in all_rentals(ledger) if row.state is RentalState.INTENDED]
-        assert any("not seen so far" in line for line in reap_now(world).kept)
+        assert any("not seen yet" in line for line in reap_now(world).kept)
         change_rental(ledger, lost, intended_at=lost.intended_at - UNSEEN_AFTER_S - 1)
         reap_now(world)
         row = find_rental(ledger, lost.name)
