@@ -1,6 +1,6 @@
-"""Find out what a node has, and refuse it with one sentence when that is not enough.
+"""Probe a node, and refuse a node that does not meet the needs of the pipeline.
 
-probe_node ── node_probe.py on the node ── NodeReport ── check_node ── fine, or PermanentInfraError
+probe_node ── node_probe.py on the node ── NodeReport ── check_node ── returns, or raises PermanentInfraError
 """
 
 from collections.abc import Collection, Mapping
@@ -14,7 +14,7 @@ from rollouts.infra.node import Node
 from rollouts.infra.session import Session, read_answer
 
 MIN_PYTHON = (3, 11)
-MIN_TORCH = (2, 6)
+_MIN_TORCH = (2, 6)
 NO_MODULES: Mapping[str, str] = MappingProxyType({})
 PROBE_TIMEOUT_S = 180.0
 """Importing torch from a cold network disk takes a minute or two."""
@@ -22,44 +22,44 @@ PROBE_TIMEOUT_S = 180.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuReport:
-    """A CUDA device, which has proved that it can compute unless it says why it cannot."""
+    """A CUDA device of a node. An empty `problem` means that a test computation on it succeeded."""
 
     name: str
     total_gb: float
     free_gb: float
     has_bfloat16: bool = False
-    """Whether it multiplies in bfloat16, several times as fast as in float32."""
+    """Whether the device has native bfloat16, which is several times as fast as float32."""
     problem: str = ""
-    """Why it cannot compute; then nothing else of it is known. Others beside it may."""
+    """Why the device cannot compute; then the other fields are unknown. Other devices may still work."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeReport:
-    """What a node has; sizes in GB of 10^9 bytes."""
+    """Hardware and software of a node. Sizes are in GB of 10^9 bytes."""
 
     python: str
-    """Path of the interpreter that was asked."""
+    """Path of the probed interpreter."""
     root: str
     python_version: str
     torch_version: str | None
     torch_problem: str
-    """Why torch cannot be imported; else empty."""
+    """Why torch cannot be imported; empty if it can."""
     torch_build: str
-    """For what torch is built, for example `CUDA 12.8` or `the CPU`; empty without torch."""
+    """The hardware that torch was built for, for example `CUDA 12.8` or `the CPU`; empty without torch."""
     gpus: tuple[GpuReport, ...]
     gpu_problem: str
-    """Why the first device that cannot compute cannot; else empty."""
+    """The problem of the first device that cannot compute; empty if all can."""
     driver: str
-    """Version of NVIDIA's driver; empty where its nvidia-smi does not say."""
+    """Version of NVIDIA's driver; empty if nvidia-smi reports no version."""
     num_driver_gpus: int
-    """GPUs that nvidia-smi lists, whichever of them torch may see."""
+    """Number of GPUs that nvidia-smi lists. torch may see fewer."""
     num_cpus: int
     total_memory_gb: float
     free_memory_gb: float
     free_disk_gb: float
-    """On the disk of the node's root."""
+    """Free space on the disk of the node's root."""
     root_problem: str
-    """Why no file can be written to the node's root; else empty."""
+    """Why files cannot be written to the node's root; empty if they can."""
 
     @property
     def device_summary(self) -> str:
@@ -70,41 +70,41 @@ class NodeReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeNeeds:
-    """What the pipeline needs; sizes in GB of 10^9 bytes."""
+    """The requirements of a pipeline on a node. Sizes are in GB of 10^9 bytes."""
 
     disk_gb: float = 0.0
     num_gpus: int = 0
-    """GPUs that its settings name."""
+    """Number of GPUs that the settings name."""
     last_gpu: int = -1
-    """The highest rank of them; -1 where they name none."""
+    """The highest GPU rank that the settings name; -1 if they name no rank."""
     trains_on_gpu: bool = False
-    """Whether torch trains there and the settings do not say that the CPU will do."""
+    """Whether torch trains on this node and the settings do not allow the CPU."""
     is_rented_for_gpus: bool = False
-    """Whether GPUs are paid for."""
+    """Whether the node was rented with GPUs."""
     trainer_gpu_ranks: tuple[int, ...] = ()
-    """Those of the trainer; empty for the first, or the CPU where there is none."""
+    """GPU ranks of the trainer. Empty means the first GPU, or the CPU on a node without GPUs."""
     num_trainers: int = 1
-    """Processes that train together."""
+    """Number of trainer processes."""
     trainer_gb: float = 0.0
-    """Memory that each of them takes at least."""
+    """Lower bound of the memory of one trainer process."""
     trainer_parts: str = ""
-    """What that is made of, for people."""
+    """The parts of `trainer_gb` in words, for messages."""
     engine_gpu_ranks: tuple[int, ...] = ()
-    """Those of the engines."""
+    """GPU ranks of the engines."""
     engine_gb: float = 0.0
-    """Memory that the weights of an engine take on each of them."""
+    """Memory that an engine's weights take on each of its GPUs."""
 
     @property
     def trainers_share_cpu(self) -> bool:
-        """Whether several trainer processes have no GPU, also where there are some."""
+        """Whether several trainer processes run on the CPU. They do so even on a node with GPUs."""
         return self.num_trainers > 1 and not self.trainer_gpu_ranks
 
 
 def probe_node(session: Session, node: Node) -> NodeReport:
-    """Ask the node what it has; its interpreter is tried once, and again when something of it has changed.
+    """Return the node's report. The node keeps it and probes its interpreter again only after a change.
 
     Raises:
-        PermanentInfraError: its interpreter cannot be run.
+        PermanentInfraError: the node's interpreter cannot be run.
     """
     program = session.place_program(Path(node_probe.__file__))
     argv = [node.python, "-Xutf8", program, "probe", node.root]
@@ -121,15 +121,16 @@ def check_imports(
     modules: Mapping[str, str] = NO_MODULES,
     variables: Collection[str] = (),
 ) -> None:
-    """Return if the node's interpreter can import the training, and the user's modules, from where their code lies.
+    """Return if the node's interpreter can import the training code and the user's modules.
 
     Args:
-        code_dir: named by its content, so that it is asked for once.
-        modules: those of the user's, by the settings that name them.
-        variables: names of those that a job has besides what the node's session has.
+        code_dir: the folder of the code on the node. Its name contains a digest of its content, so the node keeps the
+            answer.
+        modules: the user's modules, by the settings that name them.
+        variables: names of environment variables that a job has in addition to the session's.
 
     Raises:
-        PermanentInfraError: a package is missing there, or a file.
+        PermanentInfraError: a package or a file is missing on the node.
     """
     program = session.place_program(Path(node_probe.__file__))
     names = [*dict.fromkeys(modules.values()), *(f"{variable}=" for variable in sorted(variables))]
@@ -152,10 +153,10 @@ def check_imports(
 
 
 def check_node(report: NodeReport, needs: NodeNeeds) -> None:
-    """Return if the node is good enough for the pipeline.
+    """Return if the node meets the needs.
 
     Raises:
-        PermanentInfraError: it is not; one sentence with what is expected, what was found and what to do.
+        PermanentInfraError: a need is not met; the message names the need, the value found and a remedy.
     """
     if _version(report.python_version) < MIN_PYTHON:
         raise PermanentInfraError(
@@ -167,12 +168,12 @@ def check_node(report: NodeReport, needs: NodeNeeds) -> None:
             f"{report.python} cannot import torch ({report.torch_problem}): "
             "install the project there, or name another interpreter in the node's settings"
         )
-    if _version(report.torch_version) < MIN_TORCH:
+    if _version(report.torch_version) < _MIN_TORCH:
         raise PermanentInfraError(
-            f"torch {_dotted(MIN_TORCH)} or newer is needed, {report.python} has {report.torch_version}: upgrade it"
+            f"torch {_dotted(_MIN_TORCH)} or newer is needed, {report.python} has {report.torch_version}: upgrade it"
         )
-    check_gpus(report, needs)
-    check_memory(report, needs)
+    _check_gpus(report, needs)
+    _check_memory(report, needs)
     if report.root_problem:
         raise PermanentInfraError(
             f"{report.root} cannot be written ({report.root_problem}): choose another root in the node's settings"
@@ -181,7 +182,7 @@ def check_node(report: NodeReport, needs: NodeNeeds) -> None:
 
 
 def check_disk(root: str, free_gb: float, needed_gb: float) -> None:
-    """Raise PermanentInfraError when the disk of a directory has less room than is needed."""
+    """Raise PermanentInfraError if the disk of a directory has less free space than needed."""
     if free_gb < needed_gb:
         raise PermanentInfraError(
             f"{_size(needed_gb)} of free disk are needed at {root}, {_size(free_gb)} are there: "
@@ -189,11 +190,12 @@ def check_disk(root: str, free_gb: float, needed_gb: float) -> None:
         )
 
 
-def check_gpus(report: NodeReport, needs: NodeNeeds) -> None:
-    """Return if the node has the GPUs that are named, and torch can use GPUs where it is to train on some.
+def _check_gpus(report: NodeReport, needs: NodeNeeds) -> None:
+    """Return if the node has the named GPUs and torch can use a GPU for training.
 
     Raises:
-        PermanentInfraError: it has too few, or would train on its CPU at the price of a GPU.
+        PermanentInfraError: the node has too few GPUs, a named GPU cannot compute, or the training would silently run
+            on the CPU of a machine with GPUs.
     """
     num_working = sum(not gpu.problem for gpu in report.gpus)
     if num_working < needs.num_gpus:
@@ -227,30 +229,29 @@ def check_gpus(report: NodeReport, needs: NodeNeeds) -> None:
 
 
 def check_alike(report: NodeReport, leader: NodeReport) -> None:
-    """Return if a node can train together with the one that leads.
+    """Return if a node can train together with the leader.
 
     Raises:
-        PermanentInfraError: only one of them has GPUs, or they have different versions of torch, which may not
-            understand each other.
+        PermanentInfraError: only one of the two has GPUs, or their versions of torch differ. Different versions may use
+            incompatible protocols.
     """
     if bool(report.gpus) != bool(leader.gpus):
         raise PermanentInfraError(
-            f"it has {report.device_summary}, and the machine that leads has {leader.device_summary}: machines that "
-            "train together all have GPUs, or none"
+            f"it has {report.device_summary}, but the leading machine has {leader.device_summary}: train on machines "
+            "that all have GPUs, or on machines without GPUs"
         )
     if report.torch_version != leader.torch_version:
         raise PermanentInfraError(
-            f"it has torch {report.torch_version}, and the machine that leads has {leader.torch_version}: install the "
+            f"it has torch {report.torch_version}, but the leading machine has {leader.torch_version}: install the "
             "same version"
         )
 
 
-def check_memory(report: NodeReport, needs: NodeNeeds) -> None:
-    """Return if the devices of the trainer could hold its weights, gradients and optimizer state, and those of engines
-    their weights.
+def _check_memory(report: NodeReport, needs: NodeNeeds) -> None:
+    """Return if the devices have enough memory for the training state and for the weights of engines.
 
     Raises:
-        PermanentInfraError: they could not.
+        PermanentInfraError: a device has too little memory.
     """
     remedy = "train with policy.lora, on more GPUs, or on another node"
     parts = f" ({needs.trainer_parts})" if needs.trainer_parts else ""

@@ -1,6 +1,6 @@
-"""Import modules from their texts: the head of a package that is sent to nodes as one text (node_programs.py).
+"""Loader at the head of a package that is sent to nodes as one text (node_programs.py): modules are imported from text.
 
-Standard library only, and old syntax: whoever runs it has nothing else of ours.
+Standard library and old syntax only, because it runs on the node's own interpreter.
 """
 
 from __future__ import annotations
@@ -19,39 +19,38 @@ if TYPE_CHECKING:
 MIN_PYTHON = (3, 10)
 
 
-class BundledModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds and loads modules whose texts are given by their full names."""
+class _BundledModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds and loads modules from their texts."""
 
     def __init__(self, sources: Mapping[str, str]) -> None:
         self._sources = sources
 
     def find_spec(self, name: str, *_: object) -> importlib.machinery.ModuleSpec | None:
-        """Where a module is; None for those of others."""
+        """Return the spec of a bundled module, None for any other module."""
         if name not in self._sources:
             return None
         is_package = any(other.startswith(name + ".") for other in self._sources)
         return importlib.machinery.ModuleSpec(name, self, is_package=is_package)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Run a module's text."""
         name = module.__name__
         exec(compile(self._sources[name], name.replace(".", "/") + ".py", "exec"), module.__dict__)
 
     def get_source(self, name: str) -> str:
-        """The text, for whoever prints a traceback."""
+        """Return the text of a module. `traceback` calls it to show source lines."""
         return self._sources[name]
 
 
 def import_main(sources: Mapping[str, str], module: str) -> Any:  # Any: what a program calls its entry
-    """The function `main` of a module, which may import all that are given, or one that says why they cannot run."""
+    """Return the function `main` of a module; on an old interpreter, a function that reports its version instead."""
     if sys.version_info < MIN_PYTHON:
-        return refuse_interpreter
-    sys.meta_path.insert(0, BundledModules(sources))
+        return _refuse_interpreter
+    sys.meta_path.insert(0, _BundledModules(sources))
     return importlib.import_module(module).main
 
 
-def refuse_interpreter(_: list[str]) -> int:
-    """Say that this interpreter is too old; returns the exit code."""
+def _refuse_interpreter(_: list[str]) -> int:
+    """Print that this interpreter is too old, and return the exit code."""
     needed, found = ".".join(map(str, MIN_PYTHON)), sys.version.split()[0]
     problem = f"Python {needed} or newer is needed, {sys.executable} is {found}: name another one as node.python"
     sys.stdout.write(json.dumps({"error": problem}) + "\n")

@@ -1,6 +1,6 @@
-"""Files in chunks, which are compared and sent one by one.
+"""Split files into chunks, the unit of comparing and sending.
 
-Not here: how chunks travel (session.py), where they go (push.py), what the other side has of them (receiver.py).
+Not here: sending chunks (session.py, push.py) and comparing them with the node's files (receiver.py).
 """
 
 import os
@@ -13,20 +13,20 @@ from rollouts.infra.errors import PermanentInfraError, TransientInfraError
 from rollouts.infra.node_agent import DIGESTS
 
 CHUNK_BYTES = 8 << 20
-"""Each chunk of a file has this size, but for the last one; so much is sent again where a bit differs."""
+"""Size of every chunk but the last. A chunk that differs in any bit is sent again as a whole."""
 DIRECT_BYTES = 256 << 20
-"""A file that is this large and new is worth a login of its own, whose program reads or writes it (session.py)."""
+"""A new file of at least this size gets its own SSH login, whose program reads or writes it directly (session.py)."""
 _READ_BYTES = 256 << 10
-"""So little that it is still in the processor's cache when it has been hashed."""
+"""Small enough that a piece is still in the processor's cache when it is written after hashing."""
 SHA256 = "sha256"
-"""The digest that every Python has; a node says where it has a better one (`DIGESTS`)."""
+"""The digest of every Python. A node may report a faster digest (`DIGESTS`)."""
 
 
 def checked_digest(answer: Mapping[str, Any]) -> str:  # Any: JSON
-    """What a node says that it digests by.
+    """Return the digest algorithm that a node reports.
 
     Raises:
-        PermanentInfraError: that is not known here.
+        PermanentInfraError: the algorithm is not supported here.
     """
     if (algorithm := answer.get("digest")) not in DIGESTS:
         raise PermanentInfraError(f"the node digests files by {algorithm!r}, which is not known here: install it")
@@ -34,42 +34,41 @@ def checked_digest(answer: Mapping[str, Any]) -> str:  # Any: JSON
 
 
 class Chunk(NamedTuple):
-    """A chunk on its way."""
+    """A chunk to be sent."""
 
     name: str
-    """That of its file, below the directory that it goes to."""
+    """Path of its file, relative to the destination directory."""
     number: int
     pieces: Iterable[bytes]
     """Its content, in order."""
 
 
 class SourceFile:
-    """A file that is copied: it may be read several times, by several threads, and has to stay the same one."""
+    """A file to be copied. Several threads may read it several times; a change of the file is an error."""
 
     def __init__(self, path: Path, size: int) -> None:
         self.path = path
         self.size = size
         self._algorithm = SHA256
         self._identity: tuple[int, int, int] | None = None
-        """As it was when it was first read."""
+        """Size, modification time and inode at the first read."""
         self._digests: dict[int, str] = {}
 
     @property
     def num_chunks(self) -> int:
-        """None of an empty file."""
+        """Number of chunks; 0 for an empty file."""
         return -(-self.size // CHUNK_BYTES)
 
     def length_of(self, number: int) -> int:
-        """Bytes of a chunk."""
         return min(CHUNK_BYTES, self.size - number * CHUNK_BYTES)
 
     def digest_by(self, algorithm: str) -> None:
-        """Let chunks be digested by what the other side has, from here on."""
+        """Use this digest algorithm from now on. Digests of another algorithm are dropped."""
         if algorithm != self._algorithm:
             self._algorithm, self._digests = algorithm, {}
 
     def digest(self, number: int) -> str:
-        """The digest of a chunk, which is read if it was not read before.
+        """Return the digest of a chunk; read the chunk if its digest is not known.
 
         Raises:
             TransientInfraError: the file changed.
@@ -80,14 +79,13 @@ class SourceFile:
         return self._digests[number]
 
     def digests(self) -> tuple[str, ...]:
-        """`digest` of every chunk."""
         return tuple(self.digest(number) for number in range(self.num_chunks))
 
     def open(self) -> FileIO:
-        """The file, for the caller to read. A link that took its place is not followed, and a FIFO is not waited for.
+        """Open the file for reading. A symbolic link at its path is an error, and a FIFO does not block.
 
         Raises:
-            TransientInfraError: it cannot be read any more.
+            TransientInfraError: the file can no longer be read.
         """
         try:
             descriptor = os.open(self.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -96,10 +94,10 @@ class SourceFile:
         return os.fdopen(descriptor, "rb", buffering=0)
 
     def read(self, number: int) -> Iterator[bytes]:
-        """The content of a chunk.
+        """Yield the content of a chunk.
 
         Raises:
-            TransientInfraError: the file changed since it was listed, or first read.
+            TransientInfraError: the file changed since it was listed or first read.
         """
         digest = DIGESTS[self._algorithm]()
         num_missing_bytes = self.length_of(number)
@@ -118,10 +116,10 @@ class SourceFile:
             raise self._changed()
 
     def check(self) -> None:
-        """Return if it is still the file that was first read.
+        """Return if the file is unchanged since its first read.
 
         Raises:
-            TransientInfraError: it changed.
+            TransientInfraError: the file changed.
         """
         try:
             self._check_unchanged(self.path.lstat())
@@ -135,4 +133,4 @@ class SourceFile:
             raise self._changed()
 
     def _changed(self) -> TransientInfraError:
-        return TransientInfraError(f"{self.path} changed while it was copied: copy it once it is complete")
+        return TransientInfraError(f"{self.path} changed during the copy: copy it when it is complete")

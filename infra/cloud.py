@@ -1,7 +1,7 @@
-"""What a provider of rented machines can do for us, one Protocol for all.
+"""The Protocols of a provider of rented machines.
 
-Not here: the providers (providers/runpod.py and its like), which of them there are (clouds.py), and the way by which
-machines are rented and given back without losing one (provision.py, release.py).
+Not here: the providers (providers/), their registry (clouds.py), and renting and releasing machines without losing any
+(renting/provision.py, renting/release.py).
 """
 
 from dataclasses import dataclass
@@ -15,16 +15,16 @@ if TYPE_CHECKING:
 
 
 class CloudType(Protocol):
-    """The class of a provider's accounts: the one record of all that is known of a provider."""
+    """The class of a provider's accounts: the one record with all facts about a provider."""
 
     @property
     def name(self) -> CloudName:
-        """Its name in settings, and its row in `clouds.py`."""
+        """The provider's name in settings, and its key in `clouds.py`."""
         ...
 
     @property
     def endpoint(self) -> "Endpoint":
-        """Its title, the variable with its key, and its API."""
+        """The provider's title, the environment variable of its key, and its API."""
         ...
 
     @property
@@ -34,24 +34,24 @@ class CloudType(Protocol):
 
     @property
     def is_networked(self) -> bool:
-        """Whether its machines reach each other by private addresses within a region."""
+        """Whether the provider's machines reach each other by private addresses within a region."""
         ...
 
     @property
     def reaches(self) -> tuple[str, ...]:
-        """Names of others whose machines are rented through it."""
+        """Names of other companies whose machines are rented through this provider."""
         ...
 
     def __call__(self, key: str, url: str = "", /) -> "Cloud":
-        """An account with this key; `url` takes the place of the address of the API."""
+        """Return an account with this key; `url` replaces the address of the API."""
         ...
 
 
 class Cloud(Protocol):
-    """An account at a provider; to be used in a `with` block.
+    """An account at a provider; use it in a `with` block.
 
-    Every method raises ProviderUnavailableError when there is no usable answer after several attempts, and
-    ProviderRefusedError when the key or the request is refused. An empty list means that there is nothing.
+    Every method raises ProviderUnavailableError if several attempts give no usable answer, and ProviderRefusedError if
+    the provider refuses the key or the request. An empty list means that the provider has nothing.
     """
 
     @property
@@ -59,36 +59,36 @@ class Cloud(Protocol):
 
     @property
     def gives_host_key(self) -> bool:
-        """Whether `create` gives a machine the host key of its spec, before anybody can connect to it."""
+        """Whether `create` installs the host key of its spec before the machine accepts connections."""
         ...
 
     def search(self, query: GPUQuery) -> list[Offer]:
-        """What the provider has now that the query may admit."""
+        """Return current offers. It may include offers that the query does not admit."""
         ...
 
     def create(self, offer: Offer, spec: MachineSpec) -> str:
-        """Ask once for a machine and return its id.
+        """Request a machine once and return its id.
 
         Raises:
-            OfferGoneError, ProviderUnavailableError: nothing was created, another offer may work.
-            UnclearAnswerError: a machine may have been created; also where that could not be found out afterwards.
+            OfferGoneError, ProviderUnavailableError: nothing was created; another offer may work.
+            UnclearAnswerError: a machine may have been created, or a later look could not rule that out.
         """
         ...
 
     def get(self, instance_id: str) -> Instance | None:
-        """The machine; None when the provider does not have it any more."""
+        """Return the machine; None if the provider no longer has it."""
         ...
 
     def host_key(self, instance_id: str) -> str:
-        """Fingerprint of the machine's host key as its provider tells it; empty where it does not, or not yet."""
+        """Return the fingerprint of the machine's host key; empty if the provider does not report it (yet)."""
         ...
 
     def list_named(self, prefix: str) -> list[Instance]:
-        """All machines of the account whose names begin so."""
+        """Return all machines of the account whose names begin with the prefix."""
         ...
 
     def terminate(self, instance_id: str) -> None:
-        """Ask for the machine's end; harmless when it is gone. It is gone when `get` says so, not before."""
+        """Request the end of a machine; harmless if it is gone. Only `get` confirms that the machine is gone."""
         ...
 
     def __enter__(self) -> Self: ...
@@ -97,12 +97,12 @@ class Cloud(Protocol):
 
 
 def look_up(cloud: Cloud, instance_id: str, name: str) -> Instance | None:
-    """The machine as its provider describes it now; None where neither its id nor the list knows of it.
+    """Return the machine as its provider describes it now; None if neither `get` nor the list knows it.
 
-    What stands in front of an API answers 404 as well, now and then.
+    A 404 of `get` alone is not trusted: proxies in front of an API answer 404 at times, too.
 
     Args:
-        name: or the beginning of it.
+        name: the machine's name or the beginning of it.
     """
     instance = cloud.get(instance_id)
     if instance is not None and instance.status is not InstanceStatus.GONE:
@@ -113,15 +113,15 @@ def look_up(cloud: Cloud, instance_id: str, name: str) -> Instance | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pace:
-    """How patient we are with providers, in seconds."""
+    """Polling intervals and time limits for providers, in seconds."""
 
     poll_s: float = 5.0
     looks_s: tuple[float, ...] = (0.0, 5.0, 10.0, 20.0)
-    """Pauses before each look for a machine whose creation was not answered."""
+    """Pauses before each search for a machine whose creation request got no clear answer."""
     gone_within_s: float = 600.0
-    """A machine that is still there this long after its end was asked for is reported."""
+    """A machine that still exists this long after its end was requested is reported."""
     refused_within_s: float = 60.0
-    """One whose end is still refused after this time, and that is not ending."""
+    """A machine whose end the provider still refuses after this time is reported, unless it is ending anyway."""
 
 
 PATIENT = Pace()

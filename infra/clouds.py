@@ -1,10 +1,9 @@
-"""The providers of rented machines, by name: a row for each, and those that installed packages add.
+"""The registry of providers of rented machines: built-in ones, and those of installed packages.
 
-A row names the class of an account (`infra/cloud.py` has its Protocol, `infra/providers/shadeform.py` is the file to
-copy). The class says all that is known of the provider: title, key, API, and whether its machines share a network.
-A package adds a provider by an entry point of the group `rollouts.providers`: `acme = "acme_cloud:Acme"` (plugins.py).
+A row names the class of an account (`infra/cloud.py` has its Protocol; copy `infra/providers/shadeform.py` for a new
+provider). A package adds a provider by an entry point of the group `rollouts.providers`: `acme = "acme_cloud:Acme"`.
 
-Not here: how accounts are opened (providers/clouds.py).
+Not here: opening accounts (providers/clouds.py).
 """
 
 from __future__ import annotations
@@ -28,11 +27,9 @@ CLOUDS: dict[CloudName, str] = {
     "vast": "rollouts.infra.providers.vast:Vast",
     "sky": "rollouts.infra.providers.sky:Sky",
 }
-"""Each provider's class, which is imported late."""
-
-
+"""Each provider's class. It is imported on first use."""
 _MEMBERS = ("name", "endpoint", "gives_host_key", "is_networked", "reaches")
-"""What `CloudType` asks of a class."""
+"""Attributes that `CloudType` requires of a class."""
 
 
 def _find_fault(name: CloudName, cloud: CloudType) -> str:
@@ -45,48 +42,49 @@ def _find_fault(name: CloudName, cloud: CloudType) -> str:
 
 
 ALL_CLOUDS: Registry[CloudType] = Registry("rollouts.providers", CLOUDS, _find_fault)
-"""Also those of installed packages."""
+"""Built-in providers and those of installed packages."""
 CloudChoice = Annotated[CloudName, KeyOf(ALL_CLOUDS)]
 """A setting that names a provider."""
 
 
 def cloud_names() -> tuple[CloudName, ...]:
-    """All providers, those of installed packages last."""
+    """Return the names of all providers; those of installed packages come last."""
     return tuple(ALL_CLOUDS)
 
 
 def find_cloud(name: CloudName) -> CloudType:
-    """The class of a provider's accounts.
+    """Return the class of a provider's accounts.
 
     Raises:
-        PermanentInfraError: no package here has the provider, as after its package was removed.
+        PermanentInfraError: the provider is not built in, and no installed package adds it.
     """
     try:
         return ALL_CLOUDS[name]
     except KeyError:
         raise PermanentInfraError(
-            f"there is no provider {name} here: install the package that adds it; `rollouts plugins` lists those found"
+            f"the provider {name} is unknown here: install the package that adds it; `rollouts plugins` lists the "
+            "installed ones"
         ) from None
 
 
 def networked_clouds() -> tuple[CloudName, ...]:
-    """Providers whose machines reach each other by private addresses within a region."""
+    """Return the providers whose machines reach each other by private addresses within a region."""
     return tuple(name for name in cloud_names() if find_cloud(name).is_networked)
 
 
 def reached_through(given: object) -> CloudName:
-    """The provider through which another company's machines are rented; "" if there is none."""
+    """Return the provider through which the machines of a company are rented; "" for an unknown company."""
     return next((name for name in cloud_names() if given in find_cloud(name).reaches), "")
 
 
 def explain_reached_through(given: object) -> str:
-    """How the machines of such a company are rented; "" if `given` is not one."""
+    """Return a sentence that tells how to rent this company's machines; "" if `given` is not such a company."""
     name = reached_through(given)
     if not name:
         return ""
     endpoint = find_cloud(name).endpoint
     what = endpoint.key_is.rpartition(" ")[2]
     return (
-        f"{given} is reached through {endpoint.title}: name the provider {name} instead, and its {what} in "
+        f"{given} is reached through {endpoint.title}: name the provider {name} instead, and set its {what} in "
         f"{endpoint.key_variable}"
     )

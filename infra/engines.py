@@ -1,7 +1,7 @@
-"""Wait until an inference engine, started as a job on a node, really generates; say why when it does not.
+"""Wait until an inference engine, which runs as a job on a node, generates a token; explain why if it does not.
 
-Not here: starting it (an engine is a job like others, jobs.py), renewing its lease, its clients, its weights. An engine
-that dies is restarted by its supervisor on the same port; an engine whose lease lapses ends by itself (jobs.py).
+Not here: starting the engine (jobs.py), renewing its lease, its clients and its weights. If an engine dies, its
+supervisor restarts it on the same port. If its lease expires, the engine ends by itself (jobs.py).
 
     start_or_attach ── job RUNNING ── loading ── answers with one token: ready
                             └── ended before that: JobFailedError with the reason found in its log
@@ -19,11 +19,11 @@ from rollouts.infra.jobs import JobState, job_status, raise_failure, read_log_ta
 from rollouts.infra.session import LOOPBACK, Session
 
 POLL_S = 0.5
-COMPLETION_TIMEOUT_S = 40.0
-"""One request for a token. The first completion of a big engine compiles kernels and may take several."""
-RESUME_TIMEOUT_S = 10.0
+_COMPLETION_TIMEOUT_S = 40.0
+"""Limit of one request for a token. The first completion of a big engine compiles kernels and may take longer."""
+_RESUME_TIMEOUT_S = 10.0
 CHECK_TIMEOUT_S = 60.0
-ROUTER_PACKAGE = "sglang_router"
+_ROUTER_PACKAGE = "sglang_router"
 Probe = tuple[str, Mapping[str, object]]
 """Path and body of a request for one token."""
 
@@ -46,28 +46,28 @@ def wait_until_engine_ready(
     api_key: str = "",
     transport: httpx.BaseTransport | None = None,
 ) -> None:
-    """Return once the engine has generated a token; its health endpoints promise less than that.
+    """Return once the engine has generated a token. A passed health check would not prove that it can.
 
     Args:
-        resume_paths: where it is told to go on after a pause, and to take its memory back.
-        port: where it listens on the node.
-        host: the same.
-        trainer: the session of the node from which it is asked, where that is another one.
-        on_wait: takes a sentence about the GPU that the engine waits for, whenever that changes.
-        api_key: what it wants requests to carry; empty for an engine without.
-        explain_log: finds out from the end of its log why it ended, a sentence; "" where that tells nothing.
-        is_idle: no trainer uses the engine, so a pause was left behind by one that was killed, and is ended.
+        resume_paths: API paths that end a pause and restore released memory.
+        port: the engine's port on the node.
+        host: the engine's address on the node.
+        trainer: the session of the node that sends the requests, if it is another node.
+        on_wait: takes a sentence about the GPU that the engine waits for, on every change of that GPU.
+        api_key: the key that requests carry; empty if the engine needs none.
+        explain_log: returns the cause of the end as a sentence, from the last part of the engine's log; "" if unknown.
+        is_idle: the engine has no trainer. A pause then comes from a killed trainer and is ended.
 
     Raises:
-        JobFailedError: the engine ended first; the message says why, as far as its log tells.
-        JobLostError: the same, by a reboot or a kill -9 of its supervisor.
-        PermanentInfraError: it wants another key.
-        TransientInfraError: it was not ready in time, from when it had its GPUs; it still runs.
+        JobFailedError: the engine ended; the message has the cause if its log shows it.
+        JobLostError: a reboot or a kill -9 of the supervisor ended the engine.
+        PermanentInfraError: the engine requires another key.
+        TransientInfraError: the engine was not ready within `timeout_s` after it got its GPUs. It still runs.
     """
     started = time.monotonic()
     deadline = started + timeout_s
     waited_for = ""
-    # No proxy leads to loopback.
+    # trust_env=False: a proxy of the environment cannot reach this loopback address.
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     with (
         (trainer or session).forward(port, host) as local_port,
@@ -78,7 +78,7 @@ def wait_until_engine_ready(
             if is_idle:
                 resume_generation(client, resume_paths, url)
             remaining_s = deadline - time.monotonic()
-            if has_generated(client, probe, url, timeout_s=min(COMPLETION_TIMEOUT_S, remaining_s)):
+            if has_generated(client, probe, url, timeout_s=min(_COMPLETION_TIMEOUT_S, remaining_s)):
                 logger.info("engine %s was ready after %.1f s", run_dir, time.monotonic() - started)
                 return
             status = job_status(session, run_dir)
@@ -97,13 +97,13 @@ def wait_until_engine_ready(
 
 
 def check_engine_installed(session: Session, package: str, *, python: str) -> None:
-    """Find out whether an interpreter on the node has an engine's package.
+    """Return if an interpreter on the node has an engine's package.
 
     Args:
-        python: the interpreter; empty takes the session's.
+        python: the interpreter; empty for the session's.
 
     Raises:
-        PermanentInfraError: one sentence about what is missing.
+        PermanentInfraError: the interpreter or the package is missing.
     """
     interpreter = python or session.python
     if not _has_package(session, interpreter, package, setting="rollout.engine.python"):
@@ -114,15 +114,15 @@ def check_engine_installed(session: Session, package: str, *, python: str) -> No
 
 
 def check_router_installed(session: Session, python: str) -> None:
-    """Raise PermanentInfraError where an interpreter on the node, rollout.engine.router_python, has no router."""
-    if not _has_package(session, python, ROUTER_PACKAGE, setting="rollout.engine.router_python"):
+    """Raise PermanentInfraError if the interpreter rollout.engine.router_python on the node has no router."""
+    if not _has_package(session, python, _ROUTER_PACKAGE, setting="rollout.engine.router_python"):
         raise PermanentInfraError(
-            f"rollout.engine.router_python is {python!r}, which has no {ROUTER_PACKAGE}: install sglang-router there"
+            f"rollout.engine.router_python is {python!r}, which has no {_ROUTER_PACKAGE}: install sglang-router there"
         )
 
 
 def _has_package(session: Session, interpreter: str, package: str, *, setting: str) -> bool:
-    """Whether an interpreter on the node finds a package; PermanentInfraError where there is no such interpreter."""
+    """Return whether an interpreter on the node finds a package; raise PermanentInfraError if it does not exist."""
     find = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({package!r}) is None)"
     try:
         session.run([interpreter, "-c", find], timeout_s=CHECK_TIMEOUT_S, may_repeat=True)
@@ -130,7 +130,7 @@ def _has_package(session: Session, interpreter: str, package: str, *, setting: s
         if _is_program(session, interpreter):
             return False
         raise PermanentInfraError(
-            f"{setting} is {interpreter!r}, and there is no such program on the node: name the interpreter of an "
+            f"{setting} is {interpreter!r}, which is not a program on the node: name the interpreter of an "
             f"environment that has {package}"
         ) from error
     return True
@@ -143,27 +143,27 @@ def _is_program(session: Session, interpreter: str) -> bool:
 
 
 def has_generated(client: httpx.Client, probe: Probe, url: str, *, timeout_s: float) -> bool:
-    """True if the engine answered a request for one token with a completion.
+    """Return whether the engine answered a request for one token with a completion.
 
     Raises:
-        PermanentInfraError: it wants another key, now and later.
+        PermanentInfraError: the engine requires another key.
     """
     path, request = probe
     try:
         response = client.post(f"{url}{path}", json=request, timeout=timeout_s)
         if response.status_code == httpx.codes.UNAUTHORIZED:
             raise PermanentInfraError(
-                "the engine of this stage is there already and wants another key: it was started with another value of "
-                "rollout.engine.api_key_variable, or by the run of another store, whose own key it has. Run again with "
-                "that key, or when the engine has ended: within a minute after its run"
+                "the engine of this stage already runs and requires another key: it was started with another value of "
+                "rollout.engine.api_key_variable, or by a run of another store with its own key. Run again with "
+                "that key, or wait until the engine ends: within a minute after its run"
             )
         return response.status_code == httpx.codes.OK and isinstance(response.json(), dict)
-    except (httpx.TransportError, ValueError):  # not listening yet, or something else answers with no JSON
+    except (httpx.TransportError, ValueError):  # not listening yet, or another server answers without JSON
         return False
 
 
 def resume_generation(client: httpx.Client, paths: Sequence[str], url: str) -> None:
-    """End a pause of the engine; one that is not paused, or does not answer, stays as it is."""
+    """End a pause of the engine. An engine that is not paused or does not answer is left as it is."""
     with suppress(httpx.TransportError):
         for path in paths:
-            client.post(f"{url}{path}", json={}, timeout=RESUME_TIMEOUT_S)
+            client.post(f"{url}{path}", json={}, timeout=_RESUME_TIMEOUT_S)

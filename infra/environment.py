@@ -1,9 +1,9 @@
-"""Give a node the packages that the training needs, in the versions of this machine, once.
+"""Install the packages that the training needs on a node once, in the versions of this machine.
 
     installed here ──> name==version, ... ──> <root>/environments/<digest>/ on the node: env/, log.txt, result.json
 
-A supervised job builds it, so that several runs that need the same build it once, and a connection that breaks ends
-nothing. Not here: the node's side (environment_builder.py), the code of the project itself (tasks/upload_inputs.py).
+A supervised job does the installation. Runs with equal requirements share the job, which survives broken connections.
+Not here: the program on the node (environment_builder.py) and the project's own code (tasks/upload_inputs.py).
 """
 
 import hashlib
@@ -30,26 +30,26 @@ from rollouts.infra.session import Session
 Installer = Literal["pip", "uv"]
 
 PROJECT = "rollouts"
-PIPELINE_ONLY = frozenset({"prefect", "fastapi", "typer", "rich", "paramiko"})
-"""What this machine needs and a node does not."""
+_PIPELINE_ONLY = frozenset({"prefect", "fastapi", "typer", "rich", "paramiko"})
+"""Requirements of the pipeline that a node does not need."""
 NODE_EXTRAS = ("lora", "math", "verifiers")
-"""Optional packages of the core: a node gets those that are installed here."""
-BUILD_TIMEOUT_S = 3600.0
+"""Optional dependencies of the core. A node gets those that are installed here."""
+_BUILD_TIMEOUT_S = 3600.0
 CHECK_TIMEOUT_S = 60.0
 LOOK = "import os, sys, sysconfig; sys.exit(not os.path.isdir(sysconfig.get_path('purelib')))"
-"""Whether an interpreter is of the version for which packages lie beside it."""
+"""Exits with 0 if the interpreter still has the version that the environment's packages were installed for."""
 _DIGEST_CHARS = 16
 
 logger = logging.getLogger(__name__)
 
 
 def installed_requirements(project: str = PROJECT) -> list[str]:
-    """`name==version` of everything that the core needs and what that needs, as it is installed here, sorted.
+    """Return `name==version` of the core's requirements and all their requirements as installed here, sorted.
 
-    A local version (torch 2.9.0+cpu) loses what tells the build: a node with GPUs needs another one.
+    A local version (torch 2.9.0+cpu) loses its build tag, because a node with GPUs needs another build.
 
     Raises:
-        PermanentInfraError: the project, or a package of it, is not installed here.
+        PermanentInfraError: the project or one of its packages is not installed here.
     """
     try:
         texts = metadata.requires(project) or []
@@ -58,7 +58,7 @@ def installed_requirements(project: str = PROJECT) -> list[str]:
             f"{project} is not installed here, so its versions are unknown: install it, or name a file as "
             "node.requirements"
         ) from error
-    required = [requirement for requirement in map(Requirement, texts) if requirement.name not in PIPELINE_ONLY]
+    required = [requirement for requirement in map(Requirement, texts) if requirement.name not in _PIPELINE_ONLY]
     needed = [requirement for requirement in required if _applies(requirement, ("", *NODE_EXTRAS))]
     versions: dict[str, str] = {}
     pending = deque(needed)
@@ -71,7 +71,7 @@ def installed_requirements(project: str = PROJECT) -> list[str]:
         except metadata.PackageNotFoundError as error:
             if requirement in needed and _applies(requirement, ("",)):
                 raise PermanentInfraError(f"{name} is not installed here: install {project} anew") from error
-            continue  # an optional package that nobody wanted here
+            continue  # an optional package that is not installed here
         versions[name] = Version(found.version).public
         for extra in ("", *sorted(requirement.extras)):
             if (name, extra) not in seen:
@@ -85,10 +85,10 @@ def _applies(requirement: Requirement, extras: Sequence[str]) -> bool:
 
 
 def read_requirements(path: Path) -> list[str]:
-    """The requirements of a file of exact versions, without its comments and hashes.
+    """Return the requirements of a file of exact versions, without comments and hashes.
 
     Raises:
-        PermanentInfraError: there is no such file, or a line of it is no exact version.
+        PermanentInfraError: the file cannot be read, or a line is not an exact version.
     """
     try:
         text = read_text(path.expanduser())
@@ -107,7 +107,7 @@ def _check_exact(line: str, path: Path) -> str:
         ) from error
     if not requirement.url and not any(each.operator in ("==", "===") for each in requirement.specifier):
         raise PermanentInfraError(
-            f"{path}: {line!r} is no exact version: write name==1.2.3, so that runs can be repeated"
+            f"{path}: {line!r} is not an exact version: write name==1.2.3, so that runs can be repeated"
         )
     return line
 
@@ -115,13 +115,13 @@ def _check_exact(line: str, path: Path) -> str:
 def ensure_environment(
     session: Session, node: Node, requirements: Sequence[str], *, installer: Installer, index: str = ""
 ) -> str:
-    """The path on the node of an interpreter with these packages, after installing them if nobody has yet.
+    """Install the packages unless the node already has them, and return the path of their interpreter on the node.
 
     Args:
         index: URL of the package index; empty for the node's own settings.
 
     Raises:
-        PermanentInfraError: they cannot be installed; with the last lines of the installer.
+        PermanentInfraError: the installer failed; the message has its last lines.
         InfraError: the node cannot be reached.
     """
     job = {"installer": installer, "index": index, "requirements": list(requirements)}
@@ -131,11 +131,11 @@ def ensure_environment(
     if (built := read_result(session, run_dir)) is not None:
         if _is_usable(session, str(built["python"])):
             return str(built["python"])
-        logger.warning("the environment of %s is made anew: %s does not run any more", node.name, built["python"])
+        logger.warning("reinstalling the environment of %s: %s does not run any more", node.name, built["python"])
         session.run(["rm", "-f", "--", f"{run_dir}/result.json"], timeout_s=CHECK_TIMEOUT_S, may_repeat=True)
     program = session.place_program(Path(environment_builder.__file__))
     argv = (session.python, ISOLATED, program, run_dir)
-    spec = JobSpec(run_dir=run_dir, argv=argv, job=job, timeout_s=BUILD_TIMEOUT_S)
+    spec = JobSpec(run_dir=run_dir, argv=argv, job=job, timeout_s=_BUILD_TIMEOUT_S)
     start_or_attach(session, spec)
     ended = follow_job(session, spec.run_dir, on_metrics=_ignore, on_event=_ignore)
     try:
@@ -151,9 +151,9 @@ def ensure_environment(
 
 
 def _is_usable(session: Session, python: str) -> bool:
-    """Whether the interpreter of an environment runs, and is still of the version for which packages lie there.
+    """Return whether an environment's interpreter runs and still has the version that its packages need.
 
-    It is a link to one of the machine's, which may have been removed or upgraded since.
+    The interpreter is a link to the machine's own, which may have been removed or upgraded.
     """
     try:
         found = session.run([python, ISOLATED, "-c", LOOK], timeout_s=CHECK_TIMEOUT_S, check=False, may_repeat=True)
@@ -163,4 +163,4 @@ def _is_usable(session: Session, python: str) -> bool:
 
 
 def _ignore(_: object) -> None:
-    """Nothing of what the job says is shown."""
+    """The job's metrics and events are not shown."""

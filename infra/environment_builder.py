@@ -1,15 +1,13 @@
-"""Install exact versions of packages into an environment of their own, on the node itself.
+"""Install exact versions of packages into a separate environment, on the node itself.
 
 The node's side of environment.py. Runs as a supervised job: `python -I environment_builder.py RUN_DIR`.
-Standard library only and one file, because it is sent to nodes by content.
+It is one file and uses only the standard library, because its text is sent to nodes.
 
     job.json      {"installer": "pip" or "uv", "index": URL or "", "requirements": [name==version, ...]}
-    env/          the environment
-    tmp/          what the installer needs meanwhile
-    python/       an interpreter that uv has fetched, where it has no place for those in the user's home
-    result.json   {"python": path of its interpreter}, written when everything is installed
-
-What an attempt that was killed has left of the two folders is removed first.
+    env/          the environment; leftovers of a killed attempt are removed first
+    tmp/          temporary files of the installer; leftovers are removed first
+    python/       an interpreter that uv downloaded, if uv cannot keep interpreters in the user's home
+    result.json   {"python": path of the environment's interpreter}, written when everything is installed
 """
 
 import importlib.util
@@ -20,30 +18,29 @@ import subprocess
 import sys
 from pathlib import Path
 
-TEMPORARY = "tmp"
+_TEMPORARY = "tmp"
 SETTINGS = {"PYTHONNOUSERSITE": "1", "UV_SYSTEM_CERTS": "1", "UV_NATIVE_TLS": "1"}
-"""uv believes the certificates that the node believes, as pip does; older versions know the second name."""
-CACHE = "../../cache/uv"
-"""Where uv keeps packages, below the node's root, where it has no place for them in the user's home."""
+"""uv uses the node's certificates, as pip does. Older versions of uv know only the second name."""
+_CACHE = "../../cache/uv"
+"""uv's cache below the node's root, used if uv cannot write its cache in the user's home."""
+_FOLDERS_OF_UV = ("~/.local/bin", "~/.cargo/bin")
 
-FOLDERS_OF_UV = ("~/.local/bin", "~/.cargo/bin")
-
-PIP = ["-P", "-m", "pip", "install", "--disable-pip-version-check", "--no-input"]
+_PIP = ["-P", "-m", "pip", "install", "--disable-pip-version-check", "--no-input"]
 
 
 def main() -> int:
-    """Build the environment in the run directory that is given; returns the exit code."""
-    os.chdir(sys.argv[1])  # -I keeps Python from importing what lies there
+    """Build the environment in the run directory of the command line, and return the exit code."""
+    os.chdir(sys.argv[1])  # -I keeps Python from importing files of this directory
     directory = Path.cwd()
     job = json.loads((directory / "job.json").read_text())  # Any: JSON
-    environment, temporary = directory / "env", directory / TEMPORARY
+    environment, temporary = directory / "env", directory / _TEMPORARY
     for folder in (environment, temporary):
         shutil.rmtree(folder, ignore_errors=True)
     temporary.mkdir()
     lock = directory / "requirements.txt"
     lock.write_text("".join(line + "\n" for line in job["requirements"]))
     python = str(environment / "bin" / "python")
-    install = {"pip": install_by_pip, "uv": install_by_uv}[job["installer"]]
+    install = {"pip": _install_by_pip, "uv": _install_by_uv}[job["installer"]]
     try:
         install(environment, ["--requirement", str(lock), *(["--index-url", job["index"]] if job["index"] else [])])
     except subprocess.CalledProcessError as error:
@@ -56,62 +53,61 @@ def main() -> int:
     return 0
 
 
-def install_by_pip(environment: Path, arguments: "list[str]") -> None:
-    """Make the environment with the interpreter that runs this, and install into it."""
-    if sys.version_info < (3, 11):  # noqa: UP036 - the node's own may be older
+def _install_by_pip(environment: Path, arguments: "list[str]") -> None:
+    if sys.version_info < (3, 11):  # noqa: UP036 - the node's own interpreter may be older
         found = f"{sys.executable} is {sys.version.split()[0]}"
-        raise_refusal(f"Python 3.11 or newer is needed, {found}: name another interpreter, or install by uv")
+        _raise_refusal(f"Python 3.11 or newer is needed, {found}: name another interpreter, or install by uv")
     run([sys.executable, "-P", "-m", "venv", str(environment)])
-    run([str(environment / "bin" / "python"), *PIP, *arguments])
+    run([str(environment / "bin" / "python"), *_PIP, *arguments])
 
 
-def install_by_uv(environment: Path, arguments: "list[str]") -> None:
-    """Make the environment with a new enough interpreter, which uv fetches where the node has none, and install."""
-    uv = find_uv() or fetch_uv(environment.with_name("tools"), arguments[2:])
+def _install_by_uv(environment: Path, arguments: "list[str]") -> None:
+    """Create the environment with Python >= 3.11, which uv downloads if the node has none, and install into it."""
+    uv = _find_uv() or _fetch_uv(environment.with_name("tools"), arguments[2:])
     run([uv, "venv", "--python", ">=3.11", str(environment)])
     run([uv, "pip", "install", "--python", str(environment / "bin" / "python"), *arguments])
 
 
-def find_uv() -> "str | None":
-    """The node's own uv; where its installer puts it is on the PATH of terminals, and not of our sessions."""
-    folders = [os.path.dirname(sys.executable), *map(os.path.expanduser, FOLDERS_OF_UV)]  # noqa: PTH120 - as below
+def _find_uv() -> "str | None":
+    """Return the node's uv. Its installer adds its folder to the PATH of terminals, but our sessions lack that PATH."""
+    folders = [os.path.dirname(sys.executable), *map(os.path.expanduser, _FOLDERS_OF_UV)]  # noqa: PTH120 - as below
     return shutil.which("uv") or shutil.which("uv", path=os.pathsep.join(folders))
 
 
-def fetch_uv(tools: Path, index: "list[str]") -> str:
-    """Get uv from the index, by this interpreter's pip or, where it has none, by that of an environment of its own."""
+def _fetch_uv(tools: Path, index: "list[str]") -> str:
+    """Install uv from the index with this interpreter's pip, or, without pip, with the pip of a new environment."""
     if importlib.util.find_spec("pip") is not None:
-        run([sys.executable, *PIP, "--target", str(tools), "--upgrade", *index, "uv"])
+        run([sys.executable, *_PIP, "--target", str(tools), "--upgrade", *index, "uv"])
     else:
         run([sys.executable, "-P", "-m", "venv", "--clear", str(tools)])
-        run([str(tools / "bin" / "python"), *PIP, *index, "uv"])
+        run([str(tools / "bin" / "python"), *_PIP, *index, "uv"])
     return str(tools / "bin" / "uv")
 
 
-def places_of_uv(directory: Path) -> "dict[str, str]":
-    """Where uv keeps what it fetches, but for what it has a place for in the home: that may be small, or read-only."""
+def _places_of_uv(directory: Path) -> "dict[str, str]":
+    """Return settings that move uv's downloads out of a home folder that cannot be written."""
     places = {"UV_PYTHON_INSTALL_DIR": ("~/.local/share/uv/python", "python")}
     if not os.environ.get("XDG_CACHE_HOME"):
-        places["UV_CACHE_DIR"] = ("~/.cache/uv", CACHE)
+        places["UV_CACHE_DIR"] = ("~/.cache/uv", _CACHE)
     return {
         name: os.path.normpath(str(directory / own))
         for name, (of_home, own) in places.items()
-        if not os.access(os.path.expanduser(of_home), os.W_OK)  # noqa: PTH111 - Path's raises where there is no home
+        if not os.access(os.path.expanduser(of_home), os.W_OK)  # noqa: PTH111 - Path.expanduser raises without a home
     }
 
 
-def raise_refusal(message: str) -> None:
-    """Say why nothing can be installed, and end as an installer that failed."""
+def _raise_refusal(message: str) -> None:
+    """Print why the packages cannot be installed, and fail as an installer would."""
     sys.stdout.write(message + "\n")
     sys.stdout.flush()
     raise subprocess.CalledProcessError(1, sys.executable)
 
 
 def run(command: "list[str]") -> None:
-    """Run a command; what it says goes into the log."""
+    """Run a command. Its output goes to the job's log."""
     sys.stdout.write("$ " + " ".join(command) + "\n")
     sys.stdout.flush()
-    settings = {**SETTINGS, **places_of_uv(Path.cwd()), **os.environ, "TMPDIR": str(Path.cwd() / TEMPORARY)}
+    settings = {**SETTINGS, **_places_of_uv(Path.cwd()), **os.environ, "TMPDIR": str(Path.cwd() / _TEMPORARY)}
     subprocess.run(command, check=True, stdin=subprocess.DEVNULL, env=settings)
 
 

@@ -1,4 +1,4 @@
-"""Ctrl-C while something is given back."""
+"""Control when Ctrl-C (SIGINT) takes effect while something is released or started."""
 
 import signal
 import threading
@@ -9,9 +9,9 @@ from types import FrameType
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Ctrl-C does nothing inside: a second one must not stop what the first one started to end.
+    """Ignore Ctrl-C in the block: a second Ctrl-C must not stop the cleanup that the first one started.
 
-    Only the main thread is ever interrupted; elsewhere there is nothing to do.
+    Only the main thread receives Ctrl-C; in other threads the block changes nothing.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -25,7 +25,7 @@ def uninterrupted() -> Iterator[None]:
 
 @contextmanager
 def noted_interrupts() -> Iterator[Callable[[], bool]]:
-    """Ctrl-C inside is only noted; the callable says if one came."""
+    """Record Ctrl-C in the block instead of raising KeyboardInterrupt; the callable returns whether one came."""
     came: list[int] = []
     if threading.current_thread() is not threading.main_thread():
         yield lambda: False
@@ -39,25 +39,18 @@ def noted_interrupts() -> Iterator[Callable[[], bool]]:
 
 @contextmanager
 def interrupted_afterwards() -> Iterator[None]:
-    """Ctrl-C inside takes effect when the block has been left without an error."""
-    if threading.current_thread() is not threading.main_thread():
+    """Delay Ctrl-C until the block was left without an error."""
+    with noted_interrupts() as has_come:
         yield
-        return
-    came: list[int] = []
-    previous = signal.signal(signal.SIGINT, lambda number, _: came.append(number))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, previous)
-    if came:
+    if has_come():
         signal.raise_signal(signal.SIGINT)
 
 
 @contextmanager
 def interrupted_if(is_wanted: Callable[[], bool]) -> Iterator[None]:
-    """Where this process is deaf to SIGINT, it takes effect inside as soon as it is wanted; elsewhere it always does.
+    """If this process ignores SIGINT, raise KeyboardInterrupt in the block on a SIGINT for which `is_wanted()` is true.
 
-    Shells make deaf what a script starts with `&`, so that a Ctrl-C for the script is none for that.
+    A shell lets background processes of a script ignore SIGINT, so that Ctrl-C for the script does not end them.
     """
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:

@@ -33,9 +33,9 @@ from rollouts.infra.foreign_text import shown_lines
 from rollouts.infra.node_agent import ISOLATED
 from rollouts.infra.session import Session, read_answer
 from rollouts.infra.supervisor.files import parse_object
-from rollouts.infra.supervisor.follow import NO_LOG
 from rollouts.infra.supervisor.spec import FIRST_GPU, JobSpec
 from rollouts.infra.supervisor.start import ENDING_WAIT_S
+from rollouts.infra.supervisor.status import NO_LOG
 
 __all__ = [
     "FIRST_GPU",
@@ -58,14 +58,14 @@ __all__ = [
     "start_or_attach",
 ]
 
-# Any: what programs write into their metrics, events and results is theirs to define.
+# Any: programs define the content of their metrics, events and results.
 JsonObject = dict[str, Any]
 
 CALL_TIMEOUT_S = 60.0
 MAX_GRACE_S = 600.0
 """Default limit, in seconds, on the time that a program may take to save before it ends."""
-CANCEL_LOOK_S = 1.0
-"""Seconds that one call waits for the end of a job that is being cancelled."""
+_CANCEL_LOOK_S = 1.0
+"""Seconds for which one call waits for the end of a cancelled job."""
 MAX_BROKEN_STREAMS = 10
 """Connections in a row that may end without a message before `follow_job` gives up."""
 STEADY_S = 600.0
@@ -132,7 +132,7 @@ class JobStatus:
     """Process id of the running program on the node; None while the job waits for GPUs."""
     restarts: int
     waits_for: str
-    """The GPU that the job waits for, and the job that holds it; else empty."""
+    """The missing GPU and the job that holds it; empty if this job does not wait."""
     log_size: int
     """Bytes in log.txt."""
     exit: JobExit | None
@@ -163,14 +163,13 @@ def start_or_attach(session: Session, spec: JobSpec) -> JobStatus:
     """
     assert PurePosixPath(spec.run_dir).is_absolute(), f"run_dir is {spec.run_dir!r}, not an absolute path"
     timeout_s = CALL_TIMEOUT_S + ENDING_WAIT_S + spec.max_grace_s
-    status = parse_status(_call(session, "start", spec.run_dir, stdin=render_spec(spec), timeout_s=timeout_s))
+    status = _parse_status(_call(session, "start", spec.run_dir, stdin=_render_spec(spec), timeout_s=timeout_s))
     logger.info("%s %s, attempt %d", "found" if status.attached else "started", spec.run_dir, status.attempt)
     return status
 
 
 def job_status(session: Session, run_dir: str) -> JobStatus:
-    """The job's state now."""
-    return parse_status(_call(session, "status", run_dir))
+    return _parse_status(_call(session, "status", run_dir))
 
 
 def cancel_job(
@@ -189,18 +188,18 @@ def cancel_job(
     `max_grace_s`.
 
     Args:
-        store: identity of the caller's ledger. A job that runs of other ledgers follow stays RUNNING. Empty: end it in
-        any
-            case.
-        on_wait: called once if the end takes a while. is_impatient: returns True to stop waiting. The job still saves
-        and ends; its status is RUNNING with `is_ending`.
+        store: identity of the caller's ledger. A job that runs of other ledgers follow stays RUNNING. Empty: end the
+            job in any case.
+        on_wait: called once if the end takes a while.
+        is_impatient: returns True to stop waiting. The job still saves and ends; its status is RUNNING with
+            `is_ending`.
     """
     on_behalf = (store,) if store else ()
-    limits = (str(grace_s), str(max_grace_s), str(CANCEL_LOOK_S))
+    limits = (str(grace_s), str(max_grace_s), str(_CANCEL_LOOK_S))
     attempt = 0
     while True:
         asked = (*limits, str(attempt), *on_behalf)
-        status = parse_status(_call(session, "cancel", run_dir, *asked, timeout_s=grace_s + CALL_TIMEOUT_S))
+        status = _parse_status(_call(session, "cancel", run_dir, *asked, timeout_s=grace_s + CALL_TIMEOUT_S))
         if not status.is_ending or is_impatient():
             return status
         if not attempt:
@@ -213,7 +212,7 @@ def ask_to_finish(session: Session, run_dir: str, asked_by: str) -> JobStatus:
 
     The job finds `asked_by` in the file finish-<attempt> of its directory, and may ignore it.
     """
-    return parse_status(_call(session, "finish", run_dir, asked_by))
+    return _parse_status(_call(session, "finish", run_dir, asked_by))
 
 
 def renew_lease(session: Session, run_dir: str) -> JobStatus:
@@ -221,11 +220,11 @@ def renew_lease(session: Session, run_dir: str) -> JobStatus:
 
     A process on the same node may instead touch the file `.job/lease` in the run directory.
     """
-    return parse_status(_call(session, "renew", run_dir))
+    return _parse_status(_call(session, "renew", run_dir))
 
 
 def read_result(session: Session, run_dir: str) -> JsonObject | None:
-    """The content of result.json; None while the job is not finished."""
+    """Return the content of result.json; None while the job is not finished."""
     try:
         return parse_object(session.read_file(f"{run_dir}/result.json"))
     except FileMissingError:
@@ -233,7 +232,7 @@ def read_result(session: Session, run_dir: str) -> JsonObject | None:
 
 
 def read_log_tail(session: Session, run_dir: str, *, max_bytes: int = 16384) -> str:
-    """The end of the job's log as printable text. Invalid UTF-8 is replaced."""
+    """Return the end of the job's log as printable text. Invalid UTF-8 is replaced."""
     answer = _call(session, "tail", run_dir, str(max_bytes))
     return shown_lines(_decoded(answer["log"]).decode(errors="replace"))
 
@@ -267,7 +266,7 @@ def follow_job(
             for message in messages:
                 broken_streams = 0
                 if "status" in message:
-                    return parse_status(message["status"])
+                    return _parse_status(message["status"])
                 offset = message["offset"]
                 if "log" in message and on_log:
                     on_log(_decoded(message["log"]))
@@ -279,7 +278,7 @@ def follow_job(
                     on_event(message["event"])
                     position = dataclasses.replace(position, events=offset)
                 else:
-                    logger.warning("skipped a line of %s/%s that is no record", run_dir, message["skipped"])
+                    logger.warning("skipped a line of %s/%s that is not a record", run_dir, message["skipped"])
         broken_streams = 1 if time.monotonic() - began > STEADY_S else broken_streams + 1
         time.sleep(min(0.1 * 2.0**broken_streams, MAX_RECONNECT_PAUSE_S))
     raise TransientInfraError(
@@ -317,8 +316,8 @@ def raise_failure(
         raise JobLostError(status.run_dir, status.attempt, status.reason)
     if status.state == JobState.ABSENT:
         raise PermanentInfraError(
-            f"{status.run_dir} was moved or deleted while its job was under way: put it back and start again, which "
-            "resumes it; without its directory the next start begins anew"
+            f"{status.run_dir} was moved or deleted while its job was running: put it back and start again to resume "
+            "it; without its directory the next start begins from the beginning"
         )
     if status.exit is None:
         raise JobFailedError(status.run_dir, status.attempt, -1, f"it is {status.state}, not {wanted}")
@@ -330,7 +329,7 @@ def raise_failure(
 
 
 def describe_exit(exit_record: JobExit) -> str:
-    """One sentence about how a job ended."""
+    """Return one sentence about how a job ended."""
     if exit_record.cancelled:
         return f"it was cancelled{describe_saved(exit_record)}."
     if exit_record.timeout:
@@ -350,7 +349,7 @@ def describe_exit(exit_record: JobExit) -> str:
 
 
 def describe_saved(exit_record: JobExit) -> str:
-    """The saved step of a job that was ended, as the end of a sentence; "" if unknown."""
+    """Return the saved step of an ended job as the end of a sentence; "" if it is unknown."""
     if exit_record.saved_step is None:
         return ""
     problem = f": {exit_record.problem}" if exit_record.problem else ""
@@ -361,12 +360,11 @@ def describe_saved(exit_record: JobExit) -> str:
     )
 
 
-def render_spec(spec: JobSpec) -> bytes:
-    """The spec as the supervisor reads it from standard input."""
+def _render_spec(spec: JobSpec) -> bytes:
     return json.dumps(dataclasses.asdict(spec)).encode()
 
 
-def parse_status(document: JsonObject) -> JobStatus:
+def _parse_status(document: JsonObject) -> JobStatus:
     """Parse the status that the supervisor prints.
 
     Raises:
@@ -384,7 +382,7 @@ def parse_status(document: JsonObject) -> JobStatus:
         )
     except (KeyError, TypeError, ValueError) as error:
         raise PermanentInfraError(
-            f"the node tells no status of a job ({type(error).__name__}: {str(error)[:80]})"
+            f"the node sent no status of a job ({type(error).__name__}: {str(error)[:80]})"
         ) from error
 
 
@@ -392,9 +390,8 @@ def _call(
     session: Session, verb: str, run_dir: str, *arguments: str, stdin: bytes = b"", timeout_s: float = CALL_TIMEOUT_S
 ) -> JsonObject:
     """Call one verb of the supervisor; its answer is the last line of its output."""
-
     parameters = (verb, run_dir, *arguments)
-    if verb == "start":  # this process becomes the job's supervisor, so it has a name of its own
+    if verb == "start":  # not in a fork of an agent: this process becomes the supervisor and needs its own command line
         argv = [session.python, ISOLATED, session.place_program(_SUPERVISOR), *parameters]
         completed = session.run(argv, stdin=stdin, timeout_s=timeout_s, check=False, may_repeat=True)
     else:
@@ -408,7 +405,6 @@ def _call(
 
 
 def _is_message(message: JsonObject) -> bool:
-    """Whether this is a message of the supervisor's `follow`."""
     contents = {"log": str, "metrics": dict, "event": dict, "skipped": str}
     if isinstance(message.get("status"), dict):
         return True
@@ -417,7 +413,6 @@ def _is_message(message: JsonObject) -> bool:
 
 
 def _decoded(log: Any) -> bytes:  # Any: JSON
-    """Decode a piece of a log from the supervisor."""
     try:
         return base64.b64decode(log)
     except (TypeError, ValueError) as error:
@@ -425,7 +420,7 @@ def _decoded(log: Any) -> bytes:  # Any: JSON
 
 
 def _messages(session: Session, run_dir: str, position: FollowOffsets, store: str) -> Generator[JsonObject]:
-    """Messages of one connection. A broken connection ends them without an exception."""
+    """Yield the messages of one connection. A broken connection ends them without an exception."""
     parameters = [run_dir, str(position.log), str(position.metrics), str(position.events), *([store] if store else [])]
     argv = [session.python, ISOLATED, session.place_program(_SUPERVISOR), "follow", *parameters]
     try:
@@ -434,7 +429,7 @@ def _messages(session: Session, run_dir: str, position: FollowOffsets, store: st
                 message = parse_object(line) if line.endswith(b"\n") else None
                 if message is not None and not _is_message(message):
                     raise PermanentInfraError(
-                        f"the node says {str(message)[:80]} of {run_dir}, as no supervisor of ours"
+                        f"the node sent {str(message)[:80]} about {run_dir}, which is not a message of a supervisor"
                     )
                 if message is not None:
                     yield message

@@ -1,15 +1,15 @@
-"""The ledger keeps, across processes and restarts, which runs need which job. It is one SQLite file, which rentals.py,
-registry.py and retrainings.py share.
+"""The ledger records which runs need which job. It survives restarts and is shared by all processes of a store. It is
+one SQLite file, which also holds the tables of rentals.py, registry.py and retrainings.py.
 
 Two runs that need the same SFT share its job: each holds a lease, and dropping the last lease stops the job. Not here:
-the file itself (ledger_file.py), and an engine's own lease, which lies on the node (`lease_s` of jobs.py).
+the file itself (ledger_file.py), and an engine's own lease, which is a file on the node (`lease_s` of jobs.py).
 
     add_lease(job, run A), add_lease(job, run B) ── drop_lease(job, run A) -> 1 ── drop_lease(job, run B) -> 0: stop it
 
 A job runs on one node at a time. A run therefore claims the job (`claim`) before the upload to the node, which may take
 long, and adds its lease when it starts the job or attaches to it.
 
-A killed run drops nothing. Each run therefore holds a lock on ledger.runs/<run> while its process lives; the kernel
+A killed run drops no leases. Each run therefore holds a lock on ledger.runs/<run> while its process lives; the kernel
 frees the lock. Claims of a run that lost its lock do not count, because its node may never come back. Its jobs may
 still run there (`nodes_left`), while another run does the same job on another node.
 """
@@ -28,7 +28,7 @@ from rollouts.infra.ledger_file import LedgerFile
 from rollouts.infra.locks import lock_file, locked, try_lock
 
 LEDGER_FILE = "ledger.db"
-"""Its name in a store."""
+"""Name of the file in a store."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +42,7 @@ class Lease:
     created_at: float
     """Seconds since 1970, by the clock of the machine that holds the ledger."""
     is_started: bool
-    """False during the upload to the node. Such a claim keeps the job from other nodes but does not keep it alive."""
+    """False during the upload to the node. The claim keeps the job from other nodes, but does not keep it alive."""
 
 
 class StageUse(NamedTuple):
@@ -108,7 +108,7 @@ class Ledger(LedgerFile):
         dropped too. If several runs drop their leases concurrently, exactly one of them gets 0.
         """
         drop = "DELETE FROM job_leases WHERE run_dir = ? AND run_id = ?"
-        with self.transaction():  # one at a time: to look whether a run has died is to take its lock for a moment
+        with self.transaction():  # one at a time: `has_died` takes the run's lock for a moment
             own = "SELECT node FROM job_leases WHERE run_dir = ? AND run_id = ?"
             node = self._database.execute(own, (run_dir, run_id)).fetchone()
             self._database.execute(drop, (run_dir, run_id))
@@ -144,7 +144,7 @@ class Ledger(LedgerFile):
     def _changing_leases(self, run_dir: str) -> Iterator[None]:
         path = self.path.with_suffix(".changing") / run_dir.rpartition("/")[2]
         path.parent.mkdir(mode=0o700, exist_ok=True)
-        with locked(path):  # the file stays, as that of `renting`
+        with locked(path):  # the file stays: a waiting process must not hold a deleted file
             yield
 
     def nodes_at_work(self, directory_name: str, *, besides: str = "") -> set[str]:
@@ -161,7 +161,6 @@ class Ledger(LedgerFile):
             return {lease.node for lease in of_job if self.has_died(lease.run_id)}
 
     def leases_of(self, run_id: str) -> list[Lease]:
-        """All leases and claims of a run, oldest first."""
         return [lease for lease in self.leases() if lease.run_id == run_id]
 
     def leases(self) -> list[Lease]:
@@ -191,7 +190,6 @@ class Ledger(LedgerFile):
             )
 
     def stage_uses(self) -> list[StageUse]:
-        """All uses of stages by runs, least recently used first."""
         columns = "stage, run_id, run, num_steps, used_at, began_at"
         return [StageUse(*row) for row in self.read(f"SELECT {columns} FROM stage_uses ORDER BY used_at, stage")]
 
@@ -201,7 +199,6 @@ class Ledger(LedgerFile):
         return min(uses, key=lambda use: use.began_at, default=None)
 
     def forget_uses(self, stage: str) -> None:
-        """Delete the uses of a stage that no longer exists."""
         with self.transaction() as database:
             database.execute("DELETE FROM stage_uses WHERE stage = ?", (stage,))
 
@@ -213,7 +210,7 @@ class Ledger(LedgerFile):
         """Living runs by id, each with the latest time at which it can have begun, in seconds since 1970."""
         found = {}
         for path in self._run_lock_path("").glob("*"):
-            with suppress(FileNotFoundError):  # it ended meanwhile
+            with suppress(FileNotFoundError):  # the run ended meanwhile
                 began_at = path.stat().st_mtime
                 if self.is_alive(path.name):
                     found[path.name] = began_at
@@ -233,7 +230,7 @@ class Ledger(LedgerFile):
             finally:
                 # The file shows that the run left leases or machines behind.
                 is_needed = self.leases_of(run_id) or self._rents(run_id)
-                if not is_needed and try_lock(lock, fcntl.LOCK_EX):  # else it is another process's as well
+                if not is_needed and try_lock(lock, fcntl.LOCK_EX):  # fails if another process of the run holds it
                     path.unlink(missing_ok=True)
 
     def has_died(self, run_id: str) -> bool:
@@ -274,7 +271,7 @@ class Ledger(LedgerFile):
         """Let one process at a time rent for a run; other processes wait."""
         path = self.path.with_suffix(".renting") / run_id
         path.parent.mkdir(mode=0o700, exist_ok=True)
-        with locked(path):  # the file stays: a waiting process must not hold a deleted file
+        with locked(path):  # the file stays, as in `_changing_leases`
             yield
 
     def start_lock(self, stage: str) -> Path:

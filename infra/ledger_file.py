@@ -1,9 +1,9 @@
-"""The SQLite file of a ledger: opened in the present format, read without waiting, written whole or not at all.
+"""The SQLite file of a ledger: migrations, reads without waiting, and atomic transactions.
 
-Not here: what is in it (ledger.py, renting/rentals.py, registry.py, retrainings.py).
+Not here: the content of its tables (ledger.py, renting/rentals.py, registry.py, retrainings.py).
 
-    a file of an older format ── migrations ──> SCHEMA_VERSION
-    a full disk, or one that cannot be written ──> a copy in memory: `status`, and the end of rented machines, need it
+    a file of an older format ── migrations ──> _SCHEMA_VERSION
+    a full or read-only disk ──> a copy in memory, so that `status` and the end of rented machines still work
 """
 
 import os
@@ -128,16 +128,16 @@ _MIGRATIONS = (
     ),
     ("ALTER TABLE job_leases ADD COLUMN is_started INTEGER NOT NULL DEFAULT 1",),
 )
-"""What brings a ledger from each format to the next; formats count from 0, an empty file."""
-SCHEMA_VERSION = len(_MIGRATIONS)
+"""Statements that migrate a ledger from each format to the next. Format 0 is an empty file."""
+_SCHEMA_VERSION = len(_MIGRATIONS)
 _DISK_PROBLEMS = {sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN}
-"""What SQLite says where waiting does not help."""
+"""Error codes of SQLite for problems that waiting does not solve."""
 
 
 class LedgerFile:
-    """An open file of a ledger; for one thread, while any number of processes may have the same file open.
+    """An open ledger file, for one thread. Other processes may have the same file open.
 
-    Its methods raise LedgerUnwritableError where its disk is full or broken, and TransientInfraError where it is busy.
+    Its methods raise LedgerUnwritableError if the disk is full or broken, and TransientInfraError if the file is busy.
     """
 
     def __init__(self, path: Path) -> None:
@@ -160,18 +160,18 @@ class LedgerFile:
         self._database.close()
 
     def read(self, query: str, values: Sequence[str | float] = ()) -> list[tuple[Any, ...]]:  # Any: values of columns
-        """The rows as they are now; waits for nobody who writes."""
+        """Return the current rows. Concurrent writers do not delay it."""
         with self._as_errors_of_ours():
             return self._database.execute(query, values).fetchall()
 
     @contextmanager
     def transaction(self) -> Iterator[sqlite3.Connection]:
-        """Everything in the block or nothing of it, and nobody else's writes in between; within another one, a part."""
+        """Run the block as one atomic transaction; a nested transaction joins the outer one."""
         if self._database.in_transaction:
             yield self._database
             return
         if self._is_copy:
-            opened = self._opened()  # there may be room by now
+            opened = self._opened()  # the disk may have room now
             self._database.close()
             self._database, self._is_copy = opened, False
         with self._all_or_nothing(self._database):
@@ -185,36 +185,36 @@ class LedgerFile:
                 yield
                 database.execute("COMMIT")
             except BaseException:
-                if database.in_transaction:  # SQLite has rolled back by itself where the disk is full
-                    with suppress(sqlite3.OperationalError):  # what it is rolled back for says more
+                if database.in_transaction:  # SQLite already rolled back if the disk is full
+                    with suppress(sqlite3.OperationalError):  # the first error says more
                         database.execute("ROLLBACK")
                 raise
 
     @contextmanager
     def _as_errors_of_ours(self) -> Iterator[None]:
-        """Raise what SQLite says as an InfraError; but for mistakes in what it was told."""
+        """Convert errors of SQLite to InfraErrors, except errors in our own statements."""
         try:
             yield
         except sqlite3.OperationalError as error:
             if _code_of(error) in _DISK_PROBLEMS:
                 raise LedgerUnwritableError(
-                    f"the ledger {self.path} cannot be written ({error}): make room on its disk, or mend it"
+                    f"the ledger {self.path} cannot be written ({error}): free space on its disk, or repair it"
                 ) from error
             raise TransientInfraError(f"the ledger {self.path} is busy or unreachable: {error}") from error
         except sqlite3.DatabaseError as error:
-            if type(error) is not sqlite3.DatabaseError:  # a constraint that is violated, for one
+            if type(error) is not sqlite3.DatabaseError:  # for example a violated constraint
                 raise
             raise PermanentInfraError(
-                f"{self.path} is no ledger, or a damaged one: {error}; use another path"
+                f"{self.path} is not a ledger, or is damaged: {error}; use another path"
             ) from error
 
     def _opened(self) -> sqlite3.Connection:
-        """The file, of the present format; one that has it is not written."""
+        """Open the file and migrate it if its format is older. A file of the present format is not written."""
         database = sqlite3.connect(self.path, timeout=BUSY_TIMEOUT_S, isolation_level=None)
         try:
             self._switch_to_wal(database)
             with self._as_errors_of_ours():
-                is_present = _version_of(database) == SCHEMA_VERSION
+                is_present = _version_of(database) == _SCHEMA_VERSION
             if not is_present:
                 with self._all_or_nothing(database):
                     self._migrate(database)
@@ -225,18 +225,18 @@ class LedgerFile:
 
     def _migrate(self, database: sqlite3.Connection) -> None:
         version = _version_of(database)
-        if version > SCHEMA_VERSION:
+        if version > _SCHEMA_VERSION:
             raise PermanentInfraError(
-                f"the ledger {self.path} has format {version}, this version reads {SCHEMA_VERSION}: "
+                f"the ledger {self.path} has format {version}, this version reads {_SCHEMA_VERSION}: "
                 "use the version of the software that wrote it, or another path"
             )
         for statements in _MIGRATIONS[version:]:
             for statement in statements:
                 database.execute(statement)
-        database.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+        database.execute(f"PRAGMA user_version = {_SCHEMA_VERSION}")
 
     def _copied_into_memory(self) -> sqlite3.Connection:
-        """What is in the file, which SQLite cannot open for several if no index can be made beside it."""
+        """Return an in-memory copy, for a full disk: SQLite cannot create its shared WAL index there."""
         copy = sqlite3.connect(":memory:", isolation_level=None)
         try:
             with (
@@ -244,8 +244,8 @@ class LedgerFile:
                 self._as_errors_of_ours(),
                 closing(sqlite3.connect(path, timeout=BUSY_TIMEOUT_S, isolation_level=None)) as alone,
             ):
-                alone.execute("PRAGMA locking_mode = EXCLUSIVE")  # who is alone keeps that index in memory
-                _version_of(alone)  # waits for others as long as it may, which a backup does for ever
+                alone.execute("PRAGMA locking_mode = EXCLUSIVE")  # then SQLite keeps the WAL index in memory
+                _version_of(alone)  # waits for other processes up to the timeout; `backup` would wait forever
                 alone.backup(copy)
                 self._migrate(copy)
         except BaseException:
@@ -255,7 +255,7 @@ class LedgerFile:
 
     @contextmanager
     def _readable_path(self) -> Iterator[Path]:
-        """The file, or a copy with its log if the file or its file system cannot be written: SQLite needs that."""
+        """Yield the file; if it is read-only, a temporary copy with its WAL file, because SQLite must write there."""
         if os.access(self.path, os.W_OK):
             yield self.path
             return
@@ -270,7 +270,7 @@ class LedgerFile:
             yield Path(folder, self.path.name)
 
     def _switch_to_wal(self, database: sqlite3.Connection) -> None:
-        # SQLite does not wait for its busy timeout here when two processes open a fresh file at once.
+        # If two processes open a new file at once, SQLite fails here without waiting for its busy timeout.
         deadline = time.monotonic() + BUSY_TIMEOUT_S
         while True:
             try:
@@ -291,5 +291,5 @@ def _version_of(database: sqlite3.Connection) -> int:
 
 
 def _code_of(error: sqlite3.Error) -> int:
-    """SQLite's code of the error, without what it says besides; 0 where the error is not SQLite's own."""
+    """Return SQLite's primary error code; 0 if the error does not come from SQLite."""
     return getattr(error, "sqlite_errorcode", 0) & 0xFF

@@ -1,7 +1,6 @@
-"""Locks of files that the kernel frees when their process is gone, on kill -9 too.
+"""File locks that the kernel frees when their process ends, also after kill -9.
 
-Also sent to nodes, as part of the supervisor: standard library only. Not here: what a lock means (ledger.py,
-supervisor/, tasks/trainer_nodes.py, flows/own_server/lend.py).
+Sent to nodes as a part of the supervisor, so it uses only the standard library.
 """
 
 from __future__ import annotations
@@ -15,12 +14,12 @@ from pathlib import Path
 
 
 def open_lock(path: Path) -> int:
-    """Return a descriptor of the file, made where it is not there; whoever closes the last one frees the lock."""
+    """Return a descriptor of the lock file, which is created if needed. Closing the last descriptor frees the lock."""
     return os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
 
 
 def try_lock(lock: int, kind: int) -> bool:
-    """Take the lock, LOCK_SH or LOCK_EX, if that needs no waiting; return whether it is taken."""
+    """Try to take the lock (LOCK_SH or LOCK_EX) without waiting; return whether it was taken."""
     try:
         fcntl.flock(lock, kind | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -30,7 +29,7 @@ def try_lock(lock: int, kind: int) -> bool:
 
 @contextmanager
 def lock_file(path: Path) -> Iterator[int]:
-    """Open a lock for the block; it is free afterwards."""
+    """Open a lock file for the block and close it afterwards, which frees the lock."""
     lock = open_lock(path)
     try:
         yield lock
@@ -40,16 +39,16 @@ def lock_file(path: Path) -> Iterator[int]:
 
 @contextmanager
 def locked(path: Path) -> Iterator[int]:
-    """Hold a file's exclusive lock for the block, once it can be had; yields its descriptor."""
+    """Wait for a file's exclusive lock, hold it for the block, and yield its descriptor."""
     with lock_file(path) as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield lock
 
 
 def is_locked(path: Path, probe: int) -> bool:
-    """Whether a process holds a lock of the file that excludes `probe`, LOCK_SH or LOCK_EX; no file has none."""
+    """Return whether a process holds a lock that excludes `probe` (LOCK_SH or LOCK_EX). False without such a file."""
     try:
-        # NFS wants a file to be open for writing where its lock is exclusive; a look at a job needs no such right.
+        # NFS needs a writable descriptor for an exclusive lock; a shared one works without permission to write.
         lock = os.open(path, os.O_RDONLY if probe == fcntl.LOCK_SH else os.O_RDWR)
     except FileNotFoundError:
         return False

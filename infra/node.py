@@ -1,6 +1,6 @@
-"""What a person says about machines (settings), and what the pipeline knows about one that it has (`Node`).
+"""Settings of machines in the user's configuration, and `Node`, the record of a machine in use.
 
-Not here: how one is had (providers/), what it can do (bootstrap.py), how it is talked to (session.py).
+Not here: getting a machine (providers/), probing it (bootstrap.py), sessions (session.py).
 """
 
 import re
@@ -22,33 +22,32 @@ HOST = re.compile(
         (?: :(?P<port>\d+) )?""",
     re.ASCII | re.VERBOSE,
 )
-"""user@host:port without anything that a shell, or a program that takes a host, could misread."""
-HOST_NAME = re.compile(r"[A-Za-z0-9][\w.-]*", re.ASCII)
-"""A machine's name in OpenSSH's configuration."""
+"""user@host:port, limited to characters that shells and programs with host arguments cannot misread."""
+_HOST_NAME = re.compile(r"[A-Za-z0-9][\w.-]*", re.ASCII)
+"""Name of a machine in OpenSSH's configuration."""
 _HOP = r"([A-Za-z0-9_][\w.-]*@)?(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9][\w.-]*)(:\d{1,5})?"
-PROXY_JUMP = re.compile(rf"({_HOP}(,{_HOP})*)?", re.ASCII)
-"""Machines to go through, with as little to misread."""
-FINGERPRINT = re.compile(r"(SHA256:[A-Za-z0-9+/]{43})?")
+_PROXY_JUMP = re.compile(rf"({_HOP}(,{_HOP})*)?", re.ASCII)
+"""Machines to jump through, limited to safe characters like HOST."""
+_FINGERPRINT = re.compile(r"(SHA256:[A-Za-z0-9+/]{43})?")
 ROOT = re.compile(r"(/|~/)[^\x00-\x1f]+")
 INTERPRETER = re.compile(r"/[\w./+ -]+")
-"""An absolute path of characters that every login shell leaves alone inside quotes."""
+"""An absolute path of characters that no login shell changes inside quotes."""
 INDEX = re.compile(
-    r"(?!.*/(?=[^/]*[a-z])(?=[^/]*[A-Z])(?=[^/]*[0-9])[\w.~+=%-]{16,}(/|$))"  # a part that looks like a key
+    r"(?!.*/(?=[^/]*[a-z])(?=[^/]*[A-Z])(?=[^/]*[0-9])[\w.~+=%-]{16,}(/|$))"  # refuses parts that look like a key
     r"(https?://[^\s@?#]+)?"
 )
-INSTANCE = re.compile(r"(?P<provider>[^:]+):[A-Za-z0-9][A-Za-z0-9_-]{0,127}")
-"""A provider's name and its own name for a machine."""
+_INSTANCE = re.compile(r"(?P<provider>[^:]+):[A-Za-z0-9][A-Za-z0-9_-]{0,127}")
+"""A provider's name and the provider's id of a machine."""
 VARIABLE = r"^([A-Za-z_][A-Za-z0-9_]*)?$"
-"""The name of an environment variable, or none."""
+"""The name of an environment variable, or empty."""
 SSH_PORT = 22
 NO_NODE = "none"
-"""The kind of what stands for a machine where none is needed."""
+"""Kind of the placeholder node of a run that needs no machine (`no_machine`)."""
 RUNS_PROGRAM: JsonDict = {"needs_trust": "program"}
 """Marks a field that names a program, commands, packages to install, or a machine that gets code, data and keys.
-A run that is asked for through Prefect may set such a field only to a value that the operator trusts
-(flows/trusted_code.py)."""
+A run started through Prefect may set such a field only to a value that the operator trusts (flows/trusted_code.py)."""
 SYSTEM_PYTHON = "/usr/bin/python3"
-"""The interpreter that a machine's own system brings."""
+"""The Python interpreter of a machine's operating system."""
 
 
 class LocalNode(BaseModel):
@@ -57,26 +56,26 @@ class LocalNode(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore", use_attribute_docstrings=True, title="This machine")
 
     kind: Literal["local"] = "local"
-    """Where the stages run: on the machine of the worker itself."""
+    """`local`: the stages run on this machine, the machine of the worker."""
     root: str = ""
-    """Directory in which the run directories lie. Leave it empty to use the store of the pipeline."""
+    """Directory for run directories. Leave it empty to use the pipeline's store."""
     python: str = Field("", json_schema_extra=RUNS_PROGRAM)
     """Python interpreter that runs the training, with torch installed. Leave it empty to use the worker's own."""
     min_free_gb: float = Field(default=10.0, ge=0, allow_inf_nan=False, strict=True)
-    """Refuse to start when the disk has less free space than this, in GB (10^9 bytes)."""
+    """Refuse to start if the disk has less free space than this, in GB (10^9 bytes)."""
 
 
 class PackageSettings(BaseModel):
-    """How a machine elsewhere gets the packages of this project."""
+    """Installation of this project's packages on another machine."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", use_attribute_docstrings=True)
 
     install: Literal["nothing", "pip", "uv"] = "nothing"
-    """Install the packages of this project on the machine, into an environment of their own below `root`, once."""
+    """Install the project's packages on the machine, once, into a separate environment below `root`."""
     requirements: str = Field("", json_schema_extra=RUNS_PROGRAM)
-    """File with the exact versions to install. Leave it empty to install those that are installed here."""
+    """File with the exact versions to install. Leave it empty to install the versions of this machine."""
     package_index: str = Field("", json_schema_extra=RUNS_PROGRAM)
-    """URL of the index to install from. Leave it empty for what the machine's own pip or uv is set to."""
+    """URL of the package index. Leave it empty to use the setting of the machine's own pip or uv."""
 
     @field_validator("package_index")
     @classmethod
@@ -85,32 +84,32 @@ class PackageSettings(BaseModel):
 
 
 class SSHMachine(PackageSettings):
-    """How a machine of yours is logged in to, and what is where on it."""
+    """Login to a machine of yours, and its directories."""
 
     host: str = Field(json_schema_extra=RUNS_PROGRAM)
-    """The machine, as user@host or user@host:port; an IPv6 address in brackets. Or its name in ~/.ssh/config."""
+    """The machine as user@host or user@host:port, with an IPv6 address in brackets; or its name in ~/.ssh/config."""
     key_file: str = ""
-    """Private key to log in with. Leave it empty to use those of the SSH agent and of ~/.ssh."""
+    """Private key for the login. Leave it empty to use the keys of the SSH agent and of ~/.ssh."""
     key_variable: str = Field("", pattern=VARIABLE)
-    """Environment variable that holds the private key itself, in place of key_file: ROLLOUTS_SSH_KEY where the run's
-    credentials have it."""
+    """Environment variable with the private key itself, instead of key_file. It is ROLLOUTS_SSH_KEY if the run's
+    credentials contain the key."""
     host_key: str = ""
-    """Fingerprint of the machine's key, as `ssh-keygen -l` prints it. Leave it empty to look it up in known_hosts."""
+    """Fingerprint of the machine's host key, as `ssh-keygen -l` prints it. Leave it empty to look it up in
+    known_hosts."""
     known_hosts: str = "~/.ssh/known_hosts"
-    """File in OpenSSH's format in which the machine's key is looked up."""
+    """File in OpenSSH's format for looking up the machine's host key."""
     proxy_jump: str = ""
-    """Machines to go through, as `ssh -J` takes them: user@bastion:port, or a name in ~/.ssh/config; several with
-    commas."""
+    """Machines to jump through, as for `ssh -J`: user@bastion:port or a name in ~/.ssh/config, separated by commas."""
     ssh_config: str = Field("", json_schema_extra=RUNS_PROGRAM)
     """Configuration of OpenSSH for names in `host` and `proxy_jump`. Leave it empty for ~/.ssh/config."""
     trust_first_use: bool = Field(default=False, strict=True)
-    """Believe the key of a machine that nobody knows, remember it in the store, and refuse another one later."""
+    """Accept the host key of an unknown machine at the first login, store it, and refuse any other key later."""
     root: str = "~/rollouts"
-    """Directory on the machine for run directories, inputs and code; begins with / or ~/."""
+    """Directory on the machine for run directories, inputs and code. It begins with / or ~/."""
     python: str = Field(json_schema_extra=RUNS_PROGRAM)
-    """Python interpreter on the machine, with the packages of this project or, where `install` says so, without."""
+    """Python interpreter on the machine. It needs this project's packages unless `install` installs them."""
     min_free_gb: float = Field(default=10.0, ge=0, allow_inf_nan=False, strict=True)
-    """Refuse to start when the disk of `root` has less free space than this, in GB (10^9 bytes)."""
+    """Refuse to start if the disk of `root` has less free space than this, in GB (10^9 bytes)."""
 
     @field_validator("host", "host_key", "proxy_jump", "root", "python")
     @classmethod
@@ -119,7 +118,7 @@ class SSHMachine(PackageSettings):
 
     @property
     def place(self) -> tuple[str, int]:
-        """The host and port of the login; of a name in OpenSSH's configuration only that."""
+        """Host and port of the login; for a name in OpenSSH's configuration, the name and port 22."""
         parts = HOST.fullmatch(self.host)
         if parts is None:
             return self.host, SSH_PORT
@@ -127,41 +126,41 @@ class SSHMachine(PackageSettings):
 
 
 class FurtherNode(SSHMachine):
-    """A further machine of a unit, beside the one that leads: they share a network and nothing else."""
+    """A further machine of a unit. It shares a network with the leader, but no disk."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, title="A further machine")
 
     address: str = ""
-    """The machine's IP address in the network that it shares with the others of the run: what runs on it listens there.
-    Leave it empty where that is the address in `host`."""
+    """The machine's IP address in the network of the run's machines. Its processes listen there. Leave it empty if it
+    is the address in `host`."""
 
     @property
     def reached_at(self) -> str:
-        """The IP address at which what runs on it listens."""
+        """The IP address at which processes on this machine listen."""
         return self.address or self.place[0]
 
     @model_validator(mode="after")
     def _check_address(self) -> Self:
-        if not is_ip_address(self.reached_at):
+        if not _is_ip_address(self.reached_at):
             raise ValueError(
-                f"address: expected the IP address of {self.place[0]} in the network that it shares with the other "
-                f"machines of the run, found {self.address!r}"
+                f"address: expected the IP address of {self.place[0]} in the shared network of the run's machines, "
+                f"found {self.address!r}"
             )
         return self
 
 
 class SSHNode(SSHMachine):
-    """A machine of yours that is reached over SSH, or several that are one unit: nothing is rented or released."""
+    """A machine of yours that is reached over SSH, optionally with further machines. Nothing is rented or released."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", use_attribute_docstrings=True, title="A machine over SSH")
 
     kind: Literal["ssh"] = "ssh"
-    """Where the stages run: on a machine that is reached over SSH."""
+    """`ssh`: the stages run on a machine that is reached over SSH."""
     trainer_nodes: tuple[FurtherNode, ...] = ()
-    """Machines that train together with the one above, each with `deployment.trainer_gpu_ranks`, or with
-    `deployment.trainer_processes` processes on the CPU. Leave it empty to train on the one above alone."""
+    """Machines that train together with the machine above. Each uses `deployment.trainer_gpu_ranks`, or
+    `deployment.trainer_processes` processes on the CPU. Leave it empty to train on the machine above alone."""
     engine_nodes: tuple[FurtherNode, ...] = ()
-    """Machines for the inference engines of RL, each with `deployment.num_engines` of them. Leave it empty to have the
+    """Machines for the inference engines of RL. Each runs `deployment.num_engines` engines. Leave it empty to run the
     engines on the machine above."""
 
     @model_validator(mode="after")
@@ -175,7 +174,7 @@ class SSHNode(SSHMachine):
                 host, port = node.place
                 if node.place in seen:
                     broken.append(
-                        f"{setting}: {host}:{port} is named twice: each machine of a run is another one; for several "
+                        f"{setting}: {host}:{port} is named twice: name each machine of a run once; for several "
                         f"{several}"
                     )
                 seen.add(node.place)
@@ -185,33 +184,33 @@ class SSHNode(SSHMachine):
 
 
 class InstanceNode(PackageSettings):
-    """A machine that you rented yourself: its provider says where it is, and it runs on when the run has ended."""
+    """A machine that you rented yourself. Its provider is asked for the address, and the machine outlives the run."""
 
     model_config = ConfigDict(
         frozen=True, extra="ignore", use_attribute_docstrings=True, title="A machine that you rented"
     )
 
     kind: Literal["instance"] = "instance"
-    """Where the stages run: on a machine that you rented yourself. Its provider's key is in an environment variable of
-    the worker, for example RUNPOD_API_KEY."""
+    """`instance`: the stages run on a machine that you rented yourself. Its provider's key is in an environment
+    variable of the worker, for example RUNPOD_API_KEY."""
     instance: str
-    """The machine, as PROVIDER:ID, for example runpod:abc123, of one of the providers of `rollouts gpus`."""
+    """The machine as PROVIDER:ID, for example runpod:abc123. `rollouts gpus` lists the providers."""
     key_file: str = ""
-    """Private key to log in with. Leave it empty to use those of the SSH agent and of ~/.ssh."""
+    """Private key for the login. Leave it empty to use the keys of the SSH agent and of ~/.ssh."""
     key_variable: str = Field("", pattern=VARIABLE)
-    """Environment variable that holds the private key itself, in place of key_file: ROLLOUTS_SSH_KEY where the run's
-    credentials have it."""
+    """Environment variable with the private key itself, instead of key_file. It is ROLLOUTS_SSH_KEY if the run's
+    credentials contain the key."""
     host_key: str = ""
-    """Fingerprint of the machine's key, as `ssh-keygen -l` prints it. Leave it empty to believe the first one that it
-    shows, and no other later."""
+    """Fingerprint of the machine's host key, as `ssh-keygen -l` prints it. Leave it empty to accept the key of the
+    first login and refuse any other key later."""
     root: str = "~/rollouts"
-    """Directory on the machine for run directories, inputs and code; begins with / or ~/."""
+    """Directory on the machine for run directories, inputs and code. It begins with / or ~/."""
     install: Literal["nothing", "pip", "uv"] = "uv"
-    """Install the packages of this project on the machine, into an environment of their own below `root`, once."""
+    """Install the project's packages on the machine, once, into a separate environment below `root`."""
     python: str = Field(SYSTEM_PYTHON, json_schema_extra=RUNS_PROGRAM)
-    """Python interpreter on the machine, 3.11 or newer; where `install` is `nothing`, with the packages."""
+    """Python interpreter on the machine, 3.11 or newer. If `install` is `nothing`, it needs the packages."""
     min_free_gb: float = Field(default=10.0, ge=0, allow_inf_nan=False, strict=True)
-    """Refuse to start when the disk of `root` has less free space than this, in GB (10^9 bytes)."""
+    """Refuse to start if the disk of `root` has less free space than this, in GB (10^9 bytes)."""
 
     @field_validator("instance", "host_key", "root", "python")
     @classmethod
@@ -220,59 +219,59 @@ class InstanceNode(PackageSettings):
 
 
 class RentedNode(PackageSettings):
-    """A machine that is rented for the run, and given back when it ends."""
+    """A machine that is rented for the run and released at its end."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", use_attribute_docstrings=True, title="A rented machine")
 
     kind: Literal["rented"] = "rented"
-    """Where the stages run: on a machine that is rented for the run. The providers' keys are in environment variables
-    of the worker, for example RUNPOD_API_KEY."""
+    """`rented`: the stages run on a machine that is rented for the run. The providers' keys are in environment
+    variables of the worker, for example RUNPOD_API_KEY."""
     query: GPUQuery = GPUQuery()
-    """Which machines come into question, and at what price; the cheapest of them is taken."""
+    """Conditions on the machine and its price. The cheapest matching machine is rented."""
     max_usd: float = Field(gt=0, allow_inf_nan=False, strict=True)
-    """What the run may spend on machines, in US dollars. A machine is ended when the money is used up."""
+    """Limit of the run's spending on machines, in US dollars. Machines are ended when it is used up."""
     max_hours: float = Field(default=24.0, gt=0, le=720, strict=True)
-    """No machine is kept longer than this, in hours."""
+    """Limit of the time for which a machine is rented, in hours."""
     image: str = Field("", json_schema_extra=RUNS_PROGRAM)
     """Container image (RunPod, Vast.ai), image (Lambda, Prime Intellect) or operating system (Shadeform). Leave it
-    empty to use the provider's usual one."""
+    empty to use the provider's default."""
     key_file: str = "~/.ssh/id_ed25519"
-    """Private key to log in with; its public half, the same name with .pub, is given to the machine."""
+    """Private key for the login. The machine gets the public key from the file of the same name with .pub."""
     key_variable: str = Field("", pattern=VARIABLE)
-    """Environment variable that holds the private key itself, in place of key_file: ROLLOUTS_SSH_KEY where the run's
-    credentials have it."""
+    """Environment variable with the private key itself, instead of key_file. It is ROLLOUTS_SSH_KEY if the run's
+    credentials contain the key."""
     host_keys: Literal["expect", "first_use"] = "expect"
-    """`expect`: the first connection to a machine is held against a host key that is known before, where its provider
-    allows that (Lambda, RunPod). `first_use`: the key that it shows then is believed, for images that make their own
-    whatever they were given."""
+    """`expect`: compare the host key of the first connection with a key known in advance, if the provider supports that
+    (Lambda, RunPod). `first_use`: accept the key of the first connection, for images that always create their own
+    key."""
     setup: tuple[str, ...] = Field((), json_schema_extra=RUNS_PROGRAM)
-    """Shell commands that are run once on a fresh machine, for example to install what the packages of this project
-    need. They are shown in Prefect's pages: put no secret there."""
+    """Shell commands that run once on a fresh machine, for example to install system packages. Prefect's pages show
+    them: do not put secrets there."""
     num_trainer_nodes: int = Field(default=1, ge=1, le=64, strict=True)
-    """Machines that train together, each with `deployment.trainer_gpu_ranks`. Several machines are of one kind, and in
-    one region of one provider; max_usd is for all of them."""
+    """Number of machines that train together, each with `deployment.trainer_gpu_ranks`. All machines of a run are of
+    one kind, in one region of one provider. max_usd is for all of them."""
     num_engine_nodes: int = Field(default=0, ge=0, le=64, strict=True)
-    """Further machines for the inference engines of RL, each with `deployment.num_engines` of them. 0 has the engines
-    on the first one."""
+    """Number of further machines for the inference engines of RL, each with `deployment.num_engines` engines. 0: run
+    the engines on the first machine."""
     usable_within_minutes: float = Field(default=20.0, gt=0, le=120, strict=True)
-    """A machine that cannot be logged in to after this long is given back, and another one rented."""
+    """Minutes until a new machine must accept a login. Afterwards it is given back, and the next offer is tried."""
     keep_on_failure_minutes: float = Field(default=0.0, ge=0, le=1440, strict=True)
-    """When the run fails, its machine stays rented for so many minutes, and costs money: for you to log in and look, or
-    to go on there by Retry. max_hours and max_usd hold all the same. What `rollouts up` or `rollouts watch` started, a
-    later run or `rollouts reap` ends it then: where none of them runs, nobody does."""
+    """Minutes for which the machine of a failed run stays rented, and costs money, so that you can log in or press
+    Retry. max_hours and max_usd still hold. `rollouts up`, `rollouts watch`, a later run or `rollouts reap` ends the
+    machine afterwards. If none of them runs, the machine stays rented."""
     min_link_mbit_s: float = Field(default=8.0, gt=0, allow_inf_nan=False, strict=True)
-    """A fresh machine to which or from which fewer megabits per second get through is given back, and another one
-    rented."""
+    """Release a fresh machine whose upload or download is slower than this, in megabits per second, and rent another
+    one."""
     min_disk_mb_s: float = Field(default=20.0, gt=0, allow_inf_nan=False, strict=True)
-    """The same for one whose disk writes fewer megabytes per second."""
+    """Release a fresh machine whose disk writes slower than this, in megabytes per second, and rent another one."""
     root: str = "~/rollouts"
-    """Directory on the machine for run directories, inputs and code; begins with / or ~/."""
+    """Directory on the machine for run directories, inputs and code. It begins with / or ~/."""
     install: Literal["nothing", "pip", "uv"] = "uv"
-    """Install the packages of this project on the machine, into an environment of their own below `root`, once."""
+    """Install the project's packages on the machine, once, into a separate environment below `root`."""
     python: str = Field(SYSTEM_PYTHON, json_schema_extra=RUNS_PROGRAM)
-    """Python interpreter on the machine, 3.11 or newer; where `install` is `nothing`, with the packages."""
+    """Python interpreter on the machine, 3.11 or newer. If `install` is `nothing`, it needs the packages."""
     min_free_gb: float = Field(default=10.0, ge=0, allow_inf_nan=False, strict=True)
-    """Refuse to start when the disk of `root` has less free space than this, in GB (10^9 bytes)."""
+    """Refuse to start if the disk of `root` has less free space than this, in GB (10^9 bytes)."""
 
     @field_validator("root", "python")
     @classmethod
@@ -283,40 +282,38 @@ class RentedNode(PackageSettings):
     def _check_unit(self) -> Self:
         if self.num_machines > 1 and not set(self.query.providers) & set(networked := networked_clouds()):
             raise ValueError(
-                f"num_trainer_nodes, num_engine_nodes: several machines need a network that they share, and it is not "
-                f"known that {', '.join(self.query.providers)} have one: add {' or '.join(networked)} to "
+                f"num_trainer_nodes, num_engine_nodes: several machines need a shared network, and "
+                f"{', '.join(self.query.providers)} may not have one: add {' or '.join(networked)} to "
                 "query.providers, or ask for one machine"
             )
         return self
 
     @property
     def num_machines(self) -> int:
-        """All that the run has at once."""
         return self.num_trainer_nodes + self.num_engine_nodes
 
 
 def check_form(value: str, info: ValidationInfo) -> str:
-    """The value of a field as it is, where it has the form that `_FORMS` wants.
+    """Return the value of a field if it matches the field's pattern in `_FORMS`.
 
     Raises:
-        ValueError: it has another.
+        ValueError: the value does not match.
     """
     assert info.field_name is not None
     pattern, expected = _FORMS[info.field_name]
     match = pattern.fullmatch(value)
-    if match is None and info.field_name == "host" and HOST_NAME.fullmatch(value):
+    if match is None and info.field_name == "host" and _HOST_NAME.fullmatch(value):
         return value
     if match is not None and match.groupdict().get("provider", cloud_names()[0]) not in cloud_names():
         match = None
     is_port = match is None or int(match.groupdict().get("port") or SSH_PORT) in range(1, 65536)
     if match is None or not is_port:
-        found = "" if "://" in value else f", found {value!r}"  # it may hold a password
+        found = "" if "://" in value else f", found {value!r}"  # a URL may contain a password
         raise ValueError(f"expected {expected.format(clouds=', '.join(cloud_names()))}{found}")
     return value
 
 
-def is_ip_address(text: str) -> bool:
-    """Whether it is an address, not a name."""
+def _is_ip_address(text: str) -> bool:
     try:
         ip_address(text)
     except ValueError:
@@ -326,24 +323,24 @@ def is_ip_address(text: str) -> bool:
 
 _FORMS = {
     "host": (HOST, "user@host, user@host:port or a name in ~/.ssh/config"),
-    "instance": (INSTANCE, "PROVIDER:ID, for example runpod:abc123, of one of {clouds}"),
-    "host_key": (FINGERPRINT, "a fingerprint as `ssh-keygen -l` prints it, SHA256:..."),
-    "proxy_jump": (PROXY_JUMP, "user@host:port or a name in ~/.ssh/config, several with commas and no spaces"),
+    "instance": (_INSTANCE, "PROVIDER:ID, for example runpod:abc123, of one of {clouds}"),
+    "host_key": (_FINGERPRINT, "a fingerprint as `ssh-keygen -l` prints it, SHA256:..."),
+    "proxy_jump": (_PROXY_JUMP, "user@host:port or a name in ~/.ssh/config, several with commas and no spaces"),
     "root": (ROOT, "a path on the machine that begins with / or ~/"),
     "python": (INTERPRETER, "the absolute path of a Python interpreter on the machine"),
     "package_index": (
         INDEX,
-        "an http(s) URL without user, password, query and key: keys belong into the machine's own settings",
+        "an http(s) URL without user, password, query and key: keys belong in the machine's own settings",
     ),
 }
 
 
 NodeSettings = Annotated[LocalNode | SSHNode | InstanceNode | RentedNode, Field(discriminator="kind")]
-"""The settings of any kind of node."""
+"""Settings of a machine of any kind."""
 
 
 def without_further_nodes(settings: NodeSettings) -> NodeSettings:
-    """The settings of the machine that leads alone, for work that needs no other."""
+    """Return the settings without further machines, for work that needs only the leader."""
     if isinstance(settings, SSHNode):
         return settings.model_copy(update={"trainer_nodes": (), "engine_nodes": ()})
     if isinstance(settings, RentedNode):
@@ -352,14 +349,14 @@ def without_further_nodes(settings: NodeSettings) -> NodeSettings:
 
 
 def settings_of_trainers(settings: NodeSettings) -> Sequence[FurtherNode | RentedNode]:
-    """Those of the machines that train together with the one that leads; rented ones all have the same."""
+    """Return the settings of the machines that train together with the leader."""
     if isinstance(settings, RentedNode):
         return [settings] * (settings.num_trainer_nodes - 1)
     return settings.trainer_nodes if isinstance(settings, SSHNode) else ()
 
 
 def settings_of_engines(settings: NodeSettings) -> Sequence[FurtherNode | RentedNode]:
-    """The same of the machines that engines have of their own."""
+    """Return the settings of the machines that run only engines."""
     if isinstance(settings, RentedNode):
         return [settings] * settings.num_engine_nodes
     return settings.engine_nodes if isinstance(settings, SSHNode) else ()
@@ -371,111 +368,110 @@ NODE_TYPES: Mapping[str, type[LocalNode] | type[SSHNode] | type[InstanceNode] | 
     "instance": InstanceNode,
     "rented": RentedNode,
 }
-"""The settings of each kind of node."""
+"""The type of settings for each kind of node."""
 
 
 NO_AGENT = "none"
-"""In place of the socket of an SSH agent."""
+"""Value of `SSHAccess.agent` for not using an SSH agent."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SSHAccess:
-    """How a machine is reached over SSH; names of files, never what is in them."""
+    """Parameters of an SSH login. It holds names of files, never their content."""
 
     host: str
     port: int
     user: str
     key_file: str = ""
-    """The private key; empty takes those of the agent and of ~/.ssh."""
+    """File of the private key; empty uses the keys of the agent and of ~/.ssh."""
     further_key_files: tuple[str, ...] = ()
-    """Others that are offered after it."""
+    """Files of further keys that are tried after `key_file`."""
     key_variable: str = ""
-    """The environment variable with the private key, in place of `key_file`."""
+    """Environment variable with the private key, instead of `key_file`."""
     host_key: str = ""
-    """The fingerprint that the host's key must have, SHA256:...; empty asks `known_hosts`."""
+    """Expected fingerprint of the host key, SHA256:...; empty looks the key up in `known_hosts`."""
     known_hosts: tuple[str, ...] = ("~/.ssh/known_hosts",)
-    """Files in OpenSSH's format in which the host's key is looked up."""
+    """Files in OpenSSH's format for looking up the host key."""
     host_key_alias: str = ""
-    """The name under which they have it; empty takes the address."""
+    """The host's name in these files; empty uses the address."""
     first_use_file: str = ""
-    """Where the key of a host is written that nobody knows and that is believed once; empty refuses such hosts."""
+    """File for host keys that are accepted at the first login; empty refuses unknown hosts."""
     pinned_file: str = ""
-    """Where the key with the fingerprint `host_key` is written, which tells its type; empty takes `first_use_file`."""
+    """File for the key that matched `host_key`, from which later logins know its type; empty uses `first_use_file`."""
     proxy_jump: str = ""
-    """Machines on the way there, with commas between them; empty connects from here (proxy_jump.py)."""
+    """Machines to jump through, separated by commas; empty connects directly (ssh/proxy_jump.py)."""
     ssh_config: str = ""
-    """OpenSSH's configuration for those; empty takes the user's."""
+    """OpenSSH's configuration for `proxy_jump`; empty uses the user's."""
     agent: str = ""
-    """The socket of the SSH agent, or NO_AGENT; empty takes that of SSH_AUTH_SOCK."""
+    """Socket of the SSH agent, or NO_AGENT; empty uses SSH_AUTH_SOCK."""
 
     @property
     def address(self) -> str:
-        """For messages: user@host:port."""
+        """user@host:port, for messages."""
         return f"{self.user}@{self.host}:{self.port}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
-    """A machine that we may use; plain values only, so that it can be kept as JSON."""
+    """A machine that the run may use. All fields are plain values, so that it can be stored as JSON."""
 
     name: str
-    """Unique among the nodes of a run; the ledger knows the node by it."""
+    """Unique among the nodes of a run. The ledger identifies the node by it."""
     kind: str
     """One of NODE_TYPES, or NO_NODE."""
     root: str
-    """Absolute directory on the node in which the run directories lie."""
+    """Absolute directory on the node for run directories."""
     python: str
-    """The interpreter that runs our programs and the training."""
+    """The interpreter for our programs and the training."""
     mirror: str = ""
-    """Absolute directory on this machine that holds the same as `root`; empty where `root` is on this machine."""
+    """Absolute directory on this machine with copies of the files in `root`; empty if `root` is on this machine."""
     access: SSHAccess | None = None
-    """How it is reached; None for this machine."""
+    """The SSH login; None for this machine."""
     is_rented: bool = False
-    """True when it costs money until it is given back."""
+    """Whether the run pays for the machine until it is released."""
     is_of_user: bool = False
-    """True when it costs money that is not ours to count or to end."""
+    """Whether the user rented the machine. The run neither counts its cost nor ends it."""
     believed_by: str = ""
-    """Why its host key was believed (host_keys.py says which reasons there are); empty for this machine."""
+    """The reason for accepting its host key (ssh/host_keys.py lists the reasons); empty for this machine."""
     address: str = ""
-    """Where what runs on it listens for the node that leads its unit; empty for that one itself."""
+    """The address at which its processes listen for the leader of its unit; empty for the leader itself."""
     trainer_nodes: tuple["Node", ...] = ()
-    """The nodes that train together with this one: all of them are one unit."""
+    """Further nodes of the training. They form one unit with this node."""
     engine_nodes: tuple["Node", ...] = ()
-    """The nodes of the engines, where they have some of their own: they belong to the unit, too."""
+    """Nodes that run only engines. They belong to the unit, too. Empty if the engines run on this node."""
 
     @property
     def is_remote(self) -> bool:
-        """True when its files are not ours: inputs have to be brought there, and results fetched."""
+        """Whether its files are on another machine, so that inputs are uploaded and results downloaded."""
         return self.mirror != ""
 
     @property
     def local_root(self) -> str:
-        """Where this machine keeps what lies below `root` on the node."""
+        """The directory on this machine that corresponds to `root` on the node."""
         return self.mirror or self.root
 
     @property
     def further_nodes(self) -> tuple["Node", ...]:
-        """The other nodes of its unit."""
         return (*self.trainer_nodes, *self.engine_nodes)
 
     def node_of_engine(self, index: int, *, num_per_node: int) -> "Node":
-        """The node of one of the engines, which fill one node after the other."""
+        """Return the node of an engine. Engines fill one node after the other."""
         return self.engine_nodes[index // num_per_node] if self.engine_nodes else self
 
     def named(self, name: str) -> "Node":
-        """The further node of that name; this one for any other name."""
+        """Return the further node with that name; this node for any other name."""
         return next((each for each in self.further_nodes if each.name == name), self)
 
     def path_on_node(self, path: str) -> str:
-        """Where a path below `local_root` lies on the node.
+        """Return the path on the node for a path below `local_root`.
 
         Raises:
-            ValueError: it lies elsewhere.
+            ValueError: the path is not below `local_root`.
         """
         relative = PurePosixPath(path).relative_to(self.local_root)
         return str(PurePosixPath(self.root) / relative)
 
 
 def no_machine(store: str) -> Node:
-    """What stands for a machine where all results are in the store already: no job can be run there."""
+    """Return a placeholder node for a run whose results are all in the store. Jobs cannot run on it."""
     return Node(name="no machine", kind=NO_NODE, root=store, python="")

@@ -1,17 +1,20 @@
-"""Carry out the requests of an SSHSession on the node: run a command, write a file, read a file.
+"""Carry out the requests of an SSHSession on the node: run a command, write files, read a file.
 
-The node's side of ssh_session.py. The client sends this text to `python -c` ahead of the first request, so nothing
-has to be installed and no two versions can meet; standard library only, and old syntax. Not here: detached jobs
-(supervisor/), directories (receiver.py).
+The node's side of ssh/ssh_session.py. The client sends this text to `python -c` before the first request, so nothing
+has to be installed and both sides always have the same version. It uses only the standard library and old syntax.
+Not here: detached jobs (supervisor/), directories (sync/receiver.py).
 
     client ── request, then data frames, then "end of input" ──> agent ──> the command's standard input
     client <── nonce, then stdout, stderr and "alive" frames, then one "done" frame ── agent
 
-A frame is one byte of kind, four of length, the content. What shells print ahead of the nonce, which comes once, is
-skipped: perhaps the command line, where logins are recorded, so the nonce stands backwards in it. An input that ends
-without "end of input" is a broken connection: the command is killed, a file that was to be replaced stays, those that
-are written in chunks have what came. Requests come one after the other, and each is answered by a fork of the process
-that waits for them: opening a channel and starting Python takes more than most answers.
+A frame is one byte of kind, four bytes of length, and the content. The client skips everything before the nonce. The
+command line carries the nonce reversed, so a login shell that echoes it does not match.
+
+An input without "end of input" means a broken connection. The command is then killed, an atomically written file keeps
+its old content, and files that are written in chunks keep the received chunks.
+
+An agent answers many requests in sequence. Each runs in a fork of the agent, because opening an SSH channel
+and starting Python takes longer than most requests.
 """
 
 from __future__ import annotations
@@ -45,34 +48,34 @@ from typing import IO, TYPE_CHECKING, Any, BinaryIO, Protocol
 FRAME_HEAD = struct.Struct(">cI")
 REQUEST, DATA, END_OF_INPUT = b"R", b"D", b"E"
 NAME = b"N"
-"""Names the file that the pieces belong to from here on."""
+"""Contains the name of the file to which the following pieces belong."""
 STDOUT, STDERR, DONE = b"o", b"e", b"x"
 ALIVE = b"."
-"""An empty frame, now and then, while a command may be silent: sshd's ChannelTimeout closes silent channels."""
-ALIVE_INTERVAL_S = 5.0
+"""An empty frame, sent regularly during a command: sshd's ChannelTimeout closes silent channels."""
+_ALIVE_INTERVAL_S = 5.0
 READ_BYTES = 1 << 20
-PIPE_BYTES = 1 << 20
-"""What is on its way between two processes; 64 KiB, Linux's usual size, lets them wait for each other."""
+_PIPE_BYTES = 1 << 20
+"""Size of a pipe's buffer. With Linux's default of 64 KiB, the two processes often wait for each other."""
 OFFSET_BYTES = 8
-"""Each piece of a file that comes in pieces begins with where it goes."""
-SPLICED_BYTES = 64 << 10
-"""Less is copied, which takes fewer calls."""
-INPUT_END_S = 0.2
-"""What a command has left of its input is on its way for so long before the client is told to ask another agent."""
+"""Every piece of a chunk begins with its offset in the file, in this many bytes."""
+_SPLICED_BYTES = 64 << 10
+"""Smaller outputs are copied, which needs fewer system calls."""
+_INPUT_END_S = 0.2
+"""Seconds to wait for the rest of a command's unread input, before the client is told to use another agent."""
 ISOLATED = "-IXutf8"
-"""How Python runs our programs on nodes: cut off from its environment, in UTF-8 whatever the node's locale."""
+"""Python's option for our programs on nodes: ignore its environment, and use UTF-8 in any locale."""
 _F_SETPIPE_SZ = 1031
 DIGESTS: dict[str, Callable[..., Any]] = {"sha256": hashlib.sha256}
-"""What this Python can digest chunks by, the best last."""
+"""Digests of chunks that this Python supports, the fastest last."""
 with contextlib.suppress(ImportError):
-    # In environments of ours; ten times as fast as sha256 where the processor has no instructions for that.
+    # Installed in our environments. Ten times as fast as sha256 on a processor without SHA instructions.
     DIGESTS["blake3"] = importlib.import_module("blake3").blake3
 
-if TYPE_CHECKING:  # old interpreters do not know this notation
+if TYPE_CHECKING:  # old interpreters do not support this notation
     JsonObject = dict[str, Any]  # Any: JSON
 
 
-class BrokenInputError(Exception):
+class _BrokenInputError(Exception):
     """The client is gone."""
 
 
@@ -82,29 +85,29 @@ def main(nonce: str) -> None:
         widen_pipe(descriptor)
     sys.stdout.buffer.write(nonce[::-1].encode())
     sys.stdout.buffer.flush()
-    # A buffer of one byte reads what is asked for and no more: the next bytes belong to a fork, or to this process.
+    # A buffer of one byte never reads ahead: the following bytes belong to a fork, or to this process.
     stream = io.BufferedReader(io.FileIO(0, closefd=False), 1)
     programs: dict[str, types.ModuleType | str] = {}
     try:
         while True:
-            kind, content = read_frame(stream)
+            kind, content = _read_frame(stream)
             assert kind == REQUEST, kind
             request = json.loads(content.decode())
             for name, text in request.get("programs", {}).items():
-                programs[name] = load_program(name, text)
+                programs[name] = _load_program(name, text)
             child = os.fork()
             if child == 0:
-                os._exit(answer_request(request, stream, programs))
-            if os.waitpid(child, 0)[1] != 0:  # where the next request begins is unknown
+                os._exit(_answer_request(request, stream, programs))
+            if os.waitpid(child, 0)[1] != 0:  # the beginning of the next request is unknown
                 break
-    except BrokenInputError:
+    except _BrokenInputError:
         pass
     os._exit(0)
 
 
-def answer_request(request: JsonObject, stream: BinaryIO, programs: dict[str, types.ModuleType | str]) -> int:
-    """Answer one request; 0 when the next one may follow, because all of this one's input was read."""
-    frames = FrameWriter(sys.stdout.buffer)
+def _answer_request(request: JsonObject, stream: BinaryIO, programs: dict[str, types.ModuleType | str]) -> int:
+    """Answer one request. Returns 0 if its whole input was read, so that the next request can follow."""
+    frames = _FrameWriter(sys.stdout.buffer)
     client = Client(stream)
     verbs: dict[str, Callable[[], JsonObject]] = {
         "load": lambda: load(client),
@@ -115,26 +118,26 @@ def answer_request(request: JsonObject, stream: BinaryIO, programs: dict[str, ty
     }
     try:
         answer = verbs[request["verb"]]()
-        can_go_on = client.has_ended_input()
-        frames.write(DONE, json.dumps({**answer, "can_go_on": can_go_on}).encode())
-    except (BrokenInputError, BrokenPipeError):
+        is_reusable = client.has_ended_input()
+        frames.write(DONE, json.dumps({**answer, "is_reusable": is_reusable}).encode())
+    except (_BrokenInputError, BrokenPipeError):
         return 1
-    return 0 if can_go_on else 1
+    return 0 if is_reusable else 1
 
 
-def read_frame(stream: BinaryIO) -> tuple[bytes, bytes]:
-    """Kind and content of the next frame.
+def _read_frame(stream: BinaryIO) -> tuple[bytes, bytes]:
+    """Return kind and content of the next frame.
 
     Raises:
-        BrokenInputError: the stream ends before the frame does.
+        _BrokenInputError: the stream ends within the frame.
     """
     head = stream.read(FRAME_HEAD.size)
     if len(head) < FRAME_HEAD.size:
-        raise BrokenInputError
+        raise _BrokenInputError
     kind, length = FRAME_HEAD.unpack(head)
     content = stream.read(length)
     if len(content) < length:
-        raise BrokenInputError
+        raise _BrokenInputError
     return kind, content
 
 
@@ -146,44 +149,43 @@ class Client:
         self._is_over = threading.Event()
 
     def frames(self) -> Iterator[tuple[bytes, bytes]]:
-        """Kind and content of the frames up to the end of input.
+        """Yield kind and content of the frames up to the end of input.
 
         Raises:
-            BrokenInputError: the connection ends before that.
+            _BrokenInputError: the connection ends before the end of input.
         """
         while True:
-            kind, content = read_frame(self._stream)
+            kind, content = _read_frame(self._stream)
             if kind == END_OF_INPUT:
                 self._is_over.set()
                 return
             yield kind, content
 
     def chunks(self) -> Iterator[bytes]:
-        """The content of the data frames; as `frames`."""
+        """Yield the content of the data frames; raises as `frames` does."""
         return (content for _, content in self.frames())
 
     def skip_input(self) -> None:
-        """Drop what belongs to no verb.
+        """Drop input that the verb does not use.
 
         Raises:
-            BrokenInputError: the connection ends within it.
+            _BrokenInputError: the connection ends within it.
         """
         for _ in self.chunks():
             pass
 
     def has_ended_input(self) -> bool:
-        """Whether everything that the client sends for this request has been read."""
-        return self._is_over.wait(INPUT_END_S)
+        return self._is_over.wait(_INPUT_END_S)
 
     def wait_until_gone(self) -> None:
-        """Return when the connection has ended; or when the next request has come, and nobody waits for this one."""
+        """Return when the connection has ended, or when the next request has arrived."""
         watch = select.poll()
         watch.register(self._stream.fileno(), select.POLLIN)
         watch.poll()
 
 
-class FrameWriter:
-    """Writes whole frames, from any thread."""
+class _FrameWriter:
+    """Writes whole frames. It may be used by several threads."""
 
     def __init__(self, stream: BinaryIO) -> None:
         self._stream = stream
@@ -191,14 +193,14 @@ class FrameWriter:
         self._lock = threading.Lock()
 
     def write(self, kind: bytes, content: bytes) -> None:
-        """Send one frame at once."""
+        """Send one frame and flush."""
         with self._lock:
             self._stream.write(FRAME_HEAD.pack(kind, len(content)))
             self._stream.write(content)
             self._stream.flush()
 
     def splice(self, kind: bytes, source: int, num_bytes: int) -> bool:
-        """Send as one frame what lies in a pipe, without copying it; false, and nothing sent, where that cannot be."""
+        """Send waiting bytes of a pipe as one frame without copying them; False if the system cannot do that."""
         if not hasattr(os, "splice") or not self._can_splice:
             return False
         with self._lock:
@@ -210,17 +212,17 @@ class FrameWriter:
 
 
 def widen_pipe(descriptor: int) -> None:
-    """Let more lie in a pipe, where the system can and it is one."""
+    """Enlarge the buffer of a pipe, if the descriptor is a pipe and the system supports it."""
     if sys.platform == "linux":
         with contextlib.suppress(OSError):
-            fcntl.fcntl(descriptor, _F_SETPIPE_SZ, PIPE_BYTES)
+            fcntl.fcntl(descriptor, _F_SETPIPE_SZ, _PIPE_BYTES)
 
 
 # ── commands ──
 
 
 class Process(Protocol):
-    """A command under way: a subprocess.Popen, or a fork."""
+    """A running command: a subprocess.Popen or a fork."""
 
     pid: int
     stdin: IO[bytes] | None
@@ -232,8 +234,8 @@ class Process(Protocol):
     def wait(self) -> int: ...
 
 
-class ForkedProcess:
-    """A program of ours that runs in a fork of this process, in a session of its own."""
+class _ForkedProcess:
+    """One of our programs that runs in a fork of this process, in a new process session."""
 
     def __init__(self, program: types.ModuleType, argv: list[str]) -> None:
         (stdin, our_stdin), (our_stdout, stdout), (our_stderr, stderr) = os.pipe(), os.pipe(), os.pipe()
@@ -253,11 +255,11 @@ class ForkedProcess:
         self.stderr: IO[bytes] | None = os.fdopen(our_stderr, "rb")
 
     def poll(self) -> int | None:
-        """The exit code; None while it runs, or while another thread waits for it."""
+        """Return the exit code; None while the process runs, or while another thread waits for it."""
         return self._reap(os.WNOHANG) if self._lock.acquire(blocking=False) else None
 
     def wait(self) -> int:
-        """The exit code, or minus the signal that ended it."""
+        """Wait for the exit code; it is negative for a signal."""
         self._lock.acquire()
         exit_code = self._reap(0)
         assert exit_code is not None
@@ -275,13 +277,13 @@ class ForkedProcess:
 
 
 def load(client: Client) -> JsonObject:
-    """Nothing more: the programs of a request are loaded before it is answered."""
+    """Answer a request that only loads programs. `main` has loaded them already."""
     client.skip_input()
     return {}
 
 
-def load_program(name: str, text: str) -> types.ModuleType | str:
-    """A program of ours, loaded once for many calls; its text where it has to say by itself why it cannot run here."""
+def _load_program(name: str, text: str) -> types.ModuleType | str:
+    """Load one of our programs for many calls. If it cannot be loaded, return its text: running it shows the error."""
     module = types.ModuleType(name)
     sys.modules[name] = module
     try:
@@ -292,39 +294,38 @@ def load_program(name: str, text: str) -> types.ModuleType | str:
 
 
 def run_program(program: types.ModuleType, argv: list[str]) -> None:
-    """What `python program.py ...` does, with the module that is loaded already; does not return."""
+    """Run a loaded program as `python program.py ...` would; does not return."""
     sys.argv = argv
     sys.stdin, sys.stdout, sys.stderr = (os.fdopen(n, mode, closefd=False) for n, mode in enumerate("rww"))
     exit_code = None
     try:
         exit_code = program.main(argv) or 0
         sys.stdout.flush()
-    finally:  # whatever happened, this process must not go on as the one that it is a fork of
+    finally:  # this fork must end here and never continue as the agent
         if exit_code is None:
             traceback.print_exc()
         sys.stderr.flush()
         os._exit(1 if exit_code is None else exit_code)
 
 
-def start_process(request: JsonObject, programs: dict[str, types.ModuleType | str]) -> Process:
-    """The command that is asked for, or the program of ours."""
+def _start_process(request: JsonObject, programs: dict[str, types.ModuleType | str]) -> Process:
     if request.get("program") is None:
         command = request["argv"]
     else:
         program = programs[request["program"]]
         if isinstance(program, types.ModuleType):
-            return ForkedProcess(program, [request["program"], *request["arguments"]])
+            return _ForkedProcess(program, [request["program"], *request["arguments"]])
         command = [sys.executable, ISOLATED, "-c", program, *request["arguments"]]
     pipe = subprocess.PIPE
     return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True)
 
 
 def run_command(
-    request: JsonObject, client: Client, frames: FrameWriter, programs: dict[str, types.ModuleType | str]
+    request: JsonObject, client: Client, frames: _FrameWriter, programs: dict[str, types.ModuleType | str]
 ) -> JsonObject:
-    """Run a command to its end, its output in frames; it dies with the connection and at its time limit."""
+    """Run a command to its end and send its output in frames. It is killed when the connection breaks or time is up."""
     try:
-        process = start_process(request, programs)
+        process = _start_process(request, programs)
     except (OSError, ValueError) as error:  # ValueError: a zero byte in an argument
         client.skip_input()
         return {"problem": getattr(error, "strerror", None) or str(error)}
@@ -332,7 +333,7 @@ def run_command(
     widen_pipe(process.stdout.fileno())
 
     def expire() -> None:
-        kill_group(process)
+        _kill_group(process)
         with contextlib.suppress(BrokenPipeError):
             frames.write(DONE, json.dumps({"timed_out": True}).encode())
         os._exit(1)
@@ -341,63 +342,63 @@ def run_command(
         limit = threading.Timer(request["timeout_s"], expire)
         limit.daemon = True
         limit.start()
-    threading.Thread(target=feed_command, args=(process, client, request["keep_open"]), daemon=True).start()
+    threading.Thread(target=_feed_command, args=(process, client, request["keep_open"]), daemon=True).start()
     threading.Thread(target=show_life, args=(frames,), daemon=True).start()
-    errors = threading.Thread(target=copy_output, args=(process, process.stderr, STDERR, frames), daemon=True)
+    errors = threading.Thread(target=_copy_output, args=(process, process.stderr, STDERR, frames), daemon=True)
     errors.start()
-    copy_output(process, process.stdout, STDOUT, frames)
+    _copy_output(process, process.stdout, STDOUT, frames)
     errors.join()
     return {"exit_code": process.wait()}
 
 
-def feed_command(process: Process, client: Client, keep_open: bool) -> None:
-    """Pass the client's input on; kill the command when the connection breaks."""
+def _feed_command(process: Process, client: Client, keep_open: bool) -> None:
+    """Pass the client's input to the command; kill the command when the connection breaks."""
     assert process.stdin is not None
-    # A command need not read its input: what it leaves is dropped.
+    # A command need not read its input; unread input is dropped.
     try:
         for content in client.chunks():
             with contextlib.suppress(BrokenPipeError, ValueError):
                 process.stdin.write(content)
                 process.stdin.flush()
-    except BrokenInputError:
-        kill_group(process)
+    except _BrokenInputError:
+        _kill_group(process)
         return
     if not keep_open:
         with contextlib.suppress(BrokenPipeError, ValueError):
             process.stdin.close()
     client.wait_until_gone()
-    kill_group(process)
+    _kill_group(process)
 
 
-def show_life(frames: FrameWriter) -> None:
-    """Send empty frames until this process ends, or nobody takes them."""
+def show_life(frames: _FrameWriter) -> None:
+    """Send an empty frame regularly until this process ends or the client is gone."""
     with contextlib.suppress(OSError):
         while True:
-            time.sleep(ALIVE_INTERVAL_S)
+            time.sleep(_ALIVE_INTERVAL_S)
             frames.write(ALIVE, b"")
 
 
-def copy_output(process: Process, stream: IO[bytes], kind: bytes, frames: FrameWriter) -> None:
-    """Send what the command writes; kill it when nobody takes it."""
+def _copy_output(process: Process, stream: IO[bytes], kind: bytes, frames: _FrameWriter) -> None:
+    """Send the command's output; kill the command when the client is gone."""
     source = stream.fileno()
     try:
-        while (num_waiting := wait_for_output(source)) > 0:
-            if num_waiting < SPLICED_BYTES or not frames.splice(kind, source, num_waiting):
+        while (num_waiting := _wait_for_output(source)) > 0:
+            if num_waiting < _SPLICED_BYTES or not frames.splice(kind, source, num_waiting):
                 frames.write(kind, os.read(source, READ_BYTES))
     except BrokenPipeError:
-        kill_group(process)
+        _kill_group(process)
 
 
-def wait_for_output(descriptor: int) -> int:
-    """How many bytes can be read from a pipe, once there are some; 0 when it has ended."""
+def _wait_for_output(descriptor: int) -> int:
+    """Wait for output in a pipe and return the number of readable bytes; 0 at its end."""
     watch = select.poll()
     watch.register(descriptor, select.POLLIN)
     watch.poll()
     return int.from_bytes(fcntl.ioctl(descriptor, termios.FIONREAD, bytes(4)), sys.byteorder)
 
 
-def kill_group(process: Process) -> None:
-    """Kill a command with its children, unless it was already waited for: then its number may be another's."""
+def _kill_group(process: Process) -> None:
+    """Kill a command and its children. After `wait`, do nothing: the process number may belong to another process."""
     if process.poll() is None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
@@ -418,8 +419,8 @@ def write_file(request: JsonObject, client: Client) -> JsonObject:
 
 
 def write_chunks(request: JsonObject, frames: Iterable[tuple[bytes, bytes]]) -> JsonObject:
-    """Write chunks of files; the answer has the digest of each, by the file's name and its number."""
-    pieces = read_pieces(frames)
+    """Write chunks of files. The answer has the digest of each chunk with its file and number."""
+    pieces = _read_pieces(frames)
     try:
         digests = write_in_place(Path(request["directory"]), pieces, request["chunk_bytes"], request["digest"])
         return {"digests": [[*chunk, digest] for chunk, digest in digests.items()]}
@@ -429,8 +430,7 @@ def write_chunks(request: JsonObject, frames: Iterable[tuple[bytes, bytes]]) -> 
         return {"errno": None, "problem": str(error), "path": request["directory"]}
 
 
-def read_pieces(frames: Iterable[tuple[bytes, bytes]]) -> Iterator[tuple[str, int, memoryview]]:
-    """Pieces with the names of their files and their offsets there."""
+def _read_pieces(frames: Iterable[tuple[bytes, bytes]]) -> Iterator[tuple[str, int, memoryview]]:
     name = ""
     for kind, content in frames:
         if kind == NAME:
@@ -442,12 +442,12 @@ def read_pieces(frames: Iterable[tuple[bytes, bytes]]) -> Iterator[tuple[str, in
 def write_in_place(
     directory: Path, pieces: Iterable[tuple[str, int, bytes | memoryview]], chunk_bytes: int, algorithm: str
 ) -> dict[tuple[str, int], str]:
-    """Write pieces of files, each at its offset, durably; returns the digest of each chunk, by its file and number.
+    """Write pieces at their offsets with fsync, and return the digest of each chunk by its file and number.
 
-    Pieces of a chunk come in order. What else is in a file stays; others may write to it at the same time.
+    Pieces of a chunk come in order. The rest of each file stays, and other processes may write to it at the same time.
 
     Raises:
-        OSError: with the path; ESTALE: somebody has taken the file over (receiver.py) or removed it.
+        OSError: with the path. ESTALE means that another copy took over the file (sync/receiver.py) or removed it.
     """
     digests: dict[tuple[str, int], Any] = {}  # Any: of hashlib or blake3
     for name, pieces_of_file in itertools.groupby(pieces, key=operator.itemgetter(0)):
@@ -456,7 +456,7 @@ def write_in_place(
         descriptor = os.open(str(path), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
         try:
             for _, offset, piece in pieces_of_file:
-                write_if_ours(descriptor, path, offset, memoryview(piece))
+                _write_if_ours(descriptor, path, offset, memoryview(piece))
                 chunk = name, offset // chunk_bytes
                 if chunk not in digests:
                     digests[chunk] = DIGESTS[algorithm]()
@@ -469,11 +469,11 @@ def write_in_place(
     return {chunk: digest.hexdigest() for chunk, digest in digests.items()}
 
 
-def write_if_ours(descriptor: int, path: Path, offset: int, piece: memoryview) -> None:
-    """Write a piece of a file that still lies where it was opened.
+def _write_if_ours(descriptor: int, path: Path, offset: int, piece: memoryview) -> None:
+    """Write a piece if the path still leads to the opened file.
 
-    What is still on its way from a broken connection may arrive when the file is another copy's already, which holds
-    this lock while it takes the file over.
+    Data of a broken connection may arrive after another copy took over the file. That copy holds this lock exclusively
+    while it takes over.
     """
     fcntl.flock(descriptor, fcntl.LOCK_SH)
     try:
@@ -491,7 +491,7 @@ def write_if_ours(descriptor: int, path: Path, offset: int, piece: memoryview) -
 
 
 def write_atomically(target: Path, chunks: Iterable[bytes]) -> None:
-    """Write a file from its pieces so that it is there whole, and durably, or not at all."""
+    """Write a file from its pieces, atomically and with fsync."""
     target.parent.mkdir(parents=True, exist_ok=True)
     descriptor, part_name = tempfile.mkstemp(dir=str(target.parent), prefix="." + target.name[:50] + ".")
     part = Path(part_name)
@@ -510,7 +510,7 @@ def write_atomically(target: Path, chunks: Iterable[bytes]) -> None:
 
 
 def flush_directory(path: Path) -> None:
-    """Make renames in a directory survive a power cut."""
+    """Make renames in a directory survive a power failure."""
     directory = os.open(str(path), os.O_RDONLY)
     try:
         os.fsync(directory)
@@ -518,8 +518,8 @@ def flush_directory(path: Path) -> None:
         os.close(directory)
 
 
-def read_file(request: JsonObject, client: Client, frames: FrameWriter) -> JsonObject:
-    """Send a file, up to `max_bytes` of it."""
+def read_file(request: JsonObject, client: Client, frames: _FrameWriter) -> JsonObject:
+    """Send a file, at most `max_bytes` of it."""
     client.skip_input()
     num_bytes = 0
     try:

@@ -1,16 +1,16 @@
-"""Say, as one JSON object, what a node has, or that it can import the training; run on the node by bootstrap.py.
+"""Print what a node has, or whether it can import the training, as one JSON object. bootstrap.py runs it on the node.
 
-    python node_probe.py probe ROOT               what the node has
+    python node_probe.py probe ROOT               hardware, versions and disk of the node
     python node_probe.py imports ROOT CODE_DIR [MODULE]... [VARIABLE=]...
-                                                  whether the training, and modules of the user's, can be imported from
-                                                  CODE_DIR by a job that has values of these variables
+                                                  import the training and the user's modules from CODE_DIR, with
+                                                  placeholder values for the variables that a job will have
 
-Standard library only, and old syntax, so that an interpreter that is too old can say so. Each CUDA device has to add
-two numbers: one that the driver lists and that cannot keeps its place among the others, with the reason.
+It uses only the standard library and old syntax, so that an old interpreter can still report its version. Each CUDA
+device has to add two numbers. A device that fails stays in the list, with the reason.
 
-Importing torch takes seconds, and says the same as long as nothing changed: what went well is kept in ROOT/.probes,
-with the identity of the interpreter, its packages, the driver and the boot of the machine. How much memory is free, on
-disk and on each device, and whether the devices are the same, is asked every time.
+Importing torch takes seconds, so successful results are kept in ROOT/.probes. They count while the interpreter, its
+packages, the driver and the boot of the machine are the same. Free memory, free disk and the list of devices are read
+every time.
 """
 
 import errno
@@ -27,33 +27,33 @@ import sys
 import tempfile
 from typing import Any  # Any: a JSON object
 
-KEPT_DIR = ".probes"
-MAX_KEPT_FOLDERS = 20
+_KEPT_DIR = ".probes"
+_MAX_KEPT_FOLDERS = 20
 NVIDIA_SMI_TIMEOUT_S = 30.0
-FIRST_WITH_BFLOAT16 = (8, 0)
-"""The compute capability from which GPUs of NVIDIA's multiply in bfloat16: that of the A100."""
+_FIRST_WITH_BFLOAT16 = (8, 0)
+"""The compute capability of the A100, NVIDIA's first with bfloat16."""
 LOCKLESS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 NO_LOCKS = "its file system has no locks: Lustre's, for one, has to be mounted with -o flock"
 _DRIVER, _BOOT = "/proc/driver/nvidia/version", "/proc/sys/kernel/random/boot_id"
 _DEVICE = re.compile(r"nvidia\d+$")
 _VARIABLES = ("CUDA_", "NVIDIA_", "HIP_", "ROCR_", "LD_", "PYTHON", "VIRTUAL_ENV")
-"""How those begin that decide what can be imported, and which devices are seen."""
+"""Prefixes of the environment variables that affect imports and visible devices."""
 
 
 def main(argv: "list[str]") -> int:
-    """Carry out one verb; see the head of this file."""
+    """Carry out the verb of the command line; see the top of this file."""
     verb, root = argv[1], argv[2]
     try:
         document = probe(root) if verb == "probe" else check_imports(root, argv[3], argv[4:])
-    except RefusedModuleError as error:
+    except _RefusedModuleError as error:
         document = {"module": error.args[0], "problem": error.args[1]}
-    sys.stdout.write("\n" + json.dumps(document) + "\n")  # what was imported may have written there, too
+    sys.stdout.write("\n" + json.dumps(document) + "\n")  # imported modules may have printed an incomplete line
     return 0
 
 
 def probe(root: str) -> "dict[str, Any]":
-    """The report about this node and about the directory `root`."""
-    os.environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # as jobs count GPUs; CUDA itself counts the fastest one first
+    """Return the report about this node and the directory `root`."""
+    os.environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # the order of jobs; by default CUDA lists the fastest GPU first
     total_memory, free_memory = _read_memory()
     document: dict[str, Any] = {
         "python_version": platform.python_version(),
@@ -75,21 +75,21 @@ def probe(root: str) -> "dict[str, Any]":
         document["free_disk_gb"] = shutil.disk_usage(root).free / 1e9
     rows = _ask_driver()
     document["driver"], document["num_driver_gpus"] = rows[0][-1] if rows else "", len(rows)
-    identity = describe_environment()
+    identity = _describe_environment()
     kept = _read_kept(root, "torch", identity)
-    gpus = None if kept is None else refresh_gpus(kept["gpus"], rows)
+    gpus = None if kept is None else _refresh_gpus(kept["gpus"], rows)
     if kept is not None and gpus is not None:
         document.update(kept, gpus=gpus)
         return document
     found = _ask_torch(document, rows)
-    if found is not None and identity == describe_environment():  # else somebody installs something just now
+    if found is not None and identity == _describe_environment():  # else packages are being installed right now
         kept = {name: document[name] for name in ("torch_version", "torch_build")}
         _keep(root, "torch", identity, dict(kept, gpus=found))
     return document
 
 
 def find_root_problem(root: str) -> str:
-    """Why run directories cannot lie there; empty where they can."""
+    """Return why run directories cannot be in this directory; empty if they can."""
     try:
         os.makedirs(root, exist_ok=True)  # noqa: PTH103 - old syntax, see the head
         with tempfile.TemporaryFile(dir=root) as file:
@@ -99,18 +99,18 @@ def find_root_problem(root: str) -> str:
     return ""
 
 
-class RefusedModuleError(Exception):
-    """A module of the user's cannot be imported: its name, and why."""
+class _RefusedModuleError(Exception):
+    """A module of the user cannot be imported: its name, and the reason."""
 
 
 def check_imports(root: str, code_dir: str, names: "list[str]") -> "dict[str, Any]":
-    """Nothing, when all can be imported from this folder, which is named by its content.
+    """Import the training and the user's modules from a folder whose name contains a digest of its content.
 
     Raises:
-        RefusedModuleError: a module of the user's cannot.
-        ImportError: the training cannot.
+        _RefusedModuleError: a module of the user cannot be imported.
+        ImportError: the training cannot be imported.
     """
-    identity = describe_environment()
+    identity = _describe_environment()
     kept = _read_kept(root, "imports", identity) or {"folders": []}
     asked = " ".join([code_dir, *names])
     if asked not in kept["folders"]:
@@ -123,8 +123,8 @@ def check_imports(root: str, code_dir: str, names: "list[str]") -> "dict[str, An
             try:
                 importlib.import_module(module)
             except (Exception, SystemExit) as error:
-                raise RefusedModuleError(module, type(error).__name__ + ": " + str(error)) from error
-        _keep(root, "imports", identity, {"folders": [*kept["folders"], asked][-MAX_KEPT_FOLDERS:]})
+                raise _RefusedModuleError(module, type(error).__name__ + ": " + str(error)) from error
+        _keep(root, "imports", identity, {"folders": [*kept["folders"], asked][-_MAX_KEPT_FOLDERS:]})
     return {}
 
 
@@ -132,7 +132,7 @@ def check_imports(root: str, code_dir: str, names: "list[str]") -> "dict[str, An
 
 
 def _ask_torch(document: "dict[str, Any]", rows: "list[list[str]]") -> "list[dict[str, Any]] | None":
-    """Add what torch says; returns the devices as they can be kept, None where something is wrong or not sure."""
+    """Add torch's facts to the report. Returns the devices to keep; None if a device failed or is uncertain."""
     try:
         torch = importlib.import_module("torch")
     except (ImportError, OSError, RuntimeError) as error:
@@ -144,7 +144,7 @@ def _ask_torch(document: "dict[str, Any]", rows: "list[list[str]]") -> "list[dic
         for index in range(torch.cuda.device_count()):
             try:
                 found.append(_try_gpu(torch, index))
-            except (AssertionError, RuntimeError) as error:  # somebody else may have all of its memory
+            except (AssertionError, RuntimeError) as error:  # another program may use all of its memory
                 problem = str(error) or type(error).__name__
                 document["gpu_problem"] = document["gpu_problem"] or problem
                 document["gpus"].append({"name": "", "total_gb": 0.0, "free_gb": 0.0, "problem": problem})
@@ -155,16 +155,16 @@ def _ask_torch(document: "dict[str, Any]", rows: "list[list[str]]") -> "list[dic
                 document["gpus"] = []
             return None
         if not found and has_gpus(rows) and os.environ.get("CUDA_VISIBLE_DEVICES", "0") not in ("", "-1"):
-            torch.cuda.init()  # says why it sees none: a driver that is too old, or a build without CUDA
-            raise RuntimeError("torch sees none of them, and does not say why")
+            torch.cuda.init()  # raises the reason: the driver is too old, or this build has no CUDA
+            raise RuntimeError("torch finds no GPU and reports no reason")
     except (AssertionError, RuntimeError) as error:
         document["gpu_problem"] = str(error)
         return None
-    return found if refresh_gpus(found, rows) is not None else None
+    return found if _refresh_gpus(found, rows) is not None else None
 
 
 def _try_gpu(torch: "Any", index: int) -> "dict[str, Any]":
-    """A device that has added two numbers; RuntimeError where it cannot."""
+    """Return a device that added two numbers; raise RuntimeError if it cannot."""
     assert int(torch.ones(2, device="cuda:" + str(index)).sum()) == 2
     free_bytes, total_bytes = torch.cuda.mem_get_info(index)
     uuid = getattr(torch.cuda.get_device_properties(index), "uuid", None)
@@ -172,13 +172,13 @@ def _try_gpu(torch: "Any", index: int) -> "dict[str, Any]":
         "name": torch.cuda.get_device_name(index),
         "total_gb": total_bytes / 1e9,
         "free_gb": free_bytes / 1e9,
-        "has_bfloat16": torch.cuda.get_device_capability(index) >= FIRST_WITH_BFLOAT16,
+        "has_bfloat16": torch.cuda.get_device_capability(index) >= _FIRST_WITH_BFLOAT16,
         "uuid": "GPU-" + str(uuid),
     }
 
 
 def _build_of(torch: "Any") -> str:
-    """For what a torch is built, in words."""
+    """Return the hardware that a torch is built for, in words."""
     version = getattr(torch, "version", None)
     for name, attribute in (("CUDA", "cuda"), ("ROCm", "hip")):
         if getattr(version, attribute, None):
@@ -187,15 +187,15 @@ def _build_of(torch: "Any") -> str:
 
 
 def has_gpus(rows: "list[list[str]]") -> bool:
-    """Whether this machine has GPUs of NVIDIA's, by what the driver's program said or by its devices.
+    """Return whether this machine has NVIDIA GPUs, by nvidia-smi's answer or by its device files.
 
-    A container that was given none has none, although the kernel has the driver.
+    The driver's kernel module is not enough: a container without GPUs sees it too.
     """
     return bool(rows) or any(_DEVICE.match(name) for name in os.listdir("/dev"))  # noqa: PTH208 - old syntax
 
 
-def refresh_gpus(kept: "list[dict[str, Any]]", rows: "list[list[str]]") -> "list[dict[str, Any]] | None":
-    """The devices with the memory that is free now; None where they are not those that the driver has now."""
+def _refresh_gpus(kept: "list[dict[str, Any]]", rows: "list[list[str]]") -> "list[dict[str, Any]] | None":
+    """Return the devices with their current free memory; None if the driver lists other devices now."""
     if not kept:
         return None if has_gpus(rows) else []
     free_gb = _free_memory_of_gpus(rows)
@@ -206,7 +206,7 @@ def refresh_gpus(kept: "list[dict[str, Any]]", rows: "list[list[str]]") -> "list
 
 
 def _free_memory_of_gpus(rows: "list[list[str]]") -> "dict[str, float]":
-    """Free memory in GB by the device's UUID; none where the driver does not say it of every device."""
+    """Return free memory in GB by the device's UUID; empty unless the driver reports it for every device."""
     try:
         return {uuid: float(free_mib) * 1048576 / 1e9 for uuid, free_mib, _ in rows}
     except ValueError:
@@ -214,7 +214,7 @@ def _free_memory_of_gpus(rows: "list[list[str]]") -> "dict[str, float]":
 
 
 def _ask_driver() -> "list[list[str]]":
-    """UUID, free memory in MiB and the driver's version of each GPU, as the driver's program tells them."""
+    """Return UUID, free memory in MiB and driver version of each GPU, as nvidia-smi reports them."""
     query = ["nvidia-smi", "--query-gpu=uuid,memory.free,driver_version", "--format=csv,noheader,nounits"]
     try:
         answer = subprocess.run(query, stdout=subprocess.PIPE, check=True, timeout=NVIDIA_SMI_TIMEOUT_S).stdout.decode()
@@ -224,15 +224,15 @@ def _ask_driver() -> "list[list[str]]":
     return [row for row in rows if len(row) == 3]
 
 
-# ── what is kept ──
+# ── kept results ──
 
 
-def describe_environment() -> str:
-    """A digest that changes when a package is installed, removed or replaced, with the driver and with each boot."""
+def _describe_environment() -> str:
+    """Return a digest that changes with the installed packages, the driver and each boot."""
     variables = {name: value for name, value in os.environ.items() if name.startswith(_VARIABLES)}
     seen: list[Any] = [sys.version, sys.prefix, variables, _text_of(_DRIVER), _text_of(_BOOT)]
     folders = [sys.executable]
-    # Without the folder of this file: what is added there is ours.
+    # sys.path[0] is the folder of this file, whose changes do not matter.
     folders += [folder for path in sys.path[1:] for folder in (path, path + "/torch", path + "/torch/lib")]
     for folder in folders:
         seen.append([folder, _times_of(folder)])
@@ -240,10 +240,10 @@ def describe_environment() -> str:
 
 
 def _times_of(path: str) -> "list[Any]":
-    """Time of change of a file, or of the files and of the records of packages in a folder, with all other names."""
+    """Return the modification time of a file; for a folder, its names, with the times of files and package records."""
     try:
         with os.scandir(path) as entries:
-            # A folder of modules gets another time when Python keeps compiled ones in it: then its name has to do.
+            # Python changes the time of a folder when it compiles modules in it, so only the folder's name counts.
             return sorted(
                 [each.name, _time_of(each) if "-info" in each.name or not each.is_dir() else 0]
                 for each in entries
@@ -258,7 +258,7 @@ def _times_of(path: str) -> "list[Any]":
 def _time_of(entry: "os.DirEntry[str]") -> int:
     try:
         return entry.stat().st_mtime_ns
-    except FileNotFoundError:  # a link that leads nowhere hides nothing of the others
+    except FileNotFoundError:  # a broken symbolic link
         return entry.stat(follow_symlinks=False).st_mtime_ns
 
 
@@ -272,7 +272,7 @@ def _text_of(path: str) -> str:
 
 def _path_of(root: str, kind: str) -> str:
     interpreter = hashlib.sha256(sys.executable.encode()).hexdigest()[:16]
-    return root + "/" + KEPT_DIR + "/" + kind + "-" + interpreter + ".json"
+    return root + "/" + _KEPT_DIR + "/" + kind + "-" + interpreter + ".json"
 
 
 def _read_kept(root: str, kind: str, identity: str) -> "dict[str, Any] | None":
@@ -284,10 +284,10 @@ def _read_kept(root: str, kind: str, identity: str) -> "dict[str, Any] | None":
 
 
 def _keep(root: str, kind: str, identity: str, found: "dict[str, Any]") -> None:
-    """Write what was found, for the next time; a node where it cannot be written finds it out again."""
+    """Store a result for the next probe. If that fails, the next probe repeats the work."""
     path = _path_of(root, kind)
     try:
-        os.makedirs(root + "/" + KEPT_DIR, exist_ok=True)  # noqa: PTH103 - old syntax, as below
+        os.makedirs(root + "/" + _KEPT_DIR, exist_ok=True)  # noqa: PTH103 - old syntax, as below
         part = path + "." + str(os.getpid())
         with open(part, "w", encoding="utf-8") as file:  # noqa: PTH123
             json.dump({"identity": identity, "found": found}, file)
@@ -303,7 +303,7 @@ def _read_memory() -> "tuple[int, int]":
             rows = dict(line.split(":", 1) for line in file)
         return total, int(rows["MemAvailable"].split()[0]) * 1024
     except (OSError, KeyError):
-        return total, total  # macOS counts differently; all of it is the honest upper bound
+        return total, total  # macOS counts differently; the total is an upper bound
 
 
 if __name__ == "__main__":

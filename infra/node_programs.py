@@ -1,7 +1,7 @@
-"""Our programs for nodes, each as one text that runs by itself wherever Python is.
+"""Programs for nodes, each as one text that runs on the node's own interpreter.
 
-A program is a file, or a package whose `verbs.main` gets the command line. A package may import other modules of ours;
-all of them need nothing but the standard library. Not here: how a text is sent and run (session.py, node_agent.py).
+A program is a file, or a package whose `verbs.main` gets the command line. A package may import other modules of
+`infra`. All of them use only the standard library. Not here: sending and running a text (session.py, node_agent.py).
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ if __name__ == "__main__":
 
 
 def read_program(source: Path) -> str:
-    """The text of a program.
+    """Return the text of a program.
 
     Args:
-        source: its file, or the folder of its package.
+        source: the file of the program, or the folder of its package.
     """
     return source.read_text(encoding="utf-8") if source.is_file() else _read_package(source)
 
@@ -38,7 +38,7 @@ def _read_package(source: Path) -> str:
 
 
 def _add_imported(module: str, root: Path, sources: dict[str, str]) -> None:
-    """Add a module of `infra`, which lies in `root`, and all of ours that it imports."""
+    """Add a module of `infra` and, recursively, the modules of `infra` that it imports. `root` is infra's folder."""
     if module in sources:
         return
     path = root.joinpath(*module.split(".")[2:]).with_suffix(".py")

@@ -1,6 +1,6 @@
-"""Records of rented machines: the query of a user, a provider's offers, and a machine as its provider describes it.
+"""Records of rented machines: a user's query, a provider's offers, and a machine as its provider describes it.
 
-Not here: how a provider is asked (providers/), how a machine is rented and given back (provision.py).
+Not here: the requests to providers (providers/), renting and releasing (renting/provision.py).
 
     GPUQuery ──search──> Offer ──create──> Instance ──terminate──> gone
 """
@@ -17,13 +17,13 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 from rollouts.infra.clouds import CLOUDS, CloudChoice, CloudName, cloud_names, explain_reached_through
 from rollouts.infra.errors import InfraError
 
-MAX_USD_PER_HOUR = 1e6
-"""A price beyond it is a mistake."""
+_MAX_USD_PER_HOUR = 1e6
+"""A higher price is a mistake."""
 CUDA_PATTERN = r"^(\d+\.\d+)?$"
 _OF_OTHERS = {"amd", "radeon", "instinct", "mi", "rx", "gaudi", "tpu"}
-"""Words in names of GPUs that are not NVIDIA's: MI300X, RX 7900 XTX."""
+"""Words in names of GPUs of other makers than NVIDIA: MI300X, RX 7900 XTX."""
 MAKERS_WORDS = {"nvidia", "geforce", "tesla"}
-"""Words in names of NVIDIA's GPUs that providers write or leave out."""
+"""Words in names of NVIDIA's GPUs that some providers write and others omit."""
 _MEMORY = re.compile(r"(\d+)gb")
 _MEMORY_TOLERANCE = 0.1
 """A GPU sold with 48 GB has 46,068 MiB."""
@@ -38,26 +38,28 @@ class GPUQuery(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     gpu_types: tuple[str, ...] = ()
-    """Names of GPUs, for example H100 or RTX 4090; any of them will do. Leave it empty to take all of NVIDIA's."""
+    """Names of GPUs, for example H100 or RTX 4090. A machine with any of them matches. Leave it empty for all GPUs of
+    NVIDIA."""
     gpu_count: int = Field(default=1, ge=1, le=64, strict=True)
-    """GPUs on the machine."""
+    """Number of GPUs of the machine."""
     min_vram_gb: float = Field(default=0.0, ge=0, allow_inf_nan=False, strict=True)
-    """Memory that each GPU has at least, in GB."""
+    """Minimum memory of each GPU, in GB."""
     max_usd_per_gpu_hour: float = Field(default=4.0, gt=0, allow_inf_nan=False, strict=True)
-    """Highest price of one GPU for an hour, in US dollars. Nothing dearer is ever rented."""
+    """Highest price of one GPU for an hour, in US dollars. More expensive machines are never rented."""
     disk_gb: int = Field(default=100, ge=1, strict=True)
-    """Disk of the machine, in GB; where the provider's disks have a fixed size, it has to be this large at least."""
+    """Disk of the machine, in GB. If a provider's disks have a fixed size, only larger or equal ones match."""
     regions: tuple[str, ...] = ()
-    """Regions or data centers by the beginning of their names, for example us or EU-RO. Empty takes all."""
+    """Beginnings of names of regions or data centers, for example us or EU-RO. Leave it empty for all."""
     security: Literal["secure", "any"] = "secure"
-    """secure: machines in data centers. any: also machines of private people, which their owners can read."""
+    """`secure`: only machines in data centers. `any`: also machines of private owners, which their owners can
+    read."""
     spot: bool = Field(default=False, strict=True)
-    """Rent only machines that the provider may take away at any time; Prime Intellect has some."""
+    """Rent only interruptible machines, which the provider may end at any time. Prime Intellect has some."""
     min_cuda: Annotated[str, Field(pattern=CUDA_PATTERN)] = ""
-    """Lowest CUDA version of the machine's driver, for example 12.8, where the provider lets one choose."""
+    """Lowest CUDA version of the machine's driver, for example 12.8. Only some providers can filter by it."""
     providers: tuple[CloudChoice, ...] = tuple(CLOUDS)
-    """Providers to ask. The order decides between offers of the same price. A provider of an installed package is asked
-    only if it is named."""
+    """Providers to search. The first one wins between offers of the same price. A provider of an installed package is
+    searched only if it is named here."""
 
     @field_validator("providers", mode="before")
     @classmethod
@@ -71,17 +73,16 @@ class GPUQuery(BaseModel):
     @classmethod
     def _check_names(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         for name in value:
-            if not _words(name):  # every name would begin so, and every GPU be called so
+            if not _words(name):  # an empty word list would match every region and every GPU
                 raise ValueError(f"expected names with letters or digits, found {name!r}: leave the list empty for all")
         return value
 
     def admits(self, offer: "Offer") -> bool:
-        """Whether the offer is sane and meets all conditions."""
+        """Return whether the offer is sane and meets all conditions."""
         return offer.is_sane and not self.misses(offer)
 
     def admits_region(self, region: str) -> bool:
-        """True when a machine may stand there."""
-        return not self.regions or any(is_within(region, name) for name in self.regions)
+        return not self.regions or any(_is_within(region, name) for name in self.regions)
 
     def misses(self, offer: "Offer") -> list[str]:
         """Names of the conditions that the offer fails."""
@@ -89,7 +90,7 @@ class GPUQuery(BaseModel):
         answers = {
             "gpu_types": any(is_gpu_type(offer.gpu_type, wanted, offer.vram_gb) for wanted in types)
             if types
-            else is_of_nvidia(offer.gpu_type),
+            else _is_of_nvidia(offer.gpu_type),
             "gpu_count": offer.gpu_count == self.gpu_count,
             "min_vram_gb": offer.vram_gb >= self.min_vram_gb,
             "max_usd_per_gpu_hour": offer.usd_per_gpu_hour <= self.max_usd_per_gpu_hour,
@@ -102,7 +103,7 @@ class GPUQuery(BaseModel):
 
 
 class InstanceStatus(StrEnum):
-    """How a machine is, in one vocabulary for all providers."""
+    """The status of a machine, in one vocabulary for all providers."""
 
     STARTING = "starting"
     RUNNING = "running"
@@ -118,7 +119,7 @@ class InstanceStatus(StrEnum):
 
     @property
     def may_become_usable(self) -> bool:
-        """True when waiting may help."""
+        """Whether waiting may help."""
         return self in (InstanceStatus.STARTING, InstanceStatus.RUNNING, InstanceStatus.UNKNOWN)
 
 
@@ -136,9 +137,9 @@ class Offer:
     usd_per_hour: float
     """Price of the whole machine."""
     region: str
-    """Empty where the provider chooses."""
+    """Empty if the provider chooses the region."""
     is_secure: bool = True
-    """It stands in a data center."""
+    """Whether the machine is in a data center."""
     is_spot: bool = False
     disk_gb: int | None = None
     """Disk size if it is fixed; None if the request chooses it."""
@@ -151,23 +152,23 @@ class Offer:
 
     @property
     def gpus(self) -> str:
-        """For people: 1x NVIDIA H100."""
+        """The GPUs in words, for example `1x NVIDIA H100`."""
         return f"{self.gpu_count}x {self.gpu_type}"
 
     @property
     def usd_per_gpu_hour(self) -> float:
-        """Price of one GPU."""
+        """Price of one GPU for an hour, in US dollars."""
         return self.usd_per_hour / self.gpu_count
 
     @property
     def is_sane(self) -> bool:
-        """True when it has GPUs, a price, and names that a terminal would only show."""
-        has_price = self.is_unpriced or 0 < self.usd_per_hour <= MAX_USD_PER_HOUR
+        """Whether it has GPUs, a plausible price, and printable names."""
+        has_price = self.is_unpriced or 0 < self.usd_per_hour <= _MAX_USD_PER_HOUR
         return self.gpu_count > 0 and has_price and (self.gpu_type + self.region).isprintable()
 
     @property
     def where(self) -> str:
-        """For people: at runpod in EU-RO-1."""
+        """Provider and region in words, for example `at runpod in EU-RO-1`."""
         return f"at {self.provider} in {self.region}" if self.region else f"at {self.provider}"
 
 
@@ -187,9 +188,9 @@ class HostKeyPair:
     """An SSH host key created before its machine exists. The private half is not written to this machine's disk."""
 
     private: str = field(repr=False)
-    """In OpenSSH's format, down to the last newline."""
+    """Private key in OpenSSH's format, including the last newline."""
     public: str
-    """As a line of authorized_keys."""
+    """Public key as a line of authorized_keys."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,10 +203,10 @@ class MachineSpec:
     """Public key for the login, as a line of authorized_keys."""
     disk_gb: int
     image: str = ""
-    """Container image, or operating system, in the provider's own terms; empty takes the provider's usual one."""
+    """Container image or operating system, by the provider's name for it; empty uses the provider's default."""
     min_cuda: str = ""
     ends_at: float | None = None
-    """Time at which the provider ends it by itself, if supported, in seconds since 1970; None: never."""
+    """Time at which the provider should end it by itself, if supported, in seconds since 1970; None: never."""
     host_key: HostKeyPair | None = None
     """Host key for its SSH server, if the provider can install one; None: the machine makes its own."""
 
@@ -235,7 +236,7 @@ class Instance:
 
     @property
     def has_address(self) -> bool:
-        """True when one may try to log in."""
+        """Whether a login may be tried."""
         return self.status is InstanceStatus.RUNNING and self.host != ""
 
 
@@ -248,27 +249,27 @@ def describe_closest(query: GPUQuery, offers: Sequence[Offer], named: Callable[[
     """
     sane = [offer for offer in offers if offer.is_sane]
     if not sane:
-        return "no provider that was asked has anything like it"
+        return "the searched providers have no similar machine"
     price = ["max_usd_per_gpu_hour"]
     missed = {offer: query.misses(offer) for offer in sane}
     closest = min(sane, key=lambda each: (missed[each] != price, len(missed[each]), each.usd_per_gpu_hour))
     what = f"{closest.gpus} {closest.where}"
-    usd = math.ceil(round(100 * closest.usd_per_gpu_hour, 6)) / 100  # less would not do
+    usd = math.ceil(round(100 * closest.usd_per_gpu_hour, 6)) / 100  # rounded up, so that this limit admits the offer
     if missed[closest] == price:
         return f"the cheapest is {what} for {usd:.2f} USD per GPU and hour: raise {named(price[0])} to that"
     fields = " and ".join(named(field) for field in missed[closest])
     price_said = "at an unknown price" if closest.is_unpriced else f"for {usd:.2f} USD per GPU and hour"
-    return f"the closest is {what} {price_said}, which does not answer to {fields}"
+    return f"the closest is {what} {price_said}, which does not match {fields}"
 
 
 def is_gpu_type(name: str, wanted: str, vram_gb: float | None = None) -> bool:
-    """Whether every word of `wanted` is in `name`: RTX4090 matches "NVIDIA RTX 4090", L4 does not match "NVIDIA L40".
+    """Return whether every word of `wanted` is in `name`: RTX4090 matches "NVIDIA RTX 4090", but L4 not "NVIDIA L40".
 
-    Names write words and numbers together or apart: RTX 6000 Ada is an "RTX6000Ada_48GB". They need not have NVIDIA's
-    own words, nor the memory: NVIDIA A100 80GB is an "A100 SXM" with so much of it.
+    Providers write words and numbers together or apart: RTX 6000 Ada is also "RTX6000Ada_48GB". They may omit NVIDIA's
+    own words and the memory: "NVIDIA A100 80GB" matches an "A100 SXM" with that memory.
 
     Args:
-        vram_gb: memory of the GPU, for names that do not say it; None has any do.
+        vram_gb: memory of the GPU, for names without it; None matches any memory.
     """
     words, asked = _words(name), _words(wanted)
     if not (words & asked) - MAKERS_WORDS:
@@ -279,27 +280,27 @@ def is_gpu_type(name: str, wanted: str, vram_gb: float | None = None) -> bool:
 
 
 def _is_memory(word: str, vram_gb: float | None) -> bool:
-    """Whether a word is a size of memory, and a GPU with so much has it."""
     match = _MEMORY.fullmatch(word)
     if match is None:
         return False
     return vram_gb is None or math.isclose(float(match[1]), vram_gb, rel_tol=_MEMORY_TOLERANCE)
 
 
-def is_within(region: str, wanted: str) -> bool:
-    """True when a region begins so, or its data center does, where a provider names both: RO/EU-RO-1."""
+def _is_within(region: str, wanted: str) -> bool:
+    """Return whether a region or its data center begins with `wanted`. Some regions have both: RO/EU-RO-1."""
     return any(place.lower().startswith(wanted.lower()) for place in (region, *region.split("/")))
 
 
-def is_of_nvidia(name: str) -> bool:
-    """False where the name is one of another maker's, whose GPUs compute with other builds of torch and of engines."""
+def _is_of_nvidia(name: str) -> bool:
+    """Return whether the name is not one of another maker, whose GPUs need other builds of torch and of engines."""
     return not _words(name) & _OF_OTHERS
 
 
 def is_same_model(offered: str, found: str) -> bool:
-    """Whether a driver's name of a GPU is of the model that a provider calls so, as far as both say it.
+    """Return whether a driver's name of a GPU fits the model that the provider offered.
 
-    Only the model's number and the letter before it count, A100 or 4090: the rest is written in many ways.
+    Only the model's number and the letter before it are compared, A100 or 4090, because the rest is written differently
+    everywhere. Names without a number always fit.
     """
     model = _MODEL.search(_apart(offered))
     return model is None or re.search(rf"(?<![a-z0-9]){model[0]}(?!\d)", _apart(found)) is not None
@@ -310,5 +311,5 @@ def _words(name: str) -> set[str]:
 
 
 def _apart(name: str) -> str:
-    """In small letters, with words and numbers apart, and sizes together: rtx 6000 ada 48gb, but h100 and 4090d."""
+    """Return the name in lower case, words and numbers apart, sizes together: rtx 6000 ada 48gb, h100, 4090d."""
     return _LETTERS_AND_NUMBER.sub(" ", _SIZE.sub("", name.lower()))

@@ -1,6 +1,6 @@
-"""Find TCP ports on a node, and say so when one is taken.
+"""Find free TCP ports on a node, and report taken ones.
 
-A port that is free now may be taken a moment later: who binds it must still be ready to hear "in use".
+A free port may be taken a moment later. The process that binds it must still handle "address in use".
 """
 
 import socket
@@ -16,7 +16,7 @@ with socket.socket(socket.AF_INET6 if ":" in sys.argv[1] else socket.AF_INET) as
     sys.stdout.write(str(probe.getsockname()[1]))
 """
 
-# With SO_REUSEADDR, as servers bind: connections of an ended server that linger do not count.
+# SO_REUSEADDR, as servers bind: lingering connections of an ended server do not block the port.
 _IS_FREE = """
 import errno, socket, sys
 with socket.socket(socket.AF_INET6 if ":" in sys.argv[1] else socket.AF_INET) as probe:
@@ -35,9 +35,10 @@ _LOOPBACK_TIMEOUT_S = 5.0
 
 
 def check_loopback() -> None:
-    """Raise PermanentInfraError if processes of this machine cannot reach each other over its loopback interface.
+    """Raise PermanentInfraError if the loopback interface of this machine does not work.
 
-    It is down in a network namespace of its own, as of `unshare -n`. Connections then hang, or fail after minutes.
+    A new network namespace (`unshare -n`) has no working loopback interface. Connections then hang or fail after
+    minutes.
     """
     with socket.create_server((LOOPBACK, 0)) as listener:
         try:
@@ -50,23 +51,23 @@ def check_loopback() -> None:
 
 
 def find_free_port(session: Session, host: str = LOOPBACK) -> int:
-    """A port of the node on which nobody listens now."""
+    """Return a port of the node that is free now."""
     completed = session.run([session.python, ISOLATED, "-c", _FIND_FREE, host], timeout_s=_TIMEOUT_S, may_repeat=True)
     return int(last_line(completed))
 
 
 def is_port_free(session: Session, host: str, port: int) -> bool:
-    """True if a server on the node could listen on the port now."""
+    """Return whether a server on the node could bind the port now."""
     argv = [session.python, ISOLATED, "-c", _IS_FREE, host, str(port)]
     completed = session.run(argv, timeout_s=_TIMEOUT_S, may_repeat=True)
     return last_line(completed) == "free"
 
 
 def check_port(session: Session, port: int, host: str = LOOPBACK) -> None:
-    """Return if a server on the node could listen on the port now; 0 always can.
+    """Return if a server on the node could bind the port now. Port 0 always works.
 
     Raises:
-        PermanentInfraError: another process listens there.
+        PermanentInfraError: another process uses the port.
     """
     if port and not is_port_free(session, host, port):
         raise PermanentInfraError(f"port {port} is in use by another process: choose another, or 0 for any free one")

@@ -1,7 +1,7 @@
-"""Which process a number means: numbers are given again, after a boot too, and each container counts for itself.
+"""Identify a process beyond its number: numbers are reused, also after a boot, and each container counts its own.
 
-A number that is written to a file is written with the rest of the identity, and counts only where all of it fits.
-Not here: whether a process lives, which locks tell (locks.py).
+A process number in a file counts only if the rest of the identity matches as well. Not here: whether a process still
+lives, which its lock shows (locks.py).
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ from rollouts.infra.supervisor.processes import read_boot_id, read_start
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessIdentity:
-    """A process among all that ever run."""
+    """A process, distinct from all others on any machine."""
 
     pid: int
     started: str
-    """Its start, as its system says it; empty if there is no such process."""
+    """Start time as the system reports it; empty if the process does not exist."""
     boot_id: str
-    """The boot of the machine."""
+    """Id of the machine's boot."""
     namespace: str
-    """The container, or other namespace, in which `pid` is counted; empty on systems without these."""
+    """The PID namespace (container) in which `pid` counts; empty on systems without namespaces."""
     host: str
-    """The name of the machine or container, for messages alone."""
+    """Host name of the machine or container, only for messages."""
 
     @property
     def is_here(self) -> bool:
-        """True if `pid` means this process, here and now."""
+        """Return whether `pid` still means this process on this machine."""
         return bool(self.started) and self == identify(self.pid, host=self.host)
 
 
 def identify(pid: int, *, host: str = "") -> ProcessIdentity:
-    """The identity of the process that has this number here now."""
+    """Return the identity of the process that has this number now."""
     return ProcessIdentity(
         pid=pid,
         started=read_start(pid),

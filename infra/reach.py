@@ -1,10 +1,8 @@
-"""Find out by which address a node is reached, and whether two reach each other's ports, before a run stands on it.
+"""Find a node's own address, and check before a run that two nodes reach each other's ports.
 
-Not here: what they say to each other later.
-
-    one node     listens at its address
-    the other    listens at its own address towards that, connects, tells its port
-    one node     connects back, which answers both
+one node     listens at its address
+the other    listens at its own address towards the first node, connects, sends its port
+one node     connects back and sends the result
 """
 
 from rollouts.infra.errors import CommandFailedError, CommandTimeoutError, PermanentInfraError
@@ -13,7 +11,7 @@ from rollouts.infra.node_agent import ISOLATED
 from rollouts.infra.session import Session, last_line
 
 PATIENCE_S = 10.0
-"""For one connection to come about."""
+"""Time limit of one connection."""
 CALL_TIMEOUT_S = 3 * PATIENCE_S
 
 _LISTEN = """
@@ -59,25 +57,25 @@ if answer != "both ways":
 
 
 def own_address(session: Session) -> str:
-    """The IP address of the network interface by which the node reaches others than its neighbours.
+    """Return the IP address of the network interface with the node's default route.
 
     Raises:
-        PermanentInfraError: it has none.
+        PermanentInfraError: the node has no default route.
     """
     try:
         completed = session.run(
             [session.python, ISOLATED, "-c", _OWN_ADDRESS], timeout_s=CALL_TIMEOUT_S, may_repeat=True
         )
     except CommandFailedError as error:
-        raise PermanentInfraError(f"the machine tells no address of its own ({_reason(error)})") from error
+        raise PermanentInfraError(f"the machine has no address of its own ({_reason(error)})") from error
     return last_line(completed).strip()
 
 
 def check_both_ways(session: Session, node: Node, further: Session, further_node: Node) -> None:
-    """Return if each of the nodes can connect to any port of the other, the second one by its address.
+    """Return if each of the two nodes can connect to any port of the other; the second is reached by its address.
 
     Raises:
-        PermanentInfraError: one of them cannot; one sentence.
+        PermanentInfraError: a connection failed.
     """
     listen = [further.python, ISOLATED, "-c", _LISTEN, further_node.address, str(PATIENCE_S)]
     try:
@@ -88,11 +86,11 @@ def check_both_ways(session: Session, node: Node, further: Session, further_node
     except (CommandFailedError, CommandTimeoutError, StopIteration) as error:
         raise PermanentInfraError(
             f"{node.name} and {further_node.name} do not reach each other by {further_node.address} "
-            f"({_reason(error)}): give the address of a network that they share, and open all ports between them"
+            f"({_reason(error)}): give the address of a shared network, and open all ports between them"
         ) from error
 
 
 def _reason(error: Exception) -> str:
-    """The last line of what the program said."""
+    """Return the last line that the program printed."""
     said = error.completed.stderr.decode(errors="replace").strip() if isinstance(error, CommandFailedError) else ""
     return said.rpartition("\n")[2] or str(error) or "it said nothing"

@@ -1,14 +1,14 @@
-"""Remember which models there are, which one is in production, and which were: the rows of the ledger about models.
+"""The model registry: which models exist, which is in production, and which were. It is a part of the ledger.
 
-Not here: the database (ledger_file.py), when a model is promoted (tasks/retraining.py), looking into a checkpoint.
+Not here: the database (ledger_file.py), the decision to promote (tasks/retraining.py), the checkpoints themselves.
 
-A line is a series of models that replace each other, `small`; its models are small-1, small-2 and so on. An alias names
-at most one model of a line:
+A line is a series of models that replace each other, for example `small` with the models small-1, small-2 and so on. An
+alias names at most one model of a line:
 
-    candidate    registered last, not decided yet
-    production   the one that counts; each promotion stands on the one before, and a rollback goes down by one
+    candidate    the last registered model, until it is promoted or rejected
+    production   the model in use; a promotion puts a model on top of the previous one, and a rollback removes the top
 
-    promote small-1, promote small-3, rollback: small-1 again        nothing is ever deleted from the history
+    promote small-1, promote small-3, rollback: small-1 again        the history is never deleted
 """
 
 import json
@@ -23,62 +23,62 @@ from rollouts.infra.errors import PermanentInfraError
 from rollouts.infra.ledger import Ledger
 
 NOTHING = 0
-"""In place of the id of a model where there is none; ids count from 1."""
-REGISTERED = "registered"
-"""Why a model becomes the candidate."""
+"""Stands for "no model" in place of a model's id; ids count from 1."""
+_REGISTERED = "registered"
+"""Reason of the change that makes a model the candidate."""
 
 
 class Alias(StrEnum):
-    """What a model of a line can be called besides its name."""
+    """Names that move between the models of a line."""
 
     CANDIDATE = "candidate"
     PRODUCTION = "production"
 
 
 class ProductionChangedError(PermanentInfraError):
-    """Another model is in production than somebody went by; nothing was changed."""
+    """Production differs from the model that the caller expected; nothing was changed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
-    """A checkpoint that was registered."""
+    """A registered checkpoint."""
 
     id: int
     """Unique in the store."""
     line: str
     version: int
-    """From 1, in order of registration."""
+    """Position in the order of registration, from 1."""
     checkpoint: str
     """Folder of the checkpoint, relative to the store."""
     digest: str
     run_id: str
-    """The run that made it."""
+    """The run that trained it."""
     stages: tuple[str, ...]
-    """Directories of the stages that it came from, by name: sft-<fingerprint> and so on."""
+    """Directories of the stages that led to it, sft-<fingerprint> and so on."""
     data: Mapping[str, str]
-    """Digests of the data that it was trained on, by path."""
+    """Digests of its training data, by path."""
     evaluation: Mapping[str, Any]  # Any: JSON
-    """How it was compared last; empty where it was not."""
+    """Figures of its last comparison; empty before the first."""
     registered_at: float
     """Seconds since 1970, like all times here."""
     registered_by: str
 
     @property
     def name(self) -> str:
-        """What people call it."""
+        """The model's name for users, for example small-3."""
         return f"{self.line}-{self.version}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AliasChange:
-    """An alias that began to name another model, or none."""
+    """A change of an alias to another model or to no model."""
 
     id: int
     line: str
     alias: Alias
     model_id: int | None
     below: int | None
-    """The change whose model comes back at a rollback."""
+    """Id of the change whose model a rollback restores."""
     changed_at: float
     changed_by: str
     reason: str
@@ -96,15 +96,15 @@ def register_model(
     by: str,
     now: float | None = None,
 ) -> Model:
-    """The model of the line with this content, made the candidate; one that is known only gets its new folder."""
+    """Register a model as the candidate and return it. A model with known content only gets its new folder."""
     at = time.time() if now is None else now
     with ledger.transaction() as database:
         known = _select(database, "WHERE line = ? AND digest = ?", line, digest)
         if known:
             database.execute("UPDATE models SET checkpoint = ? WHERE id = ?", (checkpoint, known[0].id))
             return replace(known[0], checkpoint=checkpoint)
-        # Counted in the history, because a number must not come back when its model was forgotten.
-        version = 1 + database.execute(_COUNT_REGISTERED, (line, Alias.CANDIDATE, REGISTERED)).fetchone()[0]
+        # Counted in the history, so that the number of a forgotten model is not used again.
+        version = 1 + database.execute(_COUNT_REGISTERED, (line, Alias.CANDIDATE, _REGISTERED)).fetchone()[0]
         values = (line, version, checkpoint, digest, run_id, json.dumps(list(stages)), json.dumps(dict(data)))
         database.execute(
             "INSERT INTO models (line, version, checkpoint, digest, run_id, stages, data, evaluation, registered_at, "
@@ -112,38 +112,35 @@ def register_model(
             (*values, at, by),
         )
         [model] = _select(database, "WHERE line = ? AND digest = ?", line, digest)
-        _change(database, line, Alias.CANDIDATE, model.id, below=None, at=at, by=by, reason=REGISTERED)
+        _change(database, line, Alias.CANDIDATE, model.id, below=None, at=at, by=by, reason=_REGISTERED)
     return model
 
 
 def note_evaluation(ledger: Ledger, model: Model, evaluation: Mapping[str, Any]) -> None:  # Any: JSON
-    """Keep the figures of the model's latest comparison."""
     with ledger.transaction() as database:
         database.execute("UPDATE models SET evaluation = ? WHERE id = ?", (json.dumps(dict(evaluation)), model.id))
 
 
 def move_model(ledger: Ledger, model: Model, checkpoint: str) -> None:
-    """Say that the checkpoint of a model lies in another folder, relative to the store."""
     with ledger.transaction() as database:
         database.execute("UPDATE models SET checkpoint = ? WHERE id = ?", (checkpoint, model.id))
 
 
 def models(ledger: Ledger, line: str = "") -> list[Model]:
-    """The models of a line, or of all, oldest first."""
     with ledger.transaction() as database:
         return _select(database, "WHERE line = ? ORDER BY id", line) if line else select_models(database)
 
 
 def select_models(database: sqlite3.Connection) -> list[Model]:
-    """All models, oldest first, as a transaction that is under way sees them."""
+    """Return all models, oldest first, within a running transaction."""
     return _select(database, "ORDER BY id")
 
 
 def find_model(ledger: Ledger, name_or_id: str) -> Model:
-    """The model of a name like small-3, or of an id.
+    """Return the model with a name like small-3 or with an id.
 
     Raises:
-        PermanentInfraError: there is none.
+        PermanentInfraError: the registry has no such model.
     """
     every = models(ledger)
     found = [each for each in every if each.name == name_or_id or str(each.id) == name_or_id]
@@ -154,7 +151,6 @@ def find_model(ledger: Ledger, name_or_id: str) -> Model:
 
 
 def current(ledger: Ledger, line: str, alias: Alias) -> Model | None:
-    """The model of the line that the alias names now."""
     with ledger.transaction() as database:
         change = _latest(database, line, alias)
         if change is None or change.model_id is None:
@@ -165,68 +161,69 @@ def current(ledger: Ledger, line: str, alias: Alias) -> Model | None:
 def promote(
     ledger: Ledger, model: Model, *, by: str, reason: str, instead_of: int | None = None, now: float | None = None
 ) -> None:
-    """Put a model into production; one that is there already stays, and nothing is written.
+    """Put a model into production. If it is already there, nothing is written.
 
     Args:
-        instead_of: id of the model that must be in production, NOTHING where none may be; None does not ask.
+        instead_of: id of the model that must be in production now; NOTHING if production must be empty; None skips the
+            check.
 
     Raises:
-        ProductionChangedError: something else is in production than `instead_of` says.
+        ProductionChangedError: production differs from `instead_of`.
         PermanentInfraError: the model was forgotten meanwhile.
     """
     at = time.time() if now is None else now
     with ledger.transaction() as database:
         if not _select(database, "WHERE id = ?", model.id):
-            raise PermanentInfraError(f"{model.name} was struck out of the registry meanwhile: promote another model")
+            raise PermanentInfraError(f"{model.name} was removed from the registry meanwhile: promote another model")
         before = _latest(database, model.line, Alias.PRODUCTION)
         present = NOTHING if before is None or before.model_id is None else before.model_id
         if present != model.id:
             if instead_of is not None and present != instead_of:
-                raise ProductionChangedError(f"{model.name} was compared with another model than is in production now")
+                raise ProductionChangedError(f"production changed after {model.name} was compared with it")
             below = None if before is None else before.id
             _change(database, model.line, Alias.PRODUCTION, model.id, below=below, at=at, by=by, reason=reason)
         _end_candidacy(database, model, at=at, by=by, reason="promoted")
 
 
 def reject(ledger: Ledger, model: Model, *, by: str, reason: str, now: float | None = None) -> None:
-    """Make the model no candidate any more."""
+    """End the model's candidacy without promoting it."""
     with ledger.transaction() as database:
         _end_candidacy(database, model, at=time.time() if now is None else now, by=by, reason=reason)
 
 
 def find_replaced(ledger: Ledger, line: str) -> Model:
-    """The model that a rollback brings back.
+    """Return the model that a rollback would restore.
 
     Raises:
-        PermanentInfraError: nothing was replaced.
+        PermanentInfraError: production has no earlier model.
     """
     with ledger.transaction() as database:
         return _replaced(database, line)[0]
 
 
 def rollback(ledger: Ledger, line: str, *, by: str, reason: str, to: Model | None = None) -> Model:
-    """Put the model back into production that the present one replaced, and return it.
+    """Restore the model that the present production model replaced, and return it.
 
     Args:
-        to: the model that it must be; None does not ask.
+        to: the expected result; None skips the check.
 
     Raises:
-        ProductionChangedError: it is another one than `to`.
-        PermanentInfraError: nothing was replaced.
+        ProductionChangedError: the result would differ from `to`.
+        PermanentInfraError: production has no earlier model.
     """
     with ledger.transaction() as database:
         model, below = _replaced(database, line)
         if to is not None and to.id != model.id:
-            raise ProductionChangedError(f"production of {line} changed meanwhile: look at it, and roll back again")
+            raise ProductionChangedError(f"production of {line} changed meanwhile: check it, then roll back again")
         _change(database, line, Alias.PRODUCTION, model.id, below=below, at=time.time(), by=by, reason=reason)
     return model
 
 
 def forget_model(ledger: Ledger, model: Model) -> None:
-    """Strike a model out, so that nothing keeps what it came from; the history keeps its number.
+    """Remove a model from the registry, so that its stages can be pruned. Its number stays used.
 
     Raises:
-        PermanentInfraError: it is the candidate, in production, or what a rollback could bring back.
+        PermanentInfraError: the model is the candidate, is in production, or a rollback could restore it.
     """
     with ledger.transaction() as database:
         candidate = _latest(database, model.line, Alias.CANDIDATE)
@@ -237,14 +234,13 @@ def forget_model(ledger: Ledger, model: Model) -> None:
             change = None if change.below is None else _change_of(database, change.below)
         if model.id in needed:
             raise PermanentInfraError(
-                f"{model.name} is needed: it is the candidate, in production, or below what is there; promote another "
-                "model, or leave it"
+                f"{model.name} is needed: it is the candidate, in production, or an earlier production model: promote "
+                "another model, or keep it"
             )
         database.execute("DELETE FROM models WHERE id = ?", (model.id,))
 
 
 def history(ledger: Ledger, line: str = "") -> list[AliasChange]:
-    """What the aliases of a line, or of all, named, oldest first."""
     where = ("WHERE line = ? ORDER BY id", (line,)) if line else ("ORDER BY id", ())
     with ledger.transaction() as database:
         rows = database.execute(f"SELECT {_CHANGE_COLUMNS} FROM alias_changes {where[0]}", where[1]).fetchall()
@@ -273,11 +269,13 @@ def _latest(database: sqlite3.Connection, line: str, alias: Alias) -> AliasChang
 
 
 def _replaced(database: sqlite3.Connection, line: str) -> tuple[Model, int | None]:
-    """The model below the present one, and the change that lies below that."""
+    """Return the model that a rollback restores, and the id of the change below it."""
     change = _latest(database, line, Alias.PRODUCTION)
     below = None if change is None or change.below is None else _change_of(database, change.below)
     if below is None or below.model_id is None:
-        raise PermanentInfraError(f"nothing of {line} was in production before: rollouts models promote takes a name")
+        raise PermanentInfraError(
+            f"{line} has no earlier production model: use `rollouts models promote` with a model's name"
+        )
     return _select(database, "WHERE id = ?", below.model_id)[0], below.below
 
 

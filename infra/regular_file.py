@@ -1,4 +1,4 @@
-"""Read files that settings name: regular files alone, because a FIFO or a device would be waited for without end.
+"""Read files that settings name. Only regular files are read, because reading a FIFO or a device may block forever.
 
 Not here: files with secrets (secret_file.py), copies of folders (sync/).
 """
@@ -12,21 +12,21 @@ from pathlib import Path
 
 
 def read_bytes(path: Path) -> bytes:
-    """The content of a regular file.
+    """Return the content of a regular file.
 
     Raises:
         OSError: the file cannot be read, or is not a regular file.
     """
-    if not stat.S_ISREG(path.stat().st_mode):  # to open a device may set it to work
+    if not stat.S_ISREG(path.stat().st_mode):  # checked before opening, because that may start a device
         raise _not_a_file(path)
     with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):  # it took the file's place meanwhile
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):  # the file was replaced in between
             raise _not_a_file(path)
         return file.read()
 
 
 def read_text(path: Path, *, errors: str = "strict") -> str:
-    """The content of a regular file in UTF-8; raises as `read_bytes` does, and UnicodeDecodeError."""
+    """Return the content of a regular UTF-8 file; raises as `read_bytes` does, and UnicodeDecodeError."""
     return read_bytes(path).decode("utf-8", errors)
 
 

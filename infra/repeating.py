@@ -1,4 +1,4 @@
-"""Do something again and again in a thread, beside whatever a block of code does."""
+"""Repeat an action in a thread while a block of code runs."""
 
 import logging
 import threading
@@ -12,13 +12,13 @@ logger = logging.getLogger(__name__)
 def repeating(
     act: Callable[[], None], *, interval_s: float, thread_name: str, once_more: bool = False
 ) -> Iterator[None]:
-    """Call `act` after every interval as long as the block runs; it is never called twice at a time.
+    """Call `act` after every interval while the block runs; calls never overlap.
 
-    Leaving the block waits for the call under way; an exception, an interrupt above all, does not.
+    Leaving the block waits for a running call. Leaving it by an exception or an interrupt does not wait.
 
     Args:
-        act: is called again after an exception, which is logged: who leans on it may have a machine that costs money.
-        once_more: call it after the block as well, and wait for that, unless an exception left the block.
+        act: is called again after an exception, which is logged. The action may guard a machine that costs money.
+        once_more: call `act` once more after the block and wait for it, unless an exception left the block.
     """
     is_over, is_last_due = threading.Event(), threading.Event()
 
@@ -26,7 +26,7 @@ def repeating(
         try:
             act()
         except Exception:
-            logger.exception("%s: this failed, and is tried again", thread_name)
+            logger.exception("%s: this failed and will be tried again", thread_name)
 
     def act_until_over() -> None:
         while not is_over.wait(interval_s):

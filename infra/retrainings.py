@@ -1,9 +1,9 @@
-"""Remember which data was trained on when, and what came of it: the rows of the ledger about retrainings.
+"""Retrainings in the ledger: the data of each retraining, and its outcome.
 
-Not here: the database (ledger_file.py), models (registry.py), what is to be done next (tasks/retraining.py).
+Not here: the database (ledger_file.py), models (registry.py), the next step of a retraining (tasks/retraining.py).
 
-    training ──a candidate was compared──> compared ────────────────────> promoted | rejected
-        \\──> failed                           \\──> waiting for a person ──┘
+    training ──a candidate was compared──> compared ───────────────────────────> promoted | rejected
+        \\──> failed                           \\──> waiting for an approval ──┘
 """
 
 import json
@@ -17,44 +17,44 @@ from rollouts.infra.ledger import Ledger
 
 
 class RetrainingState(StrEnum):
-    """How far a retraining has come."""
+    """Progress of a retraining."""
 
     TRAINING = "training"
     COMPARED = "compared"
-    """There is a candidate, and it was compared with what was in production."""
+    """A candidate was compared with the production model."""
     WAITING = "waiting"
-    """A person was asked whether the candidate may be promoted."""
+    """A user was asked whether to promote the candidate."""
     PROMOTED = "promoted"
     REJECTED = "rejected"
     FAILED = "failed"
 
     @property
     def is_over(self) -> bool:
-        """True when its run does nothing more for it by itself."""
+        """Whether its run takes no further action by itself."""
         return self in (RetrainingState.PROMOTED, RetrainingState.REJECTED, RetrainingState.FAILED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Retraining:
-    """One run that found data to train on."""
+    """A run that found new data to train on."""
 
     run_id: str
     line: str
-    """The line of models that it is about."""
+    """The line of its models."""
     state: RetrainingState = RetrainingState.TRAINING
     data: Mapping[str, str]
-    """Digests of what was watched, by path, from before the training."""
+    """Digests of the watched data by path, read before the training."""
     model_id: int | None = None
     """The candidate."""
     baseline_id: int | None = None
-    """The model of the registry that it was compared with; `registry.NOTHING` for the start model."""
+    """The model that the candidate was compared with; `registry.NOTHING` for the base model."""
     is_better: bool = False
-    """Whether the comparison came out for the candidate."""
+    """Whether the candidate won the comparison."""
     approved: bool | None = None
-    """What a person said about this comparison; None as long as nobody did."""
+    """A user's decision about this comparison; None before the decision."""
     approved_by: str = ""
     note: str = ""
-    """What happened to it last, in words."""
+    """A sentence about its last change."""
     began_at: float
     """Seconds since 1970, like all times here."""
     ended_at: float | None = None
@@ -66,14 +66,13 @@ _COLUMNS = ", ".join(Retraining.__slots__)
 def begin_retraining(
     ledger: Ledger, run_id: str, line: str, data: Mapping[str, str], *, now: float | None = None
 ) -> Retraining:
-    """A retraining of this run, from its start; an earlier try of the same run is forgotten."""
+    """Store a new retraining of this run and return it; it replaces an earlier attempt of the same run."""
     row = Retraining(run_id=run_id, line=line, data=dict(data), began_at=time.time() if now is None else now)
     _write(ledger, row)
     return row
 
 
 def change_retraining(ledger: Ledger, row: Retraining, **changes: Any) -> Retraining:  # Any: values of columns
-    """Write the changes and return the row as it is now."""
     changed = replace(row, **changes)
     _write(ledger, changed)
     return changed
@@ -82,18 +81,15 @@ def change_retraining(ledger: Ledger, row: Retraining, **changes: Any) -> Retrai
 def end_retraining(
     ledger: Ledger, row: Retraining, state: RetrainingState, note: str, *, now: float | None = None
 ) -> Retraining:
-    """Write how it ended, and return the row."""
     assert state.is_over, state
     return change_retraining(ledger, row, state=state, note=note, ended_at=time.time() if now is None else now)
 
 
 def find_retraining(ledger: Ledger, run_id: str) -> Retraining | None:
-    """That of a run."""
     return next(iter(_select(ledger, "WHERE run_id = ?", run_id)), None)
 
 
 def retrainings(ledger: Ledger, line: str) -> list[Retraining]:
-    """Those of a line, oldest first."""
     return _select(ledger, "WHERE line = ? ORDER BY began_at, run_id", line)
 
 

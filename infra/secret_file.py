@@ -1,9 +1,8 @@
-"""Secrets of a store: files and folders of their owner alone, checked whenever they are used.
+"""Secrets of a store: files and folders that only their owner can access, checked on every use.
 
-A store belongs to one user. As ssh refuses a key, a file is refused if other users can read it or if another user made
-it. The message names the command that helps. Root may use a store of another user: containers mount such stores.
-
-Not here: what a secret opens.
+A store belongs to one user. As ssh does with keys, a file is refused if other users can read it or if another user
+created it. The message names the command that helps. Root may use another user's store, because containers mount such
+stores.
 """
 
 import os
@@ -17,8 +16,8 @@ from typing import BinaryIO
 from rollouts.infra.errors import PermanentInfraError
 
 OF_OTHERS = stat.S_IRWXG | stat.S_IRWXO
-"""Bits of a mode that let other users than the owner in."""
-WRITTEN_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
+"""Mode bits that give access to users other than the owner."""
+_WRITTEN_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 OWN_FILE, OWN_FOLDER = 0o600, 0o700
 
 
@@ -28,7 +27,7 @@ def own_secret(path: Path, make: Callable[[], str]) -> str:
     Raises:
         PermanentInfraError: other users can read the file, or another user made the file or the link.
     """
-    if (known := read_secret(path)) is not None:
+    if (known := _read_secret(path)) is not None:
         return known
     partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, OWN_FILE)
@@ -37,18 +36,18 @@ def own_secret(path: Path, make: Callable[[], str]) -> str:
             file.write(make())
             file.flush()
             os.fsync(file.fileno())
-        os.link(partial, path)  # of two processes that make one at once, the first one counts
+        os.link(partial, path)  # if two processes create a secret at once, the first one wins
     except FileExistsError:
-        if read_secret(path) is None:  # it is empty: written when the disk was full
+        if _read_secret(path) is None:  # an empty file, from a full disk
             partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
-    made = read_secret(path)
+    made = _read_secret(path)
     assert made is not None, f"{path} was just written"
     return made
 
 
-def read_secret(path: Path) -> str | None:
+def _read_secret(path: Path) -> str | None:
     """Return the secret in the file, or None if the file is missing or empty. This user's own link is followed.
 
     Raises:
@@ -84,7 +83,7 @@ def own_folder(path: Path) -> None:
     try:
         status = os.fstat(descriptor)
         _check_owner(path, status)
-        if status.st_mode & WRITTEN_BY_OTHERS:
+        if status.st_mode & _WRITTEN_BY_OTHERS:
             raise PermanentInfraError(
                 f"other users can write into {path} (mode {stat.S_IMODE(status.st_mode):04o}), which holds secrets: "
                 f"check that every file there is yours, then chmod 700 {path}"

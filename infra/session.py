@@ -1,12 +1,11 @@
-"""Act on one node: run commands, read and write files.
+"""Sessions: run commands, read and write files on one node.
 
-`Session` is the only door to a node; everything in this package that touches one takes a session. `LocalSession` is
-the door to this machine. Not here: other machines (ssh_session.py), which node (node.py), long-running programs that
-must outlive us (jobs.py).
+All code of this package that acts on a node takes a `Session`. `LocalSession` is the session of this machine.
+Not here: other machines (ssh/ssh_session.py), settings of nodes (node.py), jobs that outlive this process (jobs.py).
 
     with open_session(node) as session:
         session.run(["nvidia-smi"], timeout_s=30)        one command, one record
-        with session.stream(["tail", "-f", log]) as lines: ...   killed when the block is left
+        with session.stream(["tail", "-f", log]) as lines: ...   killed at the end of the block
 """
 
 import contextlib
@@ -22,7 +21,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from io import FileIO
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any, NoReturn, Protocol, Self
 
 from rollouts.infra import node_agent
@@ -41,16 +39,16 @@ from rollouts.infra.node_agent import ISOLATED
 from rollouts.infra.supervisor.files import parse_object
 
 MAX_READ_BYTES = 64 << 20
-"""The largest file that `read_file` returns; what is larger is read by offset or copied."""
+"""Size limit of `read_file`. Read larger files by offset, or copy them."""
 MAX_LINE_BYTES = 64 << 20
-"""Of a stream of lines; a record of metrics has 4 MiB at most, and no more than six times as many as JSON in JSON."""
+"""Limit of a line of a stream. Metrics records have at most 4 MiB, and nesting JSON in JSON at most sextuples that."""
 MAX_GREETING_BYTES = 64 << 10
-"""Shells may print so much ahead of the first word of a program of ours."""
+"""Limit of the output that shells may print before the first word of our program."""
 MAX_OUTPUT_BYTES = 64 << 20
-"""So much a command on another machine may print that is run to its end; what prints more is streamed."""
+"""Output limit of `Session.run` on another machine. Use `stream` for more."""
 
 _REASON_LINES = 3
-"""So many of its last lines say why a program did not begin."""
+"""Number of last lines of a program that explain why it did not start."""
 LOOPBACK = "127.0.0.1"
 
 _READ_BYTES = 256 << 10
@@ -59,7 +57,7 @@ logger = logging.getLogger(__name__)
 
 
 class Session(Protocol):
-    """An open connection to one node, closed by leaving its `with` block."""
+    """An open connection to one node. Leaving its `with` block closes it."""
 
     @property
     def python(self) -> str:
@@ -77,13 +75,13 @@ class Session(Protocol):
         """Run one command to its end and return its record.
 
         Args:
-            may_repeat: running it twice, even at the same time, does no harm; so it is run once more where the
-                connection breaks before the answer.
+            may_repeat: the command is idempotent, even if it runs twice at the same time. If the connection breaks
+                before the answer, it is run once more.
 
         Raises:
-            CommandFailedError: it ended with another code than 0, and `check` is true.
-            CommandTimeoutError: it did not end in time; it was killed.
-            PermanentInfraError: it printed more than MAX_OUTPUT_BYTES, on another machine; it was killed.
+            CommandFailedError: the exit code is not 0, and `check` is true.
+            CommandTimeoutError: the command did not end in time and was killed.
+            PermanentInfraError: the command printed more than MAX_OUTPUT_BYTES on another machine and was killed.
             RequestCutError: the connection broke before the answer.
         """
 
@@ -97,109 +95,109 @@ class Session(Protocol):
         check: bool = True,
         may_repeat: bool = False,
     ) -> CompletedCommand:
-        """`run` for a Python program of ours (node_programs.py); faster than that where it is far.
+        """Run one of our Python programs (node_programs.py) as `run` does, but faster on a distant node.
 
-        It is cut off from the interpreter's environment (`ISOLATED`), and may be a fork of a process that loaded it.
+        The program ignores the interpreter's environment (`ISOLATED`) and may be a fork of a process that has already
+        loaded it.
         """
 
     def stream(self, argv: Sequence[str], *, stdin: bytes = b"") -> AbstractContextManager[Iterator[bytes]]:
-        """Start a command and yield its output line by line; leaving the block kills it.
+        """Start a command and yield its output line by line; leaving the block kills the command.
 
-        A line keeps its newline; only the last one of a broken stream lacks it. The command's standard input stays
-        open after `stdin` was sent, so the command can notice by its end that nobody listens any more.
+        Every line ends with its newline, except the last line of a broken stream. The command's standard input stays
+        open after `stdin` was sent; its end tells the command that the reader is gone.
 
         Raises:
-            CommandFailedError: from the iterator, when the command itself ended with another code than 0.
+            CommandFailedError: raised by the iterator if the command ended with a code other than 0.
         """
 
     def pipe(self, argv: Sequence[str], *, stdin: bytes = b"") -> AbstractContextManager[Iterator[bytes]]:
-        """`stream` for bytes that are no lines, and for many of them: yields pieces of any size."""
+        """Start a command as `stream` does, but yield its output in pieces of any size."""
 
     def pipe_program(
         self, source: Path, arguments: Sequence[str], *, stdin: bytes = b""
     ) -> AbstractContextManager[Iterator[bytes]]:
-        """`pipe` of what `run_program` runs."""
+        """Start one of our programs as `run_program` does, and yield its output as `pipe` does."""
 
     @property
     def can_pour(self) -> bool:
-        """Whether there are `pour_program` and `feed_program`, which are worth a login for hundreds of MiB."""
+        """Whether `pour_program` and `feed_program` work. Each costs a login, which pays off from hundreds of MiB."""
 
     def pour_program(
         self, source: Path, arguments: Sequence[str], *, stdin: bytes, into: FileIO, max_bytes: int
     ) -> AbstractContextManager[Iterator[dict[str, Any]]]:  # Any: JSON
-        """`pipe_program` whose output goes into a file by itself; yields the JSON objects that it says on stderr.
+        """Start a program as `pipe_program` does, but write its output directly into a file.
 
-        The first of them, which is not yielded, says that it runs. Only then is `stdin` sent, and does the output go to
-        the beginning of `into`: what shells print when they start is cut off. When the iterator has ended, everything
-        that came is in the file; whether it is all that was sent is for the caller to know.
+        Yields the JSON objects that the program prints on stderr. The first object is not yielded: it means that the
+        program runs. Only then is `stdin` sent, and output goes to the beginning of `into`, so that earlier output of
+        shells is cut off. When the iterator has ended, all received output is in the file. The caller has to check
+        whether that is everything.
 
         Args:
-            max_bytes: about as much comes at most, where the system can see to that.
+            max_bytes: approximate limit of the output, if the system can enforce it.
 
         Raises:
-            InfraError: it could not be started.
+            InfraError: the program could not be started.
         """
 
     def feed_program(
         self, source: Path, arguments: Sequence[str], *, stdin: FileIO
     ) -> AbstractContextManager[Iterator[bytes]]:
-        """`pipe_program` whose input is a file by itself, from its beginning; yields the lines that it says.
+        """Start a program as `pipe_program` does, with a whole file as its input; yield the lines that it prints.
 
         Raises:
-            NodeUnreachableError: from the iterator, when the connection broke.
-            InfraError: it could not be started.
+            NodeUnreachableError: raised by the iterator if the connection broke.
+            InfraError: the program could not be started.
         """
 
     def forward(self, port: int, host: str = LOOPBACK) -> AbstractContextManager[int]:
-        """A port on this machine's loopback that leads where the node finds host and port, while the block runs.
+        """Yield a local port that is forwarded to `host:port` as seen from the node, while the block runs.
 
         Raises:
-            PermanentInfraError: nothing can lead there.
+            PermanentInfraError: the node cannot forward ports.
         """
 
     def write_file(self, path: str, content: bytes) -> None:
-        """Write a file atomically; its missing parent directories are made."""
+        """Write a file atomically; missing parent directories are created."""
 
     def expect_chunks(self, num_chunks: int) -> None:
-        """Make ready, beside what is done meanwhile, what so many chunks need that are written soon; never fails."""
+        """Prepare connections in the background for this many chunks that will be written soon; never fails."""
 
     def write_chunks(
         self, directory: str, chunks: Sequence[Chunk], *, digest: str = SHA256
     ) -> dict[tuple[str, int], str]:
-        """Write chunks of files in their places; what else is in them stays, missing directories are made.
+        """Write chunks of files at their offsets; the rest of each file stays, and missing directories are created.
 
-        Chunks of one file come one after the other. Returns the digest of each chunk, by the name of its file and its
-        number, as it was written, durably.
+        Chunks of one file must be adjacent. Returns the digest of each written chunk, by the name of its file and its
+        number. The data is then on the disk (fsync).
 
         Args:
-            digest: the name of one that the node's Python has (`node_agent.DIGESTS`).
+            digest: the name of a digest that the node's Python supports (`node_agent.DIGESTS`).
 
         Raises:
-            NodeUnreachableError: the connection broke; some chunks may be there, whole or in part.
-            DiskFullError: there is no room for them.
-            TransientInfraError: somebody has moved or removed a file meanwhile.
+            NodeUnreachableError: the connection broke; some chunks may be written, completely or partly.
+            DiskFullError: the disk has no room for the chunks.
+            TransientInfraError: another copy moved or removed a file meanwhile.
         """
 
     def read_file(self, path: str) -> bytes:
         """Return the content of a file.
 
         Raises:
-            FileMissingError: there is no such file.
-            PermanentInfraError: it is larger than MAX_READ_BYTES.
+            FileMissingError: the file does not exist.
+            PermanentInfraError: the file is larger than MAX_READ_BYTES, or cannot be read.
         """
 
     def place_program(self, source: Path) -> str:
-        """Make a Python program of ours (node_programs.py) available on the node and return its path there."""
+        """Make one of our Python programs (node_programs.py) available on the node and return its path there."""
 
     def __enter__(self) -> Self: ...
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
+    def __exit__(self, *_: object) -> None: ...
 
 
 class LocalSession:
-    """The session of this machine; its commands run in sessions of their own, out of reach of our Ctrl-C."""
+    """The session of this machine. Each command gets its own process session, so that our Ctrl-C does not reach it."""
 
     def __init__(self, python: str) -> None:
         self._python = python
@@ -303,7 +301,7 @@ class LocalSession:
 
     @contextlib.contextmanager
     def forward(self, port: int, host: str = LOOPBACK) -> Iterator[int]:
-        assert host == LOOPBACK, f"{host}: this machine needs no way to others"
+        assert host == LOOPBACK, f"{host}: a local session forwards only to {LOOPBACK}"
         yield port
 
     def write_file(self, path: str, content: bytes) -> None:
@@ -348,15 +346,12 @@ class LocalSession:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Nothing is held between commands."""
+    def __exit__(self, *_: object) -> None:
+        """Nothing to close: the session keeps no state between commands."""
 
 
 @contextlib.contextmanager
 def _named_refusal(path: str, count_bytes: Callable[[], int]) -> Iterator[None]:
-    """Say in our words why a file cannot be written."""
     try:
         yield
     except OSError as error:
@@ -365,11 +360,11 @@ def _named_refusal(path: str, count_bytes: Callable[[], int]) -> Iterator[None]:
 
 
 def refusal_to_write(path: str, number: int | None, reason: str | None, *, num_bytes: int) -> InfraError:
-    """Why a file cannot be written.
+    """Return the error for a file that cannot be written.
 
     Args:
-        number: the system's error number; None where it is none of the system's.
-        num_bytes: how much was to be written, as far as it came.
+        number: the system's error number; None if the error has none.
+        num_bytes: number of bytes to write, as far as known.
     """
     if number in (errno.ENOSPC, errno.EDQUOT):
         return DiskFullError(path, num_bytes)
@@ -393,7 +388,7 @@ def _start_process(
 
 
 def _kill_group(process: subprocess.Popen[bytes]) -> None:
-    """Kill a command with its children, unless it was already waited for: then its number may be another's."""
+    """Kill a command and its children. After `wait`, do nothing: the process number may belong to another process."""
     if process.returncode is not None:
         return
     with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -404,28 +399,28 @@ def _kill_group(process: subprocess.Popen[bytes]) -> None:
 def poured_objects(
     process: subprocess.Popen[bytes], stdin: bytes, into: FileIO, *, max_bytes: int
 ) -> Iterator[dict[str, Any]]:
-    """The JSON objects of `Session.pour_program`, from the process whose standard output is the file.
+    """Yield the JSON objects of `Session.pour_program` from the process whose standard output is the file.
 
     Raises:
-        TransientInfraError: it has ended, or said a lot of something else, before it said anything.
+        TransientInfraError: the process ended, or printed too much other text, before its first object.
     """
     assert process.stdin is not None and process.stderr is not None
-    if hasattr(resource, "prlimit"):  # Linux has it: nobody here sees how much comes before it lies there
+    if hasattr(resource, "prlimit"):  # Linux: only the system can limit what the process writes into the file
         with contextlib.suppress(ProcessLookupError):
             most = max_bytes + MAX_GREETING_BYTES
             resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (most, most))
     other: list[bytes] = []
     num_bytes = 0
-    for line in read_lines(process.stderr):  # shells and interpreters may say something of their own
+    for line in read_lines(process.stderr):  # shells and interpreters may print other text first
         if parse_object(line) is not None:
             break
         other = [*other, line[:MAX_GREETING_BYTES]][-_REASON_LINES:]
         if (num_bytes := num_bytes + len(line)) > MAX_GREETING_BYTES:
-            raise TransientInfraError("a program that sends a file says something else without end")
+            raise TransientInfraError("a program that sends a file printed too much other text before it began")
     else:
-        reason = b"".join(other).decode(errors="replace").strip() or "without a word"
+        reason = b"".join(other).decode(errors="replace").strip() or "it printed nothing"
         raise TransientInfraError(f"a program that sends a file ended before it began: {reason}")
-    # The process writes where this file stands: to it, and to us, it is one opened file.
+    # The process shares the file's position with us. Rewinding here moves its position too.
     into.seek(0)
     into.truncate()
     with contextlib.suppress(BrokenPipeError):
@@ -435,19 +430,19 @@ def poured_objects(
 
 
 class Answer(dict[str, Any]):  # Any: JSON
-    """What a program of ours says on a machine; what it lacks is said, for the program may be somebody else's."""
+    """A JSON answer of our program on a node. A missing key raises an error: another program may have answered."""
 
     def __missing__(self, name: str) -> NoReturn:
         raise PermanentInfraError(
-            f"the machine answered {str(dict(self))[:80]} without {name!r}, as no program of ours"
+            f"the machine answered {str(dict(self))[:80]} without {name!r}: this is not an answer of our program"
         )
 
 
 def read_answer(completed: CompletedCommand) -> Answer:
-    """The JSON object that a program of ours printed, as its last line: an interpreter may say something before.
+    """Return the JSON object in the last line of a program's output. Interpreters may print other lines before it.
 
     Raises:
-        CommandFailedError: it printed none.
+        CommandFailedError: the last line is not a JSON object.
     """
     lines = completed.stdout.splitlines()
     answer = parse_object(lines[-1]) if lines else None
@@ -457,20 +452,20 @@ def read_answer(completed: CompletedCommand) -> Answer:
 
 
 def last_line(completed: CompletedCommand) -> str:
-    """What a short program of ours printed, as its last line: an interpreter may say something before."""
+    """Return the last line of a program's output. Interpreters may print other lines before it."""
     return (completed.stdout.splitlines() or [b""])[-1].decode()
 
 
 def read_lines(stream: IO[bytes]) -> Iterator[bytes]:
-    """The lines of a stream; one that is longer than any of ours comes in pieces."""
+    """Yield the lines of a stream. A line longer than MAX_LINE_BYTES comes in pieces."""
     return iter(functools.partial(stream.readline, MAX_LINE_BYTES), b"")
 
 
 def split_lines(chunks: Iterable[bytes]) -> Iterator[bytes]:
-    """The lines of a stream, each with its newline; what is left when it ends comes last, without one.
+    """Yield the lines of a stream with their newlines. The rest after the last newline comes last, without newline.
 
     Raises:
-        PermanentInfraError: one is longer than any of ours.
+        PermanentInfraError: a line is longer than MAX_LINE_BYTES.
     """
     pending = b""
     for chunk in chunks:
@@ -478,6 +473,6 @@ def split_lines(chunks: Iterable[bytes]) -> Iterator[bytes]:
         for line in lines:
             yield line + b"\n"
         if len(pending) > MAX_LINE_BYTES:
-            raise PermanentInfraError(f"a line on the machine has more than {MAX_LINE_BYTES} bytes: none of ours has")
+            raise PermanentInfraError(f"a line on the machine has more than {MAX_LINE_BYTES} bytes, the limit")
     if pending:
         yield pending

@@ -33,7 +33,7 @@ from rollouts.infra.ledger import Lease, Ledger
 from rollouts.infra.node import Node
 from rollouts.infra.providers import open_session
 from rollouts.infra.session import Session
-from rollouts.infra.stores.checkpoint_uploads import checkpoints_published
+from rollouts.infra.stores.publication import checkpoints_published
 from rollouts.infra.sync.mirror import mirrored, pull_run
 from rollouts.tasks.artifacts import find_damage, is_finished, set_damage_aside
 from rollouts.tasks.closest_stage import describe_difference

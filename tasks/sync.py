@@ -17,9 +17,8 @@ from rollouts.infra.errors import InfraError
 from rollouts.infra.node import Node
 from rollouts.infra.providers import open_session
 from rollouts.infra.session import LocalSession
-from rollouts.infra.stores.direct import send_checkpoint_from_node
+from rollouts.infra.stores.direct import can_presign, send_checkpoint_from_node
 from rollouts.infra.stores.object_store import ObjectStore
-from rollouts.infra.stores.presigned import can_presign
 from rollouts.infra.stores.publication import check_writable_store, publish_run
 from rollouts.infra.sync.push import publish_directory
 from rollouts.tasks.candidate import keep_registered

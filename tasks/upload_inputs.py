@@ -27,9 +27,8 @@ from rollouts.infra.errors import InfraError, StoreUnavailableError, TransientIn
 from rollouts.infra.jobs import JobState, cancel_job, job_status
 from rollouts.infra.node import Node
 from rollouts.infra.session import Session
-from rollouts.infra.stores.direct import fetch_on_node
+from rollouts.infra.stores.direct import can_presign, fetch_on_node
 from rollouts.infra.stores.object_store import ObjectStore
-from rollouts.infra.stores.presigned import can_presign
 from rollouts.infra.stores.shared_folder import real_path
 from rollouts.infra.sync.mirror import LOCK, is_behind
 from rollouts.infra.sync.push import has_files, is_executable, publish_files

@@ -26,7 +26,7 @@ CONFINED = {
     "torch": ("rollouts_core/",),
     "transformers": ("rollouts_core/",),
     "jax": ("rollouts_core/backends/jax_model.py", "rollouts_core/backends/jax.py"),
-    "paramiko": ("infra/ssh/connection.py", "infra/ssh/key_agent.py", "infra/ssh/login_keys.py"),
+    "paramiko": ("infra/ssh/connection.py", "infra/ssh/login_keys.py"),
     "fsspec": ("infra/stores/object_store.py",),
 }
 

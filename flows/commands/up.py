@@ -64,7 +64,7 @@ from rollouts.flows.tools import TOOLS
 from rollouts.infra.locks import is_locked, lock_file, open_lock, try_lock
 from rollouts.infra.process_identity import ProcessIdentity
 from rollouts.infra.secret_file import open_own_log, own_folder
-from rollouts.infra.supervisor.variables import with_absolute_paths
+from rollouts.infra.supervisor.program import with_absolute_paths
 from rollouts_core.errors import InputError
 
 READY_TIMEOUT_S = 180.0

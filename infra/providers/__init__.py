@@ -1,23 +1,49 @@
-"""From a node's settings to a node, to a session on it, and back to nothing: one entry per kind of node.
+"""From a node's settings to a node, to a session on it, and to its release: one entry per kind of node.
 
-Not here: the clouds that rent machines out (clouds.py); the kind `rented` stands for all of them.
+    settings --provision_node--> Node --open_session--> Session ... Node --release_node--> gone
 
-settings --provision_node--> Node --open_session--> Session ... Node --release_node--> gone
+Not here: the providers of rented machines (infra/clouds.py), which are one kind together.
 """
 
 import logging
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rollouts.infra.errors import PermanentInfraError
-from rollouts.infra.node import NO_NODE, Node, NodeSettings
+from rollouts.infra.node import NO_NODE, LocalNode, Node, NodeSettings
 from rollouts.infra.providers.instance import open_instance_session, provision_instance, release_instance
-from rollouts.infra.providers.local import open_local_session, provision_local, release_local
 from rollouts.infra.providers.rented import open_rented_session, provision_rented, release_rented
 from rollouts.infra.providers.ssh import open_ssh_session, provision_ssh, release_ssh
-from rollouts.infra.session import Session
+from rollouts.infra.session import LocalSession, Session
+
+
+def _provision_local(settings: LocalNode, store: Path) -> Node:
+    """Return the node of this machine, and create the directory for the runs.
+
+    Raises:
+        PermanentInfraError: the directory cannot be created.
+    """
+    root = (Path(settings.root) if settings.root else store).expanduser().absolute()
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise PermanentInfraError(
+            f"the directory {root} for the runs cannot be created ({error.strerror}): choose another root"
+        ) from error
+    return Node(name="local", kind="local", root=str(root), python=settings.python or sys.executable)
+
+
+def _release_local(node: Node) -> None:
+    """Leave this machine as it is."""
+    logger.info("kept %s: %s is this machine", node.root, node.name)
+
+
+def _open_local_session(node: Node) -> Session:
+    return LocalSession(node.python)
+
 
 Say = Callable[[str], None]
 
@@ -26,18 +52,18 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeKind:
-    """The functions of a kind of node."""
+    """Functions of one kind of node."""
 
-    provision: Callable[[Any, Path, str, Say], Node]  # Any: each has settings of a type of its own
+    provision: Callable[[Any, Path, str, Say], Node]  # Any: each kind has its own type of settings
     release: Callable[[Node], None]
     open_session: Callable[[Node], Session]
 
 
 NODE_KINDS: Mapping[str, NodeKind] = {
     "local": NodeKind(
-        provision=lambda settings, store, run_id, say: provision_local(settings, store),
-        release=release_local,
-        open_session=open_local_session,
+        provision=lambda settings, store, run_id, say: _provision_local(settings, store),
+        release=_release_local,
+        open_session=_open_local_session,
     ),
     "ssh": NodeKind(
         provision=lambda settings, store, run_id, say: provision_ssh(settings, store),
@@ -54,30 +80,29 @@ NODE_KINDS: Mapping[str, NodeKind] = {
 
 
 def provision_node(settings: NodeSettings, store: Path, *, run_id: str = "", say: Say = logger.info) -> Node:
-    """A node that answers to the settings.
+    """Return a node for the settings.
 
     Args:
-        store: where run directories lie when the settings do not say.
-        run_id: who wants it; what is rented is rented for this run.
-        say: told what happens meanwhile.
+        store: directory for run directories, unless the settings name another one.
+        run_id: the run that uses the node. Machines are rented for this run.
+        say: receives progress messages.
     """
     return NODE_KINDS[settings.kind].provision(settings, store, run_id, say)
 
 
 def release_node(node: Node) -> None:
-    """Give the node back; harmless when it is gone already."""
     NODE_KINDS[node.kind].release(node)
 
 
 def open_session(node: Node) -> Session:
-    """A session on the node, to be used in a `with` block.
+    """Return a session on the node, to be used in a `with` block.
 
     Raises:
-        PermanentInfraError: there is no machine, because nothing was left to do on one.
+        PermanentInfraError: the node is a placeholder, because no stage needed a machine.
     """
     if node.kind == NO_NODE:
         raise PermanentInfraError(
-            "no machine was rented, because every stage was finished when the run began, and one of them is not any "
-            "more: start the run again"
+            "no machine was rented, because every stage was finished when the run began, but one of them no longer is: "
+            "start the run again"
         )
     return NODE_KINDS[node.kind].open_session(node)

@@ -1,7 +1,7 @@
-"""How accounts at the providers of rented machines are opened.
+"""Open accounts at the providers of rented machines.
 
-Not here: which providers there are (infra/clouds.py), what each can do (infra/cloud.py). The keys are in environment
-variables and nowhere else. If they come from a named set of credentials, a variable has its name.
+Keys come only from environment variables. If they belong to a named set of credentials, another variable has its name.
+Not here: the registry of providers (infra/clouds.py), their Protocol (infra/cloud.py).
 """
 
 import os
@@ -18,45 +18,45 @@ from rollouts.infra.providers.http import Endpoint
 from rollouts.infra.renting.rentals import Rental
 
 CREDENTIALS_VARIABLE = "ROLLOUTS_CREDENTIALS"
-"""Names the credentials from which the keys in the environment came."""
+"""Environment variable with the name of the credentials that the keys in the environment belong to."""
 _SENDABLE = re.compile(r"[!-~]+")
-"""What a header can carry of a key."""
+"""Characters of a key that an HTTP header can carry."""
 
 
 def open_account(name: CloudName) -> Cloud:
-    """The account whose key is in the environment.
+    """Open the account whose key is in the environment.
 
     Raises:
-        MissingKeyError: there is none, or something that cannot be one.
-        PermanentInfraError: the environment names another address of the API, and that is none.
+        MissingKeyError: the key is missing or cannot be valid.
+        PermanentInfraError: the environment has an invalid address of the API.
     """
     cloud = find_cloud(name)
     endpoint = cloud.endpoint
     key = _key_of(name)
     if not key:
         raise MissingKeyError(
-            f"there is no {endpoint.key_is} for {endpoint.title}: put it into the variable {endpoint.key_variable}, "
+            f"the {endpoint.key_is} for {endpoint.title} is missing: put it into the variable {endpoint.key_variable}, "
             f"{_or_save(endpoint.key_variable)}"
         )
     if endpoint.url and not _SENDABLE.fullmatch(key):
         raise MissingKeyError(
-            f"what {endpoint.key_variable} holds is no {endpoint.key_is} for {endpoint.title}: keys have neither "
-            "spaces nor accents, nor the … of those that are shown shortened: copy it again"
+            f"the value of {endpoint.key_variable} is not a {endpoint.key_is} for {endpoint.title}: keys have neither "
+            "spaces nor accents, nor the … of shortened keys: copy it again"
         )
     return cloud(key, _other_address_of(endpoint) if endpoint.url else "")
 
 
 @contextmanager
 def account_of(rental: Rental) -> Iterator[Cloud]:
-    """The account that a machine is in.
+    """Open the account that a machine belongs to.
 
     Raises:
-        MissingKeyError: this process has not the key of that account.
+        MissingKeyError: this process has other credentials.
     """
     if rental.credentials != credentials_in_use():
         whose = f"the credentials {rental.credentials}" if rental.credentials else "keys of the environment"
         raise MissingKeyError(
-            f"{rental.name} was rented with {whose}, and this process has others: name the same, as "
+            f"{rental.name} was rented with {whose}, but this process has others: name the same credentials, as "
             "run.credentials or with --credentials"
         )
     with open_account(rental.provider) as cloud:
@@ -64,27 +64,26 @@ def account_of(rental: Rental) -> Iterator[Cloud]:
 
 
 def credentials_in_use() -> str:
-    """The name of the credentials from which this process has its keys; empty where it was simply started with them."""
+    """Return the name of the credentials of this process; empty if its keys come from the plain environment."""
     return os.environ.get(CREDENTIALS_VARIABLE, "")
 
 
 def clouds_with_keys(names: Sequence[CloudName]) -> tuple[list[CloudName], list[CloudName]]:
-    """Those of the providers whose keys are in the environment, and the others."""
     known = [name for name in names if _key_of(name)]
     return known, [name for name in names if name not in known]
 
 
 def require_keys(names: Sequence[CloudName]) -> list[CloudName]:
-    """Those of the providers whose keys are in the environment.
+    """Return the providers whose keys are in the environment.
 
     Raises:
-        MissingKeyError: there is none; names the variables.
+        MissingKeyError: no key is there; the message names the variables.
     """
     known, others = clouds_with_keys(names)
     if not known:
         variables = " or ".join(find_cloud(name).endpoint.key_variable for name in others)
         raise MissingKeyError(
-            f"there is no key of a provider: put one into the variable {variables}, "
+            f"no provider has a key here: put one into the variable {variables}, "
             f"{_or_save(find_cloud(others[0]).endpoint.key_variable)}"
         )
     return known
@@ -92,10 +91,10 @@ def require_keys(names: Sequence[CloudName]) -> list[CloudName]:
 
 @contextmanager
 def open_clouds(names: Sequence[CloudName]) -> Iterator[dict[CloudName, Cloud]]:
-    """The accounts, by their providers' names.
+    """Open the accounts and yield them by their providers' names.
 
     Raises:
-        MissingKeyError: the key of one is in no variable.
+        MissingKeyError: a key is missing.
     """
     with ExitStack() as stack:
         yield {name: stack.enter_context(open_account(name)) for name in names}
@@ -103,19 +102,19 @@ def open_clouds(names: Sequence[CloudName]) -> Iterator[dict[CloudName, Cloud]]:
 
 @contextmanager
 def open_usable_clouds(names: Iterable[CloudName]) -> Iterator[tuple[dict[CloudName, Cloud], list[str]]]:
-    """The accounts that can be opened, by their providers' names, and why the others cannot, a sentence each."""
+    """Yield the accounts that can be opened, by provider, and a sentence for each failure."""
     clouds, problems = dict[CloudName, Cloud](), list[str]()
     with ExitStack() as stack:
         for name in names:
             try:
                 clouds[name] = stack.enter_context(open_account(name))
-            except PermanentInfraError as error:  # a key that is missing, or none, hinders nobody at the others
+            except PermanentInfraError as error:  # a missing or invalid key does not affect other providers
                 problems.append(str(error))
         yield clouds, problems
 
 
 def _other_address_of(endpoint: Endpoint) -> str:
-    """Where the environment says that the API is; empty where it says nothing."""
+    """Return the address of the API in the environment; empty if it is not set."""
     url = os.environ.get(endpoint.url_variable, "").strip()
     try:
         parts = httpx.URL(url)
@@ -124,16 +123,16 @@ def _other_address_of(endpoint: Endpoint) -> str:
         is_address = False
     if url and not is_address:
         raise PermanentInfraError(
-            f"{endpoint.url_variable} holds no address of {endpoint.title}'s API, like {endpoint.url}: correct it, or "
-            "remove it, and that one is asked"
+            f"{endpoint.url_variable} is not an address of {endpoint.title}'s API, like {endpoint.url}: correct it, or "
+            "remove it to use that address"
         )
     return url
 
 
 def _or_save(variable: str) -> str:
-    """How a key gets into the block of Prefect's from which a process has its keys, or could have them."""
+    """Return how a key can be saved in the credentials (a block of Prefect) of this process, or in new ones."""
     if name := credentials_in_use():
-        return f"and `rollouts credentials {name} {variable}` saves it in the credentials {name}, which lack it"
+        return f"or save it in the credentials {name}, which lack it, by `rollouts credentials {name} {variable}`"
     return (
         f"or save it in a block of Prefect's by `rollouts credentials NAME {variable}` and name that as "
         "run.credentials, for `rollouts gpus` as --credentials"
@@ -141,7 +140,7 @@ def _or_save(variable: str) -> str:
 
 
 def _key_of(name: CloudName) -> str:
-    """The provider's key; empty if it is not set, or if no package here has the provider."""
+    """Return the provider's key; empty if it is not set, or if no installed package has the provider."""
     try:
         return os.environ.get(find_cloud(name).endpoint.key_variable, "").strip()
     except PermanentInfraError:

@@ -1,14 +1,13 @@
-"""Accounts at providers with an API over HTTP: ask it, and sort its answers by what the caller can do about them.
+"""Accounts at providers with an HTTP API: send requests, and turn answers into values and errors for the caller.
 
-Not here: what is asked (runpod.py and its like).
-
-    reading, ending    asked again while the provider is busy or away, up to `patience_s`, then ProviderUnavailableError
-    creating           sent once: 429 created nothing and is asked again; no answer, 408 or 5xx is an UnclearAnswerError
+    reading, ending    retried while the provider is busy or away, up to `patience_s`, then ProviderUnavailableError
+    creating           sent once: 429 created nothing and is retried; no answer, 408 or 5xx is an UnclearAnswerError
     both               401, 402, 403 are a ProviderRefusedError at once, unless a provider means something else by them
 
-Providers count the requests of an account, whoever sends them: so all connections of a process to one take turns.
+Providers limit the requests of an account, so all connections of a process to one account take turns.
 
-Keys are sent in a header and written nowhere; what a provider says is shown without them, shortened.
+Keys are sent in a header and never written. Texts of a provider are shown shortened and without keys.
+The end of the file checks addresses and ids in answers. Not here: the requests of each provider (runpod.py and others).
 """
 
 import base64
@@ -22,6 +21,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, Self, TypeVar
+from urllib.parse import quote
 
 import httpx
 from pydantic import BaseModel, Field, ValidationError
@@ -29,56 +29,57 @@ from pydantic import BaseModel, Field, ValidationError
 from rollouts.infra.clouds import CloudName
 from rollouts.infra.errors import OfferGoneError, ProviderRefusedError, ProviderUnavailableError, UnclearAnswerError
 from rollouts.infra.foreign_text import shown_line
+from rollouts.infra.node import SSH_PORT
 
 TIMEOUT_S = 30.0
 CREATE_TIMEOUT_S = 90.0
 MAX_ANSWER_BYTES = 10_000_000
 MAX_ANSWER_S = 120.0
-"""An answer that has begun is here by then, also over a slow line; timeouts alone let one drip for ever."""
+"""Time limit of a whole answer, also over a slow line. Timeouts alone allow an answer that never ends."""
 MAX_SHOWN_CHARACTERS = 300
 FIRST_PAUSE_S = 1.0
 MAX_PAUSE_S = 30.0
 _REFUSED = {401: "the key is not valid", 402: "there is no money on the account", 403: "the key may not do that"}
 _LATE = 408
-"""Said by what stands in front of an API, too, which may have the request by then."""
+"""A proxy in front of an API sends this status, too. It may have forwarded the request."""
 _REPEATED = 16
 
 RecordT = TypeVar("RecordT", bound=BaseModel)
 Json = dict[str, Any]  # Any: JSON
 InstanceId = Annotated[str, Field(pattern=r"^[!-~]{1,200}$")]
-"""A provider's name for a machine; nothing that a terminal would obey."""
+"""A provider's id of a machine, limited to printable characters."""
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Endpoint:
-    """Where an API is, and how it wants to be asked."""
+    """The address of an API, and its rules for requests."""
 
     title: str
     """The provider's name for messages."""
     url: str
     key_variable: str
-    """The environment variable with the key of the account."""
+    """Environment variable with the account's key."""
     key_is: str = "key"
-    """What the variable holds, for messages."""
+    """Noun for the variable's value in messages."""
     key_header: str = "Authorization"
     key_prefix: str = "Bearer "
     min_interval_s: float = 0.0
-    """Requests are at least this far apart."""
+    """Minimum time between requests."""
     create_interval_s: float = 0.0
-    """Requests for machines are."""
+    """Minimum time between requests that create machines."""
     patience_s: float = 60.0
-    """Reading and ending are tried for this long."""
+    """Time limit for retries of reading and ending."""
     account_refusal: str = ""
-    """Regular expression of what is said about the account with other codes than 401, 402 and 403."""
+    """Regular expression for answers about the account with other codes than 401, 402 and 403."""
     offer_refusal: str = ""
-    """Regular expression of what is said about one offer with 403, when a machine is asked for; empty where that is
-    always about the account."""
+    """Regular expression for answers about one offer with code 403, when a machine is requested. Empty: a 403 is always
+    about the account."""
 
     @property
     def url_variable(self) -> str:
-        """The environment variable with another address of the API, for example of a proxy of the company."""
+        """Environment variable with another address of the API, for example of a company's proxy."""
         return self.key_variable.replace("_API_KEY", "_API_URL")
 
 
@@ -90,14 +91,14 @@ class _Answer:
 
 
 class _Turns:
-    """When something may be asked for next, for all connections of this process."""
+    """Times of the next allowed requests, for all connections of this process."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._next_at: dict[tuple[str, ...], float] = {}
 
     def wait(self, kind: tuple[str, ...], interval_s: float) -> None:
-        """Sleep until it is this caller's turn; the next one's is `interval_s` later."""
+        """Sleep until it is this caller's turn. The next caller's turn is `interval_s` later."""
         if interval_s <= 0:
             return
         with self._lock:
@@ -112,7 +113,7 @@ _TURNS = _Turns()
 
 
 class ProviderAPI:
-    """An open connection to an API; may be used by several threads."""
+    """An open connection to an API. It may be used by several threads."""
 
     def __init__(self, endpoint: Endpoint, key: str, transport: httpx.BaseTransport | None = None) -> None:
         self._endpoint = endpoint
@@ -128,12 +129,12 @@ class ProviderAPI:
         self._concealed: set[str] = set()
 
     def conceal(self, secret: str) -> None:
-        """From now on show nothing of what the provider says if it repeats a part of the secret, of 16 characters."""
+        """Hide later answers of the provider that repeat any 16 characters of the secret."""
         starts = [(line, start) for line in secret.splitlines() for start in range(len(line) - _REPEATED + 1)]
         self._concealed |= {line[start : start + _REPEATED] for line, start in starts}
 
     def read(self, path: str, shape: type[RecordT], params: Mapping[str, str] | None = None) -> RecordT:
-        """What is there, in the given shape.
+        """Read a record.
 
         Raises:
             ProviderUnavailableError, ProviderRefusedError.
@@ -144,7 +145,7 @@ class ProviderAPI:
         return found
 
     def find(self, path: str, shape: type[RecordT], params: Mapping[str, str] | None = None) -> RecordT | None:
-        """Like `read`; None where the API answers 404.
+        """Read a record; None if the API answers 404.
 
         Raises:
             ProviderUnavailableError, ProviderRefusedError.
@@ -153,13 +154,13 @@ class ProviderAPI:
         return None if answer.status == 404 else self._parse(answer, shape, f"GET {path}")
 
     def named(self, records: Sequence[Json], prefix: str, shape: type[RecordT], *, key: str = "name") -> list[RecordT]:
-        """Those records of a list that are called so, in the given shape; how others look does not matter.
+        """Return the records of a list whose names begin with the prefix. Records of other names may have any shape.
 
         Args:
-            key: where a record has its name.
+            key: the key of a record's name.
 
         Raises:
-            ProviderUnavailableError: one of ours cannot be read.
+            ProviderUnavailableError: a record with the prefix has another shape.
         """
         ours = [record for record in records if str(record.get(key) or "").startswith(prefix)]
         try:
@@ -168,10 +169,10 @@ class ProviderAPI:
             raise ProviderUnavailableError(self._say("a list", f"an unreadable answer ({_first(error)})")) from error
 
     def readable(self, records: Sequence[Json], shape: type[RecordT]) -> list[RecordT]:
-        """Those records of a list of offers that have the given shape: one of a new kind does not hide the others.
+        """Return the offers of a list in the given shape. Offers of an unknown shape are skipped with a warning.
 
         Raises:
-            ProviderUnavailableError: none of several has it.
+            ProviderUnavailableError: every offer has another shape.
         """
         found, problems = list[RecordT](), list[str]()
         for record in records:
@@ -187,7 +188,7 @@ class ProviderAPI:
         return found
 
     def change(self, method: str, path: str, body: Json | None = None) -> bytes | None:
-        """Ask for something that may be asked for twice; returns the answer, or None where the API answers 404.
+        """Send an idempotent request; returns the answer, or None if the API answers 404.
 
         Raises:
             ProviderUnavailableError, ProviderRefusedError.
@@ -196,7 +197,7 @@ class ProviderAPI:
         return None if answer.status == 404 else answer.content
 
     def ask(self, path: str, body: Json, shape: type[RecordT]) -> RecordT:
-        """The answer to a question that is sent by POST and changes nothing.
+        """Send a query by POST that changes nothing, and return the answer.
 
         Raises:
             ProviderUnavailableError, ProviderRefusedError.
@@ -204,7 +205,7 @@ class ProviderAPI:
         return self._parse(self._ask_patiently("POST", path, body=body), shape, f"POST {path}")
 
     def follow(self, path: str, params: Mapping[str, str], *, within_s: float) -> Iterator[str]:
-        """The lines of an answer that may have no end, for about so long; none where it is not to be had."""
+        """Yield the lines of an answer that may have no end, for about `within_s`; nothing after an error."""
         _TURNS.wait((*self._account, "any"), self._endpoint.min_interval_s)
         deadline = time.monotonic() + within_s
         num_bytes, rest = 0, b""
@@ -225,16 +226,16 @@ class ProviderAPI:
     def create(
         self, path: str, body: Json, shape: type[RecordT], *, method: str = "POST", is_machine: bool = False
     ) -> RecordT:
-        """Ask once for something to be created.
+        """Send one request to create something.
 
         Args:
-            is_machine: it costs money; providers want requests for these to be further apart than others.
+            is_machine: it costs money, and providers limit the rate of such requests.
 
         Raises:
-            OfferGoneError: the API refused this one.
-            ProviderRefusedError: it refuses everything.
-            ProviderUnavailableError: it had no time, and created nothing; or may have, and that does no harm.
-            UnclearAnswerError: it may have created a machine.
+            OfferGoneError: the API refused this request.
+            ProviderRefusedError: the API refuses all requests of the account.
+            ProviderUnavailableError: nothing was created; or something harmless may have been created.
+            UnclearAnswerError: a machine may have been created.
         """
         what = f"{method} {path}"
         unclear = UnclearAnswerError if is_machine else ProviderUnavailableError
@@ -279,7 +280,7 @@ class ProviderAPI:
     def _ask_patiently(
         self, method: str, path: str, *, params: Mapping[str, str] | None = None, body: Json | None = None
     ) -> _Answer:
-        """The first answer that is an answer: 2xx or 404."""
+        """Return the first answer with status 2xx or 404."""
         what = f"{method} {path}"
         deadline = time.monotonic() + self._endpoint.patience_s
         attempt = 0
@@ -321,18 +322,18 @@ class ProviderAPI:
             return _Answer(response.status_code, content, response.headers.get("retry-after", ""))
 
     def _pause_after(self, answer: _Answer, attempt: int, deadline: float, what: str) -> None:
-        """Like `_pause`, as long as an answer says."""
+        """Pause as `_pause` does, and at least as long as the answer requests."""
         problem = self._say(what, f"{answer.status}: {self._shown(answer.content)}")
         self._pause(attempt, deadline, problem, wanted_s=_seconds(answer.retry_after))
 
     def _pause(self, attempt: int, deadline: float, problem: str, *, wanted_s: float = 0.0) -> None:
-        """Wait before asking again: longer each time, and as long as is wanted.
+        """Wait before the next attempt. Pauses grow, and are at least `wanted_s`.
 
         Raises:
-            ProviderUnavailableError: that would be later than the deadline.
+            ProviderUnavailableError: the pause would end after the deadline.
         """
         own_s = min(MAX_PAUSE_S, FIRST_PAUSE_S * 2.0 ** (attempt - 1)) * random.uniform(0.5, 1)
-        pause_s = max(own_s, wanted_s)  # 0 may be wanted, or a date that is over by our clock
+        pause_s = max(own_s, wanted_s)  # a provider may request 0 s, or a time that has passed by our clock
         if time.monotonic() + pause_s > deadline:
             raise ProviderUnavailableError(problem)
         logger.info("%s; asking again in %.1f s", problem, pause_s)
@@ -360,16 +361,15 @@ class ProviderAPI:
         return f"{self._endpoint.title} does not answer ({type(error).__name__}) to {what}"
 
     def _shown(self, content: bytes) -> str:
-        """The provider's own words, without control characters and without the key."""
         text = shown_line(content.decode(errors="replace"))
         shown = text.replace(self._key, "***")[:MAX_SHOWN_CHARACTERS]
         if any(part in shown for part in self._concealed):
-            return "words that repeat a secret of ours"
+            return "a text that repeats one of our secrets"
         return shown or "no explanation"
 
 
 class Account:
-    """An account at a provider: what the providers' classes have in common."""
+    """An account at a provider: common parts of the providers' classes."""
 
     name: ClassVar[CloudName]
     endpoint: ClassVar[Endpoint]
@@ -384,7 +384,7 @@ class Account:
         transport: httpx.BaseTransport | None = None,
         min_interval_s: float | None = None,
     ) -> None:
-        """`url` takes the place of the endpoint's own, and `min_interval_s` that of both intervals."""
+        """`url` replaces the endpoint's own address, and `min_interval_s` replaces both intervals."""
         endpoint = replace(self.endpoint, url=url or self.endpoint.url)
         if min_interval_s is not None:
             endpoint = replace(endpoint, min_interval_s=min_interval_s, create_interval_s=min_interval_s)
@@ -397,22 +397,22 @@ class Account:
         self._api.__exit__()
 
     def host_key(self, instance_id: str) -> str:
-        """Nothing: most providers tell no host keys."""
+        """Return "": most providers do not report host keys."""
         return ""
 
 
 def key_blob(public_key: str) -> str:
-    """The part of a line in OpenSSH's format that is the key itself: type, blob, comment."""
+    """Return the key itself from a line in OpenSSH's format: type, blob, comment."""
     return public_key.split()[1]
 
 
 def key_name(public_key: str) -> str:
-    """What the account calls the key: another name for each, since a provider may not take one twice."""
+    """Return a name for a key in an account. It contains a digest, because some providers refuse equal names."""
     return "rollouts-" + hashlib.sha256(base64.b64decode(key_blob(public_key))).hexdigest()[:12]
 
 
 def _seconds(retry_after: str) -> float:
-    """How long a Retry-After header asks to wait: a number of seconds, or a date; 0 where it says nothing."""
+    """Return the seconds of a Retry-After header, which may be a number or a date; 0 if it is invalid."""
     try:
         return max(0.0, float(retry_after))
     except ValueError:
@@ -425,5 +425,34 @@ def _seconds(retry_after: str) -> float:
 
 def _first(error: ValidationError) -> str:
     problem = error.errors(include_url=False, include_input=False)[0]
-    place = ".".join(str(part) for part in problem["loc"])  # keys of the answer may be in it
+    place = ".".join(str(part) for part in problem["loc"])  # may contain keys of the answer
     return shown_line(f"{place}: {problem['msg']}")[:MAX_SHOWN_CHARACTERS]
+
+
+# ── addresses ──
+
+
+_HOST = re.compile(r"[A-Za-z0-9][\w.-]*|[0-9a-fA-F:.]+", re.ASCII)
+_PORT = re.compile(r"\d{1,5}", re.ASCII)
+_USER = re.compile(r"[A-Za-z0-9_][\w.-]*", re.ASCII)
+
+
+def usable_host(host: str | None) -> str:
+    return host if host and _HOST.fullmatch(host) else ""
+
+
+def usable_port(port: int | str | None) -> int:
+    """Return the port, or SSH's default for anything that is not a port."""
+    if not _PORT.fullmatch(str(port)):
+        return SSH_PORT
+    return int(str(port)) if int(str(port)) in range(1, 65536) else SSH_PORT
+
+
+def usable_user(user: str | None, default: str) -> str:
+    """Return the user for the login, or the default if the name is invalid."""
+    return user if user and _USER.fullmatch(user) else default
+
+
+def quoted(instance_id: str) -> str:
+    """Return the id as one part of a path; dots are escaped, too, so that it cannot lead upwards."""
+    return quote(instance_id, safe="").replace(".", "%2E")

@@ -1,11 +1,11 @@
-"""A machine that somebody rented by other means: its provider says where it is; it is never ended, nor counted as ours.
+"""A machine that the user rented. Its provider is asked for its address; the run neither ends it nor counts its cost.
 
-Not here: machines that a run rents itself (rented.py), machines whose address is known (ssh.py).
+    runpod:abc123 ── provider: address, price ── login ── Node ... sessions ask for the address again ... left running
 
-    runpod:abc123 ── provider: address, price ── login ── Node ... sessions ask for the address again ... left as it is
+The host key of the first login is accepted, stored, and required later, whatever address the machine has then.
+`host_key` in the settings names it in advance.
 
-The host key is believed at the first login, noted in the store for this machine, and demanded ever after, whatever
-address the machine has meanwhile. `host_key` in the settings names it from the beginning.
+Not here: machines that a run rents itself (rented.py), machines with a known address (ssh.py).
 """
 
 import logging
@@ -34,15 +34,15 @@ logger = logging.getLogger(__name__)
 
 
 def provision_instance(settings: InstanceNode, store: Path, say: Say) -> Node:
-    """The node record of the machine; waits while its provider starts it, and logs in once.
+    """Return the node of the machine, after its provider has started it and one login.
 
     Raises:
         MissingKeyError, ProviderRefusedError: its provider cannot be asked.
         MachineGoneError: the account has no such machine.
         PermanentInfraError: it does not run, its interpreter cannot be run, or `root` is not a usable path.
-        HostKeyError, LoginError, NodeUnreachableError: one sentence about the login.
+        HostKeyError, LoginError, NodeUnreachableError: the login failed.
     """
-    instance = wait_until_running(settings.instance, say)
+    instance = _wait_until_running(settings.instance, say)
     mirror = store.expanduser().absolute()
     known = known_hosts_of(store, settings.instance)
     access = replace(
@@ -55,7 +55,7 @@ def provision_instance(settings: InstanceNode, store: Path, say: Say) -> Node:
         root = expand_root(session, settings.python, settings.root)
         believed_by = session.host_key_evidence.value
     price = "" if instance.usd_per_hour is None else f" and costs {instance.usd_per_hour:.2f} USD/h"
-    say(f"{settings.instance} is yours{price}: nobody here ends it")
+    say(f"{settings.instance} is yours{price}: it keeps running after this run")
     return Node(
         name=settings.instance,
         kind="instance",
@@ -68,12 +68,12 @@ def provision_instance(settings: InstanceNode, store: Path, say: Say) -> Node:
     )
 
 
-def wait_until_running(name: str, say: Say) -> Instance:
-    """The machine, when it has an address.
+def _wait_until_running(name: str, say: Say) -> Instance:
+    """Wait until the machine has an address.
 
     Raises:
-        MachineGoneError, PermanentInfraError: it will not have one.
-        TransientInfraError: it had none in time.
+        MachineGoneError, PermanentInfraError: it cannot get an address.
+        TransientInfraError: it had no address in time.
     """
     deadline = time.monotonic() + STARTED_WITHIN_S
     is_waiting = False
@@ -90,20 +90,19 @@ def wait_until_running(name: str, say: Say) -> Instance:
 
 
 def find_instance(name: str) -> Instance:
-    """The machine as its provider describes it now; it runs, or may.
+    """Return the machine as its provider describes it now. It runs, or is starting.
 
     Raises:
         MachineGoneError: the account has no such machine.
         PermanentInfraError: it does not run.
-        InfraError: its provider cannot be asked.
+        InfraError: its provider does not answer.
     """
     provider, _, instance_id = name.partition(":")
     with open_account(provider) as cloud:
         instance = look_up(cloud, instance_id, name="")
     if instance is None or instance.status is InstanceStatus.GONE:
         raise MachineGoneError(
-            f"{name} does not exist, or not any more, for the account whose key is used: look for its id on its "
-            "provider's pages"
+            f"{name} does not exist (any more) in the account of this key: look up its id on its provider's pages"
         )
     if not instance.status.may_become_usable:
         raise PermanentInfraError(f"{name} is {instance.status}: start it on its provider's pages")
@@ -112,9 +111,9 @@ def find_instance(name: str) -> Instance:
 
 def release_instance(node: Node) -> None:
     """Leave the machine as it is."""
-    logger.info("%s runs on", node.name)
+    logger.info("%s keeps running", node.name)
 
 
 def open_instance_session(node: Node) -> Session:
-    """A session on the machine, at whatever address it has when the session connects."""
+    """Return a session on the machine. It asks for the machine's address before every connection."""
     return open_ssh_session(node, find_access=partial(access_now, node, partial(find_instance, node.name)))

@@ -1,11 +1,11 @@
 """Lambda's cloud API: virtual machines with GPUs, of fixed kinds.
 
-Not here: HTTP (http.py), when a machine is launched and ended (infra/renting/provision.py, infra/renting/release.py).
-
-    public key ──registered under a name of its own──> launch(kind, region, name) ──> instance, user ubuntu, port 22
+    public key ──registered under a unique name──> launch(kind, region, name) ──> instance, user ubuntu, port 22
     host key   ──as user data, which Lambda never shows again──┘
 
-There are no spot machines and no data centers of others; what is said to be free may be refused a second later.
+Lambda has no spot machines and no community machines. It may refuse an available kind a second later.
+
+Not here: HTTP (http.py), launching and ending machines (infra/renting/provision.py, infra/renting/release.py).
 """
 
 import json
@@ -17,8 +17,7 @@ from pydantic import BaseModel, Field
 from rollouts.infra.clouds import CloudName
 from rollouts.infra.errors import OfferGoneError
 from rollouts.infra.offers import GPUQuery, HostKeyPair, Instance, InstanceStatus, MachineSpec, Offer
-from rollouts.infra.providers.addresses import quoted, usable_host
-from rollouts.infra.providers.http import Account, Endpoint, InstanceId, Json, key_blob, key_name
+from rollouts.infra.providers.http import Account, Endpoint, InstanceId, Json, key_blob, key_name, quoted, usable_host
 
 USER = "ubuntu"
 STATUS = {
@@ -130,7 +129,7 @@ class Lambda(Account):
             body["image"] = {"family": spec.image}
         if spec.host_key:
             self._api.conceal(spec.host_key.private)
-            body["user_data"] = render_cloud_config(spec.host_key)
+            body["user_data"] = _render_cloud_config(spec.host_key)
         launch = self._api.create("/api/v1/instance-operations/launch", body, _Launch, is_machine=True)
         return launch.data.instance_ids[0]
 
@@ -146,7 +145,6 @@ class Lambda(Account):
         self._api.change("POST", "/api/v1/instance-operations/terminate", {"instance_ids": [instance_id]})
 
     def _register_key(self, public_key: str) -> str:
-        """The name under which the account knows the key; it is registered when it is new."""
         blob = key_blob(public_key)
         for known in self._keys():
             if blob in known.public_key.split():
@@ -155,7 +153,7 @@ class Lambda(Account):
         try:
             self._api.create("/api/v1/ssh-keys", {"name": name, "public_key": public_key}, _OneKey)
         except OfferGoneError:
-            if name not in [known.name for known in self._keys()]:  # else another run registered it in this moment
+            if name not in [known.name for known in self._keys()]:  # another run may have registered it just now
                 raise
         return name
 
@@ -163,8 +161,8 @@ class Lambda(Account):
         return self._api.read("/api/v1/ssh-keys", _Keys).data
 
 
-def render_cloud_config(host_key: HostKeyPair) -> str:
-    """What cloud-init does at the first boot, before the SSH server starts: this host key, and no other."""
+def _render_cloud_config(host_key: HostKeyPair) -> str:
+    """Return user data for cloud-init. It installs only this host key before the SSH server starts."""
     keys = {"ed25519_private": host_key.private, "ed25519_public": host_key.public}
     return "#cloud-config\n" + json.dumps({"ssh_deletekeys": True, "ssh_keys": keys}) + "\n"  # JSON is YAML
 

@@ -1,12 +1,12 @@
 """Prime Intellect's API: machines of many clouds behind one interface, some of them spot.
 
-Not here: HTTP (http.py), when a pod is created and ended (infra/renting/provision.py, infra/renting/release.py).
-
     availability ──> offer: cloud, GPU, socket, data center, image, disk ──> pod ──ACTIVE, installed──> address
 
-A pod that is ACTIVE cannot be used before its installation is FINISHED. Offers that charge hours in advance are left
-out: what was paid for them would not come back with the machine's end. So are those whose price follows the market,
-but for spot: it is read when a machine is rented, and what a run may spend is held against that.
+An ACTIVE pod is usable when its installation is FINISHED. Offers with prepaid hours are left out, because their money
+would not be refunded at the machine's end. Offers with a market price are left out, too, except spot offers. The price
+of a spot offer is read at the renting, and the run's limit of money is applied to it.
+
+Not here: HTTP (http.py), creating and ending pods (infra/renting/provision.py, infra/renting/release.py).
 """
 
 import re
@@ -18,12 +18,22 @@ from pydantic import BaseModel, Field
 from rollouts.infra.clouds import CloudName
 from rollouts.infra.errors import ProviderUnavailableError
 from rollouts.infra.offers import GPUQuery, Instance, InstanceStatus, MachineSpec, Offer
-from rollouts.infra.providers.addresses import quoted, usable_host, usable_port, usable_user
-from rollouts.infra.providers.http import Account, Endpoint, InstanceId, Json, key_blob, key_name
+from rollouts.infra.providers.http import (
+    Account,
+    Endpoint,
+    InstanceId,
+    Json,
+    key_blob,
+    key_name,
+    quoted,
+    usable_host,
+    usable_port,
+    usable_user,
+)
 
 DEFAULT_IMAGE = "ubuntu_22_cuda_12"
 _NO_GPU = "CPU_NODE"
-"""What machines without a GPU have in its place."""
+"""`gpuType` of machines without a GPU."""
 _PAGE, _MAX_PAGES = 100, 100
 _SSH_ADDRESS = re.compile(r"(?:ssh\s+)?(?P<user>[^@\s]+)@(?P<host>[^@\s]+)(?:\s+-p\s+(?P<port>\d+))?")
 STATUS = {
@@ -53,9 +63,9 @@ class _Prices(BaseModel):
 
 
 class _Part(BaseModel):
-    """How much disk or memory, in GB, or how many CPUs a machine has; prices per unit and hour.
+    """Allowed sizes of a machine's disk or memory in GB, or numbers of its CPUs; prices per unit and hour.
 
-    All None where it is not to be chosen.
+    All fields are None if the size is fixed.
     """
 
     minCount: int | None = None
@@ -66,7 +76,7 @@ class _Part(BaseModel):
     defaultIncludedInPrice: bool | None = None
 
     def size_for(self, wanted_gb: int) -> int | None:
-        """The smallest size that holds so much; None where the size is fixed or the largest is too small."""
+        """Return the smallest size of at least `wanted_gb`; None if the size is fixed or the largest is too small."""
         if self.maxCount is None:
             return None
         least = max(self.minCount or 1, 1)
@@ -76,11 +86,10 @@ class _Part(BaseModel):
 
     @property
     def usual(self) -> int:
-        """What a machine has of it when nobody says how much."""
         return self.defaultCount or self.minCount or 0
 
     def usd_per_hour(self, size: int) -> float:
-        """What so much of it costs besides the machine."""
+        """Return the additional price of this size."""
         included = (self.defaultCount or 0) if self.defaultIncludedInPrice else 0
         return max(0, size - included) * (self.pricePerUnit or 0.0)
 
@@ -111,7 +120,7 @@ class _Configuration(BaseModel):
 
     @property
     def has_changing_price(self) -> bool:
-        """What a machine costs may change while it runs, and it is none that may be taken away at any time."""
+        """Whether the price of a machine that is not spot may change while it runs."""
         return bool(self.prices.isVariable) and not self.isSpot
 
     @property
@@ -198,19 +207,18 @@ class Prime(Account):
             pods += page.data
             if not page.data and len(pods) < page.total_count:
                 raise ProviderUnavailableError(
-                    f"{self.endpoint.title} lists {len(pods)} of {page.total_count} pods: its list is cut short"
+                    f"{self.endpoint.title} lists {len(pods)} of {page.total_count} pods: its list is incomplete"
                 )
             if not page.data or 0 < page.total_count <= len(pods):
                 return [_read_pod(pod) for pod in self._api.named(pods, prefix, _Pod)]
         raise ProviderUnavailableError(
-            f"{self.endpoint.title} lists more than {_MAX_PAGES * _PAGE} pods: that cannot be all ours"
+            f"{self.endpoint.title} lists more than {_MAX_PAGES * _PAGE} pods, which is not plausible"
         )
 
     def terminate(self, instance_id: str) -> None:
         self._api.change("DELETE", f"/api/v1/pods/{quoted(instance_id)}")
 
     def _register_key(self, public_key: str) -> str:
-        """The id under which the account knows the key; it is registered when it is new."""
         blob, offset = key_blob(public_key), 0
         for _ in range(_MAX_PAGES):
             page = self._api.read("/api/v1/ssh_keys/", _Keys, {"offset": str(offset), "limit": str(_PAGE)})
@@ -224,7 +232,7 @@ class Prime(Account):
 
 
 def _read_offer(found: _Configuration, wanted_disk_gb: int) -> Offer | None:
-    """The configuration with a disk of the wanted size; None when it is nothing to be rented by the hour."""
+    """Return the configuration with a disk of the wanted size; None if it cannot be rented by the hour."""
     disk_gb = found.disk.size_for(wanted_disk_gb)
     price = found.usd_per_hour
     is_to_be_had = found.stockStatus != "Unavailable" and found.images and found.gpuCount >= 1
@@ -252,12 +260,12 @@ def _read_offer(found: _Configuration, wanted_disk_gb: int) -> Offer | None:
         region="/".join(places),
         is_secure=found.is_secure,
         is_spot=bool(found.isSpot),
-        disk_gb=disk_gb or found.disk.usual or None,  # it gets the usual size where none that would do can be named
+        disk_gb=disk_gb or found.disk.usual or None,  # the default size, if no allowed size is large enough
     )
 
 
 def _image_of(images: list[str]) -> str:
-    """The plainest image that the machine can have."""
+    """Return the plainest image that the machine can have."""
     plain = [image for image in images if image.startswith(("ubuntu", "cuda"))]
     return DEFAULT_IMAGE if DEFAULT_IMAGE in images else [*plain, *images][0]
 

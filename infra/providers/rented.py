@@ -1,13 +1,13 @@
-"""Machines that are rented for a run, reached over SSH, and given back: the kind `rented` of a node's settings.
+"""Machines that are rented for a run, reached over SSH, and released: nodes of the kind `provision`.
 
-Not here: renting itself (renting/provision.py), the providers' APIs (runpod.py and its like), SSH (ssh_session.py).
+    settings ── rent_machines ── first login: host key stored, set up ── Node ─┬─ release_machines
+                                                                               └─ its run failed: kept for a while
 
-    settings ── rent_machines ── first login: host key noted, set up ── Node ─┬─ release_machines
-                                                                              └─ its run failed: kept for a while
+The expected host key of a fresh machine was installed at its creation, or is reported by its provider. Without an
+expected key, the key of the first login is accepted. The key is stored in the ledger and required later, whatever
+address the machine has then.
 
-The host key of a fresh machine is the one that it was given with its creation, or that its provider tells, where one of
-these can be; else it is believed at the first login. It is noted in the ledger, and demanded ever after: it belongs to
-the machine, whatever address the machine has meanwhile.
+Not here: renting (renting/provision.py), the providers' APIs (runpod.py and others), SSH (ssh/ssh_session.py).
 """
 
 import hashlib
@@ -37,7 +37,7 @@ from rollouts.infra.providers.clouds import account_of, credentials_in_use, open
 from rollouts.infra.providers.ssh import CALL_TIMEOUT_S, expand_root, open_ssh_session
 from rollouts.infra.reach import own_address
 from rollouts.infra.renting.acceptance import require_gpus, require_peers, require_speed
-from rollouts.infra.renting.provision import given_back_on_failure, rent_machines, search_offers
+from rollouts.infra.renting.provision import released_on_failure, rent_machines, search_offers
 from rollouts.infra.renting.reaper import ReapReport, reap
 from rollouts.infra.renting.release import release_all, release_machines
 from rollouts.infra.renting.rentals import Rental, RentalState, change_rental, find_rental, in_utc, rentals_of
@@ -49,13 +49,13 @@ from rollouts.infra.ssh.host_keys import HostKeyPolicy
 if TYPE_CHECKING:
     from rollouts.infra.ssh.ssh_session import SSHSession
 
-SETUP_PYTHON = "/usr/bin/python3"
-"""Where there is something to set up, `python` may not exist before; this one is on every image that we know."""
-SETUP_TIMEOUT_S = 3600.0
-REAP_WITHIN_S = 60.0
-"""A new run does not wait longer for the end of an old machine."""
+_SETUP_PYTHON = "/usr/bin/python3"
+"""Interpreter for the setup, before `python` may exist. All images that we know have it."""
+_SETUP_TIMEOUT_S = 3600.0
+_REAP_WITHIN_S = 60.0
+"""A new run waits at most this long for the end of an old machine."""
 EXPIRY_LOOK_S = 5.0
-KEYS_DIR = "machine_keys"
+_KEYS_DIR = "machine_keys"
 
 Say = Callable[[str], None]
 
@@ -63,25 +63,25 @@ logger = logging.getLogger(__name__)
 
 
 def provision_rented(settings: RentedNode, store: Path, run_id: str, say: Say) -> Node:
-    """A rented machine that is set up, with the others of its unit; the run's own, if it has some already.
+    """Return a rented machine that is set up, with the further nodes of its unit. A run's own machines are reused.
 
     Raises:
-        NoMachineError, StillRentedError, MissingKeyError, ProviderRefusedError: no machine could be had.
-        InfraError: a machine is not what the settings say; all are given back.
+        NoMachineError, StillRentedError, MissingKeyError, ProviderRefusedError: no machine is available.
+        InfraError: a machine does not match the settings; all were released.
     """
     assert run_id, "a machine is rented for a run"
     mirror = store.expanduser().absolute()
-    request = build_request(settings, run_id)
+    request = _build_request(settings, run_id)
     names = require_keys(request.query.providers)
     with Ledger(mirror / LEDGER_FILE) as ledger, open_clouds(names) as clouds:
         report = _end_unwanted(ledger, clouds, say)
         renting = Renting(request, ledger, clouds, check=partial(log_in, settings, mirror, say), say=say)
         rentals = rent_machines(renting)
-        with given_back_on_failure(renting):  # nobody else knows of them yet
+        with released_on_failure(renting):  # the caller does not know the machines yet
             nodes = [_node_now(rental, clouds[rental.provider], settings, mirror) for rental in rentals]
     for line in report.kept:
         if not any(rental.name in line for rental in rentals):
-            say(f"also rented: {line}; `rollouts reap` ends what no run wants")
+            say(f"also rented: {line}; `rollouts reap` ends machines that no run needs")
     first, several = rentals[0], f"{len(rentals)} times " if len(rentals) > 1 else ""
     usd_per_hour = sum(rental.usd_per_hour for rental in rentals)
     say(
@@ -92,16 +92,16 @@ def provision_rented(settings: RentedNode, store: Path, run_id: str, say: Say) -
 
 
 def is_left_for(rental: Rental, settings: RentedNode) -> bool:
-    """Whether a run with these settings would go on with a machine, once the run that has it has died."""
+    """Return whether a run with these settings would reuse a machine, if the machine's run had died."""
     is_same = (rental.purpose, rental.credentials) == (purpose_of(settings), credentials_in_use())
     return is_same and rental.state is RentalState.READY
 
 
 def end_left_machines(settings: RentedNode, store: Path, say: Say) -> None:
-    """End what nobody wants of what the store has rented, as renting does first, and say what was ended.
+    """End the store's machines that no run needs, as renting does first, and report them.
 
     Raises:
-        InfraError: there is no key with which it could be looked at.
+        InfraError: the keys for the check are missing.
     """
     with (
         Ledger(store.expanduser().absolute() / LEDGER_FILE) as ledger,
@@ -111,19 +111,19 @@ def end_left_machines(settings: RentedNode, store: Path, say: Say) -> None:
 
 
 def _end_unwanted(ledger: Ledger, clouds: Mapping[CloudName, Cloud], say: Say) -> ReapReport:
-    report = reap(ledger, clouds, spare=True, credentials=credentials_in_use(), pace=Pace(gone_within_s=REAP_WITHIN_S))
+    report = reap(ledger, clouds, spare=True, credentials=credentials_in_use(), pace=Pace(gone_within_s=_REAP_WITHIN_S))
     for line in report.ended:
-        say(f"ended {line}, whose time was over, or nearly, or which did not run any more, or had never")
+        say(f"ended {line}: its time was nearly over, or it was stopped or never used")
     for line in report.failures:
         say(line)
     return report
 
 
 def find_rented(settings: RentedNode, store: Path, run_id: str) -> Node | None:
-    """The machine that a run has, with the others of its unit; None where none could be used. Nothing is rented.
+    """Return a run's machine with the further nodes of its unit; None if it has no usable one. Nothing is rented.
 
     Raises:
-        InfraError: it cannot be reached.
+        InfraError: the machine cannot be reached.
     """
     mirror = store.expanduser().absolute()
     with Ledger(mirror / LEDGER_FILE) as ledger:
@@ -138,7 +138,7 @@ def find_rented(settings: RentedNode, store: Path, run_id: str) -> Node | None:
 
 
 def _unit_of(nodes: Sequence[Node], settings: RentedNode) -> Node:
-    """The first one as the one that leads; then come those that train, and last those of engines."""
+    """Return the first node as the leader; the trainers' nodes follow, then those of the engines."""
     leader, *further = nodes
     num_trainers = settings.num_trainer_nodes - 1
     trainer_nodes, engine_nodes = tuple(further[:num_trainers]), tuple(further[num_trainers:])
@@ -148,7 +148,7 @@ def _unit_of(nodes: Sequence[Node], settings: RentedNode) -> Node:
 def _node_now(rental: Rental, cloud: Cloud, settings: RentedNode, mirror: Path) -> Node:
     instance = look_up(cloud, rental.instance_id, rental.name)
     if instance is None or not instance.has_address:
-        raise TransientInfraError(f"{rental.name} is gone: its provider took it away a moment after it was ready")
+        raise TransientInfraError(f"{rental.name} is gone: its provider took it away just after it was ready")
     return _node_of(rental, instance, settings, mirror)
 
 
@@ -172,24 +172,24 @@ def _node_of(rental: Rental, instance: Instance, settings: RentedNode, mirror: P
 
 
 def release_rented(node: Node) -> None:
-    """Give the machine back, with the others of its unit; returns when their provider has them no more.
+    """Release the machine and the further nodes of its unit; return when their providers no longer have them.
 
     Raises:
-        StillRentedError: one may still be rented.
+        StillRentedError: a machine may still be rented.
     """
     with ExitStack() as stack:
-        found = [stack.enter_context(rental_of(each)) for each in (node, *node.further_nodes)]
+        found = [stack.enter_context(_rental_of(each)) for each in (node, *node.further_nodes)]
         clouds = {rental.provider: cloud for _, rental, cloud in found}
         release_machines([rental for _, rental, _ in found], found[0][0], clouds)
 
 
 def keep_rented(node: Node, minutes: float) -> list[str]:
-    """Leave the machines of a run that failed rented for a while; returns what a person has to know, a sentence each.
+    """Keep the machines of a failed run for a while; returns sentences for the user.
 
-    Nothing is kept, and nothing returned, where their hours or the run's money are used up or somebody else ends one.
+    If their hours or the run's money are used up, or another process ends one, nothing is kept and the list is empty.
 
     Raises:
-        InfraError: one cannot be logged in to, so that keeping it is of no use.
+        InfraError: a login failed, so keeping the machine would be useless.
     """
     unit = (node, *node.further_nodes)
     for each in unit:
@@ -210,25 +210,25 @@ def keep_rented(node: Node, minutes: float) -> list[str]:
         *(
             f"keeps {rental.name} until {in_utc(rental.ends_at)}, because the run failed, at "
             f"{rental.usd_per_hour:.2f} USD/h: `rollouts nodes ssh {rental.name}` logs in, Retry or the same command "
-            f"goes on there, and `rollouts nodes release {rental.name}` ends it now"
+            f"resumes there, and `rollouts nodes release {rental.name}` ends it now"
             for rental in kept
         ),
-        "what `rollouts up` or `rollouts watch` started, a later run or `rollouts reap` ends it then: where none of "
-        "them runs, it goes on costing money",
+        "`rollouts up`, `rollouts watch`, a later run or `rollouts reap` ends the machine then: without one of these "
+        "commands, the machine keeps costing money",
     ]
 
 
 def release_rentals(
     store: Path, run_id: str, *, since: float = 0.0, spared: Collection[str] = (), pace: Pace = PATIENT
 ) -> list[str]:
-    """Give back what a run that is over has rented, or asked for; returns what was done and is left, a sentence each.
+    """Release the machines that an ended run has rented or requested; returns one sentence per action and leftover.
 
     Args:
-        since: what it has had for longer stays.
+        since: machines that were requested earlier stay.
         spared: names of machines that stay.
 
     Raises:
-        PermanentInfraError: no key of any of it is here; one that is missing hinders nothing at other providers.
+        PermanentInfraError: no machine's key is here. A single missing key does not affect other providers.
     """
     reached: list[Rental] = []
     failures: list[PermanentInfraError] = []
@@ -241,7 +241,7 @@ def release_rentals(
                 clouds[rental.provider] = stack.enter_context(account_of(rental))
                 reached.append(rental)
             except PermanentInfraError as error:
-                failures.append(type(error)(f"{rental.name} may be rented at {rental.provider}, and is left: {error}"))
+                failures.append(type(error)(f"{rental.name} may be rented at {rental.provider} and was left: {error}"))
         if failures and not reached:
             raise failures[0]
         return [*release_all(reached, ledger, clouds, pace=pace), *map(str, failures)]
@@ -249,9 +249,9 @@ def release_rentals(
 
 @contextmanager
 def ended_when_expired(node: Node) -> Iterator[None]:
-    """While the block runs, rented machines are ended when the hours of one, or the run's money, are used up.
+    """While the block runs, end rented machines when the hours of one, or the run's money, are used up.
 
-    By the clock, which goes on while this machine sleeps, and again where their provider still has them.
+    Wall-clock time counts, which continues while this machine sleeps. A failed end is retried.
     """
     if not node.is_rented:
         yield
@@ -269,47 +269,47 @@ def ended_when_expired(node: Node) -> Iterator[None]:
 
 
 def rentals_of_unit(ledger: Ledger, node: Node) -> list[Rental]:
-    """The rows of a rented machine and of the others of its unit."""
+    """Return the rows of a rented machine and of the further nodes of its unit."""
     found = [find_rental(ledger, each.name) for each in (node, *node.further_nodes)]
     return [rental for rental in found if rental is not None]
 
 
 def _end_expired(node: Node) -> bool:
-    """Whether the machines are given back."""
-    logger.warning("%s has used up its hours or the run's money: it is given back", node.name)
+    """Release expired machines; return whether that succeeded."""
+    logger.warning("%s has used up its hours or the run's money and is given back", node.name)
     try:
         release_rented(node)
-    except InfraError as error:  # a thread of its own: nobody would see it
+    except InfraError as error:  # an exception in this thread would not be visible
         logger.error("%s", error)
         return False
     return True
 
 
 def open_rented_session(node: Node) -> Session:
-    """A session on the machine, at whatever address it has when the session connects."""
+    """Return a session on the machine. It asks for the machine's address before every connection."""
     return open_ssh_session(node, find_access=partial(access_now, node, partial(find_machine, node)))
 
 
 def find_rentable(settings: RentedNode) -> list[Offer]:
-    """What could be rented now, cheapest first, without renting anything.
+    """Return machines that could be rented now, cheapest first, without renting.
 
     Raises:
-        PermanentInfraError: a key is missing or refused, or nothing on offer fits.
+        PermanentInfraError: a key is missing or refused, or no offer matches.
     """
-    request = build_request(settings, "nobody")
+    request = _build_request(settings, "nobody")
     with open_clouds(require_keys(request.query.providers)) as clouds:
         offered = search_offers(request.query, clouds)
     if not offered.fitting:
         closest = describe_closest(request.query, offered.others, "node.query.{}".format)
         found = "; ".join([closest, *map(str, offered.failures)])
         raise PermanentInfraError(
-            f"no provider offers a machine that fits node.query now ({found}): see `rollouts gpus`, or widen it"
+            f"no provider offers a machine that matches node.query now ({found}): see `rollouts gpus`, or widen it"
         )
     return list(offered.fitting)
 
 
 def describe_rentable(settings: RentedNode, offers: Sequence[Offer]) -> str:
-    """The cheapest of the offers, in a sentence."""
+    """Describe the cheapest of the offers in a sentence."""
     cheapest = offers[0]
     several = f", {settings.num_machines} times," if settings.num_machines > 1 else ""
     found = f"node: {describe_offer(cheapest)}{several} is the cheapest of {len(offers)} offers"
@@ -320,7 +320,6 @@ def describe_rentable(settings: RentedNode, offers: Sequence[Offer]) -> str:
 
 
 def describe_offer(offer: Offer) -> str:
-    """The offer for people."""
     price = "at an unknown price" if offer.is_unpriced else f"for {offer.usd_per_hour:.2f} USD/h"
     return f"{offer.gpus} {offer.where} {price}"
 
@@ -328,13 +327,13 @@ def describe_offer(offer: Offer) -> str:
 # ── details ──
 
 
-def build_request(settings: RentedNode, run_id: str) -> RentRequest:
-    """What is asked for.
+def _build_request(settings: RentedNode, run_id: str) -> RentRequest:
+    """Return the request for machines.
 
     Raises:
-        PermanentInfraError: the key to log in with cannot be used.
+        PermanentInfraError: the key for the login is unusable.
     """
-    from rollouts.infra.ssh.login_keys import read_public_key, require_login_key  # paramiko loads here
+    from rollouts.infra.ssh.login_keys import read_public_key, require_login_key  # imports paramiko
 
     query = settings.query
     if settings.num_machines > 1:
@@ -358,7 +357,7 @@ def build_request(settings: RentedNode, run_id: str) -> RentRequest:
 
 
 def purpose_of(settings: RentedNode) -> str:
-    """Hash of what makes one machine as good as another."""
+    """Return a hash of the settings that make two machines interchangeable."""
     demands = {"min_free_gb", "usable_within_minutes", "min_link_mbit_s", "min_disk_mb_s"}
     limits = {"max_usd", "max_hours", "keep_on_failure_minutes"}
     sameness = settings.model_dump_json(exclude=limits | demands)
@@ -366,7 +365,7 @@ def purpose_of(settings: RentedNode) -> str:
 
 
 def access_to(instance: Instance, settings: RentedNode | InstanceNode) -> SSHAccess:
-    """How the machine is reached now, with nothing known about its host key."""
+    """Return the parameters of a login to the machine now, without a host key."""
     return SSHAccess(
         host=instance.host,
         port=instance.port,
@@ -380,10 +379,10 @@ def access_to(instance: Instance, settings: RentedNode | InstanceNode) -> SSHAcc
 
 
 def log_in(settings: RentedNode, store: Path, say: Say, rental: Rental, instance: Instance) -> str:
-    """Log in, try and set the machine up where it is fresh, and return the fingerprint of its host key.
+    """Log in, test and set up a fresh machine, and return the fingerprint of its host key.
 
     Raises:
-        UnfitMachineError: its GPUs cannot compute or are not those that were offered, or it is too slow.
+        UnfitMachineError: its GPUs cannot compute or differ from the offer, or it is too slow.
     """
     known = known_hosts_of(store, rental.name)
     access = replace(access_to(instance, settings), known_hosts=(str(known),), pinned_file=str(known))
@@ -394,9 +393,9 @@ def log_in(settings: RentedNode, store: Path, say: Say, rental: Rental, instance
             expand_root(session, settings.python, settings.root)
         return fingerprint
     if rental.expected_key:
-        known.unlink(missing_ok=True)  # of an earlier try that believed another one
+        known.unlink(missing_ok=True)  # from an earlier try that accepted another key
     access = replace(access, host_key=rental.expected_key, first_use_file=str(known))
-    with open_ssh(access, python=SETUP_PYTHON if settings.setup else settings.python) as session:
+    with open_ssh(access, python=_SETUP_PYTHON if settings.setup else settings.python) as session:
         gpu_type = rental.gpu.partition("x ")[2]
         gpus = require_gpus(session, settings.query.gpu_count, gpu_type=gpu_type, vram_gb=rental.vram_gb)
         speed = require_speed(
@@ -405,7 +404,7 @@ def log_in(settings: RentedNode, store: Path, say: Say, rental: Rental, instance
             min_link_mbit_s=settings.min_link_mbit_s,
             min_disk_mb_s=settings.min_disk_mb_s,
         )
-        say(f"tried {rental.name}: {gpus}; {speed}")
+        say(f"tested {rental.name}: {gpus}; {speed}")
         set_up(session, settings, until=rental.expires_at)
         expand_root(session, settings.python, settings.root)
         if settings.query.gpu_count > 1:
@@ -415,19 +414,19 @@ def log_in(settings: RentedNode, store: Path, say: Say, rental: Rental, instance
 
 
 def known_hosts_of(store: Path, name: str) -> Path:
-    """The file in which the host key of a machine is noted at the first login."""
-    return store.expanduser().absolute() / KEYS_DIR / name.replace(":", "-")
+    """Return the file for the host key of a machine's first login."""
+    return store.expanduser().absolute() / _KEYS_DIR / name.replace(":", "-")
 
 
 def set_up(session: Session, settings: RentedNode, *, until: float) -> None:
-    """Run the commands of the settings once.
+    """Run the settings' setup commands once.
 
     Args:
-        until: when the machine expires, in seconds since 1970.
+        until: time at which the machine expires, in seconds since 1970.
 
     Raises:
-        CommandFailedError: one of them failed; nothing was begun with the machine.
-        CommandTimeoutError: one took too long.
+        CommandFailedError: a command failed.
+        CommandTimeoutError: a command took too long.
     """
     if not settings.setup:
         return
@@ -437,23 +436,23 @@ def set_up(session: Session, settings: RentedNode, *, until: float) -> None:
         return
     for command in settings.setup:
         left_s = max(0.0, until - time.time())
-        session.run(["/bin/sh", "-c", command], timeout_s=min(SETUP_TIMEOUT_S, left_s))
+        session.run(["/bin/sh", "-c", command], timeout_s=min(_SETUP_TIMEOUT_S, left_s))
     session.run(["mkdir", "-p", root], timeout_s=CALL_TIMEOUT_S, may_repeat=True)
     session.write_file(marker, b"")
 
 
 def open_ssh(access: SSHAccess, *, python: str) -> "SSHSession":
-    """A session before there is a node."""
-    from rollouts.infra.ssh.ssh_session import SSHSession  # paramiko loads here
+    """Return a session on a machine for which there is no node yet."""
+    from rollouts.infra.ssh.ssh_session import SSHSession  # imports paramiko
 
     return SSHSession(access, python=python, programs_dir="")
 
 
 def access_now(node: Node, find: Callable[[], Instance]) -> SSHAccess:
-    """How the machine is reached now; its provider may have moved it.
+    """Return the parameters of a login to the machine now, because its provider may have moved it.
 
     Args:
-        find: asks the provider for the machine, and raises a PermanentInfraError where it is of no use any more.
+        find: asks the provider for the machine, and raises a PermanentInfraError if it is unusable.
     """
     assert node.access is not None
     try:
@@ -474,28 +473,27 @@ def access_now(node: Node, find: Callable[[], Instance]) -> SSHAccess:
 
 
 def find_machine(node: Node) -> Instance:
-    """The node's machine as its provider describes it now.
+    """Return the node's machine as its provider describes it now.
 
     Raises:
-        MachineGoneError: it is no more.
+        MachineGoneError: the machine is gone.
     """
-    with rental_of(node) as (_, rental, cloud):
+    with _rental_of(node) as (_, rental, cloud):
         instance = look_up(cloud, rental.instance_id, rental.name)
     if instance is None or not instance.status.may_become_usable:
         how = "gone" if instance is None else instance.status.value
         raise MachineGoneError(
-            f"{node.name} is {how}: its provider took it away, or it expired. The same command goes on from the last "
+            f"{node.name} is {how}: its provider took it away, or it expired. The same command resumes from the last "
             "checkpoint on another machine"
         )
     return instance
 
 
 @contextmanager
-def rental_of(node: Node) -> Iterator[tuple[Ledger, Rental, Cloud]]:
-    """The ledger with the node's row, and the account that it is rented by."""
+def _rental_of(node: Node) -> Iterator[tuple[Ledger, Rental, Cloud]]:
     with Ledger(Path(node.mirror) / LEDGER_FILE) as ledger:
         rental = find_rental(ledger, node.name)
         if rental is None:
-            raise PermanentInfraError(f"the ledger of {node.mirror} knows no machine {node.name}: was it replaced?")
+            raise PermanentInfraError(f"the ledger of {node.mirror} has no machine {node.name}: was it replaced?")
         with account_of(rental) as cloud:
             yield ledger, rental, cloud

@@ -1,10 +1,10 @@
 """RunPod's API v2: pods, which are containers with GPUs.
 
-Not here: HTTP (http.py), when a pod is created and ended (infra/renting/provision.py, infra/renting/release.py).
+RunPod maps a public port to port 22 of a pod. The port changes when the pod is reset. RunPod's images start an SSH
+server if PUBLIC_KEY is set in their environment, and write the fingerprints of their host keys to the log, which RunPod
+shows over HTTPS. There are no spot pods.
 
-A pod is reached by SSH at a public port that RunPod maps to its port 22, and that changes when the pod is reset. Images
-start an SSH server when they find PUBLIC_KEY in their environment, as those of RunPod do. These write the fingerprints
-of their host keys into the log, which RunPod shows over HTTPS. There are no spot pods.
+Not here: HTTP (http.py), creating and ending pods (infra/renting/provision.py, infra/renting/release.py).
 """
 
 import json
@@ -16,12 +16,20 @@ from pydantic import BaseModel
 
 from rollouts.infra.clouds import CloudName
 from rollouts.infra.offers import GPUQuery, Instance, InstanceStatus, MachineSpec, Offer
-from rollouts.infra.providers.addresses import quoted, usable_host, usable_port, usable_user
-from rollouts.infra.providers.http import Account, Endpoint, InstanceId, Json
+from rollouts.infra.providers.http import (
+    Account,
+    Endpoint,
+    InstanceId,
+    Json,
+    quoted,
+    usable_host,
+    usable_port,
+    usable_user,
+)
 
 DEFAULT_IMAGE = "runpod/pytorch:2.8.0-py3.11-cuda12.8.1-cudnn-devel-ubuntu22.04"
 LOG_WITHIN_S = 10.0
-"""So long the log of a pod is followed for its host keys."""
+"""Seconds for which a pod's log is followed to find its host keys."""
 _KEY_FILE = re.compile(r"Key: /etc/ssh/ssh_host_(ed25519|ecdsa|rsa)_key\.pub")
 _FINGERPRINT = re.compile(r"\d+ (SHA256:[A-Za-z0-9+/]{43}) .*")
 STATUS = {
@@ -89,8 +97,8 @@ class RunPod(Account):
         title="RunPod",
         url="https://api.runpod.io",
         key_variable="RUNPOD_API_KEY",
-        patience_s=90.0,  # its shortest window of requests is a minute, and a refusal may come at its beginning
-        offer_refusal=".",  # its document: "Your account cannot access the requested pool. Skip this candidate"
+        patience_s=90.0,  # RunPod's shortest rate limit window is a minute
+        offer_refusal=".",  # RunPod documents it: "Your account cannot access the requested pool. Skip this candidate"
     )
 
     def search(self, query: GPUQuery) -> list[Offer]:
@@ -111,11 +119,11 @@ class RunPod(Account):
             "gpu": gpu,
             "disk": spec.disk_gb,
             "ports": ["22/tcp"],
-            # The key of this machine alone: `startSsh` would let in whoever has a key on the account.
+            # Only this key may log in. `startSsh` would admit all keys of the account.
             "env": {"PUBLIC_KEY": spec.public_key},
         }
         if offer.region:
-            body["dataCenterIds"] = [offer.region]  # preferred, no more: `get` tells where it really is
+            body["dataCenterIds"] = [offer.region]  # only a preference: `get` returns the actual region
         return self._api.create("/v2/pods", body, _Pod, is_machine=True).id
 
     def get(self, instance_id: str) -> Instance | None:
@@ -129,7 +137,7 @@ class RunPod(Account):
         for key_type, fingerprint in _host_keys_in(lines):
             found[key_type] = fingerprint
             if key_type == "ed25519":
-                break  # the one that is asked for first
+                break  # SSH requests this type first
         return next((found[key_type] for key_type in ("ed25519", "ecdsa", "rsa") if key_type in found), "")
 
     def list_named(self, prefix: str) -> list[Instance]:
@@ -151,7 +159,7 @@ class RunPod(Account):
             if gpu.availability == "NONE" or price <= 0 or max_count < query.gpu_count:
                 continue
             regions = [center.id for center in gpu.dataCenters if center.availability != "NONE"]
-            for region in regions if query.regions else [""]:  # RunPod chooses best when nobody else does
+            for region in regions if query.regions else [""]:  # without a wish, RunPod chooses the best region
                 offers.append(
                     Offer(
                         provider=RunPod.name,
@@ -168,7 +176,7 @@ class RunPod(Account):
 
 
 def _host_keys_in(events: Iterator[str]) -> Iterator[tuple[str, str]]:
-    """Types and fingerprints of host keys that the start script of RunPod's images names, of a stream of its log."""
+    """Yield types and fingerprints of the host keys in the log of RunPod's images, given as a stream of events."""
     key_type = ""
     for event in events:
         if not event.startswith("data:"):

@@ -1,8 +1,8 @@
 """Shadeform's API: machines of many clouds behind one interface.
 
-Not here: HTTP (http.py), when a machine is created and ended (infra/renting/provision.py, infra/renting/release.py).
+Shadeform can end a machine by itself at a given date; the other providers here cannot.
 
-Shadeform ends a machine by itself at a date that is given with its creation; the others that we know cannot.
+Not here: HTTP (http.py), creating and ending machines (infra/renting/provision.py, infra/renting/release.py).
 """
 
 import datetime
@@ -12,8 +12,18 @@ from pydantic import BaseModel
 
 from rollouts.infra.clouds import CloudName
 from rollouts.infra.offers import GPUQuery, Instance, InstanceStatus, MachineSpec, Offer
-from rollouts.infra.providers.addresses import quoted, usable_host, usable_port, usable_user
-from rollouts.infra.providers.http import Account, Endpoint, InstanceId, Json, key_blob, key_name
+from rollouts.infra.providers.http import (
+    Account,
+    Endpoint,
+    InstanceId,
+    Json,
+    key_blob,
+    key_name,
+    quoted,
+    usable_host,
+    usable_port,
+    usable_user,
+)
 
 STATUS = {
     "creating": InstanceStatus.STARTING,
@@ -128,7 +138,6 @@ class Shadeform(Account):
         self._api.change("POST", f"/instances/{quoted(instance_id)}/delete")
 
     def _register_key(self, public_key: str) -> str:
-        """The id under which the account knows the key; it is registered when it is new."""
         blob = key_blob(public_key)
         for known in self._api.read("/sshkeys", _Keys).ssh_keys:
             if blob in known.public_key.split():

@@ -1,20 +1,20 @@
-"""AWS, Google Cloud, Azure, Kubernetes and their like, by the command line of SkyPilot, which knows how to ask them.
+"""AWS, Google Cloud, Azure, Kubernetes and others, through the command line of SkyPilot.
 
-    search       sky check, sky gpus list       -> instance types of the clouds that SkyPilot may use, with their prices
-    create       sky launch NAME                   answers when the machine is up, or SkyPilot has given up
+    search       sky check, sky gpus list       -> instance types with prices, of the clouds that SkyPilot may use
+    create       sky launch NAME                   returns when the machine runs, or SkyPilot has given up
     get, list    sky status, and the ssh configuration that it writes
     terminate    sky down NAME
 
-SkyPilot pins other versions of what this project needs, so it lies in an environment of its own, and ROLLOUTS_SKY names
-its program. Machines end by themselves when their time is over: SkyPilot leaves an automatic end on each, in nearly all
-clouds. Clouds that have files of their own here are left out.
+SkyPilot requires other versions of our dependencies, so it needs a separate environment. ROLLOUTS_SKY is the path of
+its program. In nearly all clouds, SkyPilot sets an automatic end on each machine. Clouds with their own file here are
+left out.
 
-Where ssh needs a proxy command, as for the pods of Kubernetes, the way is SkyPilot's own configuration of that machine:
+If ssh needs a proxy command, as for pods of Kubernetes, SkyPilot's own configuration of that machine is used:
 
     ssh -F ~/.sky/generated/ssh/NAME -W 127.0.0.1:22 ssh://NAME    the machine's own port, seen from inside it
 
-A pod has no price unless SkyPilot's configuration gives one (kubernetes.pricing): its offer costs 0, which every cap
-admits, so not the run's money but its hours end it. Offers are those of the current context, which is their region.
+A pod has no price unless SkyPilot's configuration sets one (kubernetes.pricing). Its offer costs 0, which every limit
+admits, so only the run's hours end it, not its money. Offers are those of the current context, which is their region.
 """
 
 import json
@@ -43,18 +43,17 @@ from rollouts.infra.errors import (
 )
 from rollouts.infra.foreign_text import shown_line, shown_lines
 from rollouts.infra.offers import MAKERS_WORDS, GPUQuery, Instance, InstanceStatus, MachineSpec, Offer
-from rollouts.infra.providers.addresses import usable_host, usable_port, usable_user
-from rollouts.infra.providers.http import Endpoint
+from rollouts.infra.providers.http import Endpoint, usable_host, usable_port, usable_user
 from rollouts.infra.session import LOOPBACK
 
 ANSWER_TIMEOUT_S = 300.0
 LAUNCH_TIMEOUT_S = 1800.0
-SSH_FILES = Path("~/.sky/generated/ssh")
+_SSH_FILES = Path("~/.sky/generated/ssh")
 MAX_SHOWN_CHARACTERS = 300
 _ELSEWHERE = {"ssh", "slurm", "runpod", "lambda", "vast", "primeintellect", "shadeform"}
 _KUBERNETES = "kubernetes"
 _NEVER_END_THEMSELVES = {"hyperbolic", "verda", "yotta"}
-"""Clouds in which SkyPilot refuses to launch a machine that is to end by itself (no AUTODOWN)."""
+"""Clouds in which SkyPilot refuses to launch a machine with an automatic end (no AUTODOWN)."""
 _STATUS = {
     "INIT": InstanceStatus.STARTING,
     "UP": InstanceStatus.RUNNING,
@@ -65,10 +64,10 @@ _MEMORY_GB = {
     **{"T4": 16, "V100": 16, "V100-32GB": 32, "P100": 16, "A10G": 24, "A10": 24, "L4": 24, "L40S": 48},
     **{"A100": 40, "A100-80GB": 80, "H100": 80, "H200": 141, "B200": 180},
 }
-"""Of catalogs that do not say how much memory a GPU has; in names like H100-80GB it is said."""
+"""For catalogs without the memory of a GPU. Names like H100-80GB contain it."""
 _MEMORY_IN_NAME = re.compile(r"-(\d+)GB\b")
 _DOWN_FAILED = "Cluster(s) failed."
-"""What `sky down` prints at last, below the reasons, where it could not end a cluster."""
+"""Last line of `sky down`, after the reasons, if it could not end a cluster."""
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +75,7 @@ AnswerT = TypeVar("AnswerT")
 
 
 class _Kind(BaseModel):
-    """An instance type, in a region."""
+    """An instance type in a region."""
 
     cloud: str
     instance_type: str | None = None
@@ -97,7 +96,7 @@ class _Cluster(BaseModel):
 
     @property
     def runs_unwatched(self) -> bool:
-        """True when its cloud has it up, and only SkyPilot's program on it did not answer: the network may be cut."""
+        """Whether its cloud runs it, but SkyPilot's program on it did not answer, for example without network."""
         return self.cluster_ever_up and "ray cluster is unhealthy" in (self.init_status_reason or "")
 
 
@@ -107,7 +106,7 @@ _WORKSPACES = TypeAdapter(dict[str, dict[str, list[str]]])
 
 
 class Sky:
-    """The accounts that SkyPilot has, as one."""
+    """All accounts of SkyPilot as one."""
 
     name: ClassVar[CloudName] = "sky"
     endpoint: ClassVar[Endpoint] = Endpoint(
@@ -118,8 +117,8 @@ class Sky:
     reaches: ClassVar[tuple[str, ...]] = ("aws", "gcp", "google", "azure", "kubernetes")
 
     def __init__(self, program: str, url: str = "") -> None:
-        """`program` is the path of `sky`; a `url` there is none."""
-        assert not url, "SkyPilot knows itself where its server is"
+        """`program` is the path of `sky`; `url` must be empty."""
+        assert not url, "SkyPilot finds its server by itself"
         self._program = program
 
     def __enter__(self) -> Self:
@@ -131,7 +130,7 @@ class Sky:
     def search(self, query: GPUQuery) -> list[Offer]:
         if not query.gpu_types:
             raise ProviderRefusedError(
-                "SkyPilot is asked for GPUs by their names: name some as node.query.gpu_types, or with --gpu"
+                "SkyPilot finds GPUs by their names: name some as node.query.gpu_types, or with --gpu"
             )
         clouds = sorted(self._usable_clouds())
         offers: list[Offer] = []
@@ -143,8 +142,8 @@ class Sky:
                     for first_word in sorted({_first_word(wanted) for wanted in query.gpu_types})
                     for kind in self._kinds(first_word, query.gpu_count, cloud)
                 ]
-            except ProviderUnavailableError as error:  # a Kubernetes cluster that is away hides no other cloud
-                logger.warning("went on without %s: %s", cloud, error)
+            except ProviderUnavailableError as error:  # an unreachable Kubernetes cluster hides no other cloud
+                logger.warning("continued without %s: %s", cloud, error)
                 failures.append(error)
                 continue
             offers += [offer for kind in kinds if (offer := _read_offer(kind, is_spot=query.spot)) is not None]
@@ -154,7 +153,7 @@ class Sky:
 
     def create(self, offer: Offer, spec: MachineSpec) -> str:
         cloud, _, kind = offer.id.partition(":")
-        instance_type, _, accelerator = kind.rpartition(":")  # the former has colons in some clouds: H100_80GB::8
+        instance_type, _, accelerator = kind.rpartition(":")  # some instance types contain colons: H100_80GB::8
         resources = {
             "infra": f"{cloud}/{offer.region}",
             "accelerators": f"{accelerator}:{offer.gpu_count}",
@@ -170,7 +169,7 @@ class Sky:
         with tempfile.NamedTemporaryFile("w", encoding="utf-8", prefix="rollouts-sky-", suffix=".yaml") as file:
             file.write(json.dumps(task))  # JSON is YAML
             file.flush()
-            # One that comes up after its end is of no use, and may cost more until then than the run may spend.
+            # A machine that starts after its end is useless, and may cost more than the run may spend.
             left_s = math.inf if spec.ends_at is None else max(0.0, spec.ends_at - time.time())
             timeout_s = min(LAUNCH_TIMEOUT_S, left_s)
             try:
@@ -181,7 +180,7 @@ class Sky:
             return spec.name
         problem = f"sky launch ended with {done.returncode}: {_last_words(done)}"
         try:
-            is_there = self.get(spec.name) is not None  # SkyPilot leaves what it began with
+            is_there = self.get(spec.name) is not None  # SkyPilot keeps an incomplete machine
         except InfraError as error:
             raise UnclearAnswerError(f"{problem}; and {error}") from error
         raise UnclearAnswerError(problem) if is_there else OfferGoneError(problem)
@@ -191,7 +190,7 @@ class Sky:
         return next((_read(each) for each in self._ask(words, _CLUSTERS) if each.name == instance_id), None)
 
     def host_key(self, instance_id: str) -> str:
-        """Nothing: SkyPilot logs in itself before, without a look at the key."""
+        """Return "": SkyPilot itself logs in first, without checking the key."""
         return ""
 
     def list_named(self, prefix: str) -> list[Instance]:
@@ -205,13 +204,12 @@ class Sky:
             raise ProviderUnavailableError(problem)
 
     def _usable_clouds(self) -> set[str]:
-        """The clouds whose credentials SkyPilot has, by their names in small letters."""
+        """Return the clouds whose credentials SkyPilot has, in lower case."""
         workspaces = self._ask(["check", "--output", "json"], _WORKSPACES)
         found = {cloud.lower() for clouds in workspaces.values() for cloud, can in clouds.items() if "compute" in can}
         return found - _ELSEWHERE
 
     def _kinds(self, gpu: str, count: int, cloud: str) -> list[_Kind]:
-        """What a cloud has of GPUs with this in their names."""
         words = ["gpus", "list", f"{re.escape(gpu)}:{count}", "--infra", cloud, "--all-regions", "--output", "json"]
         return [kind for kinds in self._ask(words, _KINDS).values() for kind in kinds]
 
@@ -224,7 +222,7 @@ class Sky:
             return shape.validate_json(_json_in(done.stdout))
         except ValidationError as error:
             reason = error.errors(include_url=False, include_input=False)[0]["msg"]
-            raise ProviderUnavailableError(f"{what} printed something unreadable ({reason})") from error
+            raise ProviderUnavailableError(f"{what} printed unreadable output ({reason})") from error
 
     def _run_in_time(self, words: Sequence[str]) -> subprocess.CompletedProcess[str]:
         try:
@@ -233,7 +231,7 @@ class Sky:
             raise ProviderUnavailableError(f"sky {words[0]} took longer than {ANSWER_TIMEOUT_S:.0f} s") from error
 
     def _run(self, words: Sequence[str], *, timeout_s: float) -> subprocess.CompletedProcess[str]:
-        # Python's variables are meant for our environment, and would break the one that SkyPilot has.
+        # Python's variables belong to our environment, and would break SkyPilot's.
         env = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
         try:
             return subprocess.run(
@@ -247,19 +245,19 @@ class Sky:
             )
         except OSError as error:
             raise MissingKeyError(
-                f"{self.endpoint.key_variable} names {self._program}, which cannot be run ({error.strerror}): give the "
-                "path of SkyPilot's program, for example ~/.sky-env/bin/sky"
+                f"{self.endpoint.key_variable} is {self._program}, which cannot be run ({error.strerror}): set it to "
+                "the path of SkyPilot's program, for example ~/.sky-env/bin/sky"
             ) from error
 
 
 def _first_word(gpu_type: str) -> str:
-    """The first word of a name that SkyPilot's catalogs have, too; they leave out NVIDIA's own."""
+    """Return the first word of a name except NVIDIA's own words, which SkyPilot's catalogs omit."""
     words = gpu_type.split()
     return next((word for word in words if word.lower() not in MAKERS_WORDS), words[0])
 
 
 def _read_offer(kind: _Kind, *, is_spot: bool) -> Offer | None:
-    """The offer; None where its GPU's memory, or outside of Kubernetes its price, is not known."""
+    """Return the offer; None if its GPU's memory is unknown, or, except on Kubernetes, its price."""
     is_pod = kind.cloud.lower() == _KUBERNETES
     price = (kind.spot_price if is_spot else kind.price) or 0.0
     said = _MEMORY_IN_NAME.search(kind.accelerator_name)
@@ -296,13 +294,13 @@ def _read(cluster: _Cluster) -> Instance:
         port=usable_port(address.get("port")),
         user=usable_user(address.get("user"), "ubuntu"),
         proxy_jump=name,
-        ssh_config=str(SSH_FILES.expanduser() / name) if name else "",
+        ssh_config=str(_SSH_FILES.expanduser() / name) if name else "",
     )
 
 
 def _read_address(name: str) -> Iterator[tuple[str, str]]:
-    """The settings, by their names in small letters, that SkyPilot has written for ssh; of the first node."""
-    path = SSH_FILES.expanduser() / name
+    """Yield SkyPilot's ssh settings for the first node, with names in lower case."""
+    path = _SSH_FILES.expanduser() / name
     try:
         text = path.read_text()
     except OSError:
@@ -316,13 +314,13 @@ def _read_address(name: str) -> Iterator[tuple[str, str]]:
 
 
 def _let_in(public_key: str) -> str:
-    """What SkyPilot runs on a fresh machine."""
+    """Return the commands that SkyPilot runs on a fresh machine."""
     line = shlex.quote(public_key)
     return f"umask 077; mkdir -p ~/.ssh && printf '%s\\n' {line} >> ~/.ssh/authorized_keys\n"
 
 
 def _ends_itself(ends_at: float | None) -> list[str]:
-    """Options with which the machine ends itself, whatever goes on there."""
+    """Return options for an automatic end of the machine, whatever runs there."""
     if ends_at is None:
         return []
     minutes = max(1, math.ceil((ends_at - time.time()) / 60))
@@ -330,14 +328,14 @@ def _ends_itself(ends_at: float | None) -> list[str]:
 
 
 def _json_in(output: str) -> str:
-    """What is printed from the first line on that begins an object or a list; SkyPilot may say something before."""
+    """Return the output from the first line that begins an object or a list. SkyPilot may print other lines first."""
     lines = output.splitlines()
     first = next((number for number, line in enumerate(lines) if line.startswith(("{", "["))), len(lines))
     return "\n".join(lines[first:])
 
 
 def _problem_of_down(done: subprocess.CompletedProcess[str]) -> str:
-    """Why `sky down` did not end the cluster; empty where it says nothing like that. It ends with 0 all the same."""
+    """Return why `sky down` did not end the cluster; empty if it did. Its exit code is 0 in both cases."""
     said, failed, _ = done.stdout.partition(_DOWN_FAILED)
     if failed:
         lines = said.rpartition("Reason: ")[2].strip().splitlines()
@@ -346,11 +344,10 @@ def _problem_of_down(done: subprocess.CompletedProcess[str]) -> str:
 
 
 def _last_words(done: subprocess.CompletedProcess[str]) -> str:
-    """The last line that SkyPilot printed, without colours and control characters."""
+    """Return the last line that SkyPilot printed, without colors and control characters."""
     said = shown_lines(f"{done.stdout}\n{done.stderr}").strip().splitlines()
     return _shown(said[-1] if said else "no explanation")
 
 
 def _shown(said: str) -> str:
-    """Words of SkyPilot's without colours and control characters, shortened."""
     return shown_line(said)[:MAX_SHOWN_CHARACTERS]

@@ -1,6 +1,6 @@
-"""Machines of the user's own, reached over SSH: nothing to rent, nothing to release.
+"""The user's own machines, reached over SSH. They are neither rented nor released.
 
-Not here: the session itself (ssh_session.py), what the machine must have (bootstrap.py).
+Not here: the session (ssh/ssh_session.py), requirements on a machine (bootstrap.py).
 """
 
 import json
@@ -15,10 +15,10 @@ from rollouts.infra.node_agent import ISOLATED
 from rollouts.infra.session import Session, last_line
 from rollouts.infra.ssh.ssh_config import read_ssh_config
 
-FIRST_USE_FILE = "known_hosts"
-SYSTEM_KNOWN_HOSTS = "/etc/ssh/ssh_known_hosts"
-"""Where whoever runs a network may have put the keys of its machines; OpenSSH's client reads it, too."""
-PROGRAMS_DIR = "programs"
+_FIRST_USE_FILE = "known_hosts"
+_SYSTEM_KNOWN_HOSTS = "/etc/ssh/ssh_known_hosts"
+"""A network's administrators may store host keys there. OpenSSH's client reads it, too."""
+_PROGRAMS_DIR = "programs"
 CALL_TIMEOUT_S = 60.0
 
 _EXPAND = "import json, os, sys; sys.stdout.write(json.dumps(os.path.abspath(os.path.expanduser(sys.argv[1]))))"
@@ -27,10 +27,10 @@ logger = logging.getLogger(__name__)
 
 
 def provision_ssh(settings: SSHNode, store: Path) -> Node:
-    """The node record of the machine, with those of the others of its unit: all of them, or an error about one.
+    """Return the node of the machine with the further nodes of its unit.
 
     Raises:
-        NodeUnreachableError, HostKeyError, LoginError: one sentence about a connection.
+        NodeUnreachableError, HostKeyError, LoginError: a login failed.
         PermanentInfraError: an interpreter cannot be run, or a `root` is not a usable path.
     """
     node = reach_machine(settings, store)
@@ -42,13 +42,13 @@ def provision_ssh(settings: SSHNode, store: Path) -> Node:
 
 
 def reach_machine(settings: SSHMachine, store: Path) -> Node:
-    """The node record of one machine; logs in once, so that whatever is wrong with that is said now.
+    """Return the node of one machine. It logs in once, so that problems with the login appear now.
 
     Raises:
-        NodeUnreachableError, HostKeyError, LoginError: one sentence about the connection.
+        NodeUnreachableError, HostKeyError, LoginError: the login failed.
         PermanentInfraError: its interpreter cannot be run, or `root` is not a usable path.
     """
-    from rollouts.infra.ssh.ssh_session import SSHSession  # paramiko loads here
+    from rollouts.infra.ssh.ssh_session import SSHSession  # imports paramiko
 
     access = read_access(settings, store)
     with SSHSession(access, python=settings.python, programs_dir="") as session:
@@ -66,27 +66,27 @@ def reach_machine(settings: SSHMachine, store: Path) -> Node:
 
 
 def expand_root(session: Session, python: str, root: str) -> str:
-    """The directory for everything, as an absolute path on the machine.
+    """Return `root` as an absolute path on the machine.
 
     Raises:
-        PermanentInfraError: the interpreter cannot be run, or it is not a usable path.
+        PermanentInfraError: the interpreter cannot be run, or the path is unusable.
     """
     completed = session.run([python, ISOLATED, "-c", _EXPAND, root], timeout_s=CALL_TIMEOUT_S, may_repeat=True)
     expanded = str(json.loads(last_line(completed)))
     if expanded == "/":
-        raise PermanentInfraError("node.root is / : name a directory of its own")
+        raise PermanentInfraError("node.root is /: name a separate directory")
     return expanded
 
 
 def read_access(settings: SSHMachine, store: Path) -> SSHAccess:
-    """How the settings say that the machine is reached; what they leave out, OpenSSH's configuration of its name says.
+    """Return the parameters of the login from the settings, completed by OpenSSH's configuration for a host name.
 
     Raises:
-        PermanentInfraError: it is called by a name that OpenSSH cannot look up.
+        PermanentInfraError: OpenSSH cannot look the name up.
     """
-    first_use_file = str(store.expanduser().absolute() / FIRST_USE_FILE)
+    first_use_file = str(store.expanduser().absolute() / _FIRST_USE_FILE)
     is_usual = settings.known_hosts == type(settings).model_fields["known_hosts"].default
-    own = (settings.known_hosts, SYSTEM_KNOWN_HOSTS) if is_usual else (settings.known_hosts,)
+    own = (settings.known_hosts, _SYSTEM_KNOWN_HOSTS) if is_usual else (settings.known_hosts,)
     access = SSHAccess(
         host=settings.place[0],
         port=settings.place[1],
@@ -120,17 +120,17 @@ def read_access(settings: SSHMachine, store: Path) -> SSHAccess:
 
 def release_ssh(node: Node) -> None:
     """Leave the machine as it is."""
-    logger.info("kept %s: %s is nobody's to give back", node.root, node.name)
+    logger.info("kept %s: %s is not rented", node.root, node.name)
 
 
 def open_ssh_session(node: Node, *, find_access: Callable[[], SSHAccess] | None = None) -> Session:
-    """A session on the machine.
+    """Return a session on the machine.
 
     Args:
-        find_access: asked before every connection where the machine's address may change.
+        find_access: called before every connection, if the machine's address may change.
     """
-    from rollouts.infra.ssh.ssh_session import SSHSession  # paramiko loads here
+    from rollouts.infra.ssh.ssh_session import SSHSession  # imports paramiko
 
     assert node.access is not None, f"{node.name} has no address"
-    programs_dir = f"{node.root}/{PROGRAMS_DIR}"
+    programs_dir = f"{node.root}/{_PROGRAMS_DIR}"
     return SSHSession(node.access, python=node.python, programs_dir=programs_dir, find_access=find_access)

@@ -1,10 +1,10 @@
-"""Vast.ai's API: containers on machines of data centers and of private people.
+"""Vast.ai's API: containers on machines of data centers and of private owners.
 
-Not here: HTTP (http.py), when a machine is created and ended (infra/renting/provision.py, infra/renting/release.py).
+An offer is one machine and can be rented once. The container's first command writes the login key, so no key has to be
+registered with the account. A host key cannot be given in this way, because the SSH server starts earlier, with a new
+key. `price` is never sent: it would make the machine interruptible by higher bids.
 
-An offer is one machine and can be taken once. The key that may log in is written by the container's first command: so
-no key has to be registered with the account. No host key is given that way: the SSH server runs before that command,
-with a key of its own. `price` is not sent: with it the machine would be one that can be outbid.
+Not here: HTTP (http.py), creating and ending machines (infra/renting/provision.py, infra/renting/release.py).
 """
 
 import json
@@ -17,16 +17,15 @@ from pydantic import BaseModel, Field
 from rollouts.infra.clouds import CloudName
 from rollouts.infra.errors import ProviderUnavailableError
 from rollouts.infra.offers import GPUQuery, Instance, InstanceStatus, MachineSpec, Offer, is_gpu_type
-from rollouts.infra.providers.addresses import quoted, usable_host, usable_port
-from rollouts.infra.providers.http import Account, Endpoint, Json
+from rollouts.infra.providers.http import Account, Endpoint, Json, quoted, usable_host, usable_port
 
 DEFAULT_IMAGE = "vastai/pytorch:@vastai-automatic-tag"
 _PAGE, _MAX_PAGES = 25, 200
 _OFFERS, _MAX_SEARCHES = 64, 8
-"""A search answers no more offers than that, whatever it is asked for; so many are made for one question, because
-Vast.ai limits how many offers an account may be shown in a day."""
+"""Vast.ai returns at most this many offers per search. The number of searches is limited, because Vast.ai limits how
+many offers an account may see in a day."""
 _LEAST_S = 3600
-"""A machine that its owner takes back earlier is of no use."""
+"""A machine that its owner takes back earlier is useless."""
 _GPU_NAMES = (
     *("A10", "A10g", "A16", "A30", "A40", "A100 PCIE", "A100 SXM", "A100 SXM4", "A100X", "A800 PCIE", "B200", "B300"),
     *("B300 SXM", "GB10", "GH200 SXM", "H100 NVL", "H100 PCIE", "H100 SXM", "H200", "H200 NVL", "L4", "L40", "L40S"),
@@ -38,18 +37,18 @@ _GPU_NAMES = (
     *("RTX A4500", "RTX A5000", "RTX A6000", "RTX PRO 4000", "RTX PRO 4500", "RTX PRO 5000", "RTX PRO 6000"),
     *("RTX PRO 6000 Max-Q", "RTX PRO 6000 S", "RTX PRO 6000 WS"),
 )
-"""What Vast.ai calls GPUs; one that is not here is looked for among all."""
+"""Vast.ai's names of GPUs. For other names all offers are searched."""
 _LIST = "/api/v1/instances/"
 _SOLD_GB = (8, 10, 11, 12, 16, 20, 24, 32, 40, 48, 80, 94, 96, 141, 180, 288)
 _LEAST_SHARE = 0.93
-"""Of the memory that a card is sold with: the error correction of L4, A10, A40 and L40S takes a sixteenth."""
+"""Share of a card's nominal memory that must be visible. Error correction takes a sixteenth on L4, A10, A40, L40S."""
 STATUS = {
     "created": InstanceStatus.STARTING,
     "loading": InstanceStatus.STARTING,
     "running": InstanceStatus.RUNNING,
     "exited": InstanceStatus.STOPPED,
     "stopped": InstanceStatus.STOPPED,
-    # Its document: these "will never reach `running` -- destroy and retry".
+    # Vast.ai's documentation: these "will never reach `running` -- destroy and retry".
     "offline": InstanceStatus.FAILED,
     "unknown": InstanceStatus.FAILED,
 }
@@ -60,12 +59,12 @@ class _Ask(BaseModel):
     gpu_name: str
     num_gpus: int
     gpu_ram: float
-    """Of each GPU, in what Vast.ai calls MB: the MiB that nvidia-smi shows, 24,564 of an RTX 4090."""
+    """Memory of each GPU in MiB, as nvidia-smi shows it, although Vast.ai calls it MB; 24,564 for an RTX 4090."""
     dph_total: float
     geolocation: str | None = None
     machine_id: int | None = None
     end_date: float | None = None
-    """When its owner takes the machine back, in seconds since 1970."""
+    """Time at which its owner takes the machine back, in seconds since 1970."""
 
 
 class _Asks(BaseModel):
@@ -81,7 +80,7 @@ class _Mapping(BaseModel):
 
 
 class _Ports(BaseModel):
-    """As Docker maps them; a port that is not mapped is null."""
+    """Port mappings in Docker's format; an unmapped port is null."""
 
     ssh: list[_Mapping] | None = Field(default=None, alias="22/tcp")
 
@@ -123,7 +122,7 @@ class Vast(Account):
             "rented": {"eq": False},
             "num_gpus": {"eq": query.gpu_count},
             "duration": {"gte": _LEAST_S},
-            "direct_port_count": {"gte": 1},  # else no SSH without Vast.ai's own proxy
+            "direct_port_count": {"gte": 1},  # otherwise SSH only works through Vast.ai's own proxy
             "gpu_ram": {"gte": int(query.min_vram_gb * _LEAST_SHARE * 1024)},
             "disk_space": {"gte": query.disk_gb},
             "allocated_storage": query.disk_gb,
@@ -136,7 +135,7 @@ class Vast(Account):
             body["cuda_max_good"] = {"gte": float(query.min_cuda)}
         names = _names_of(query.gpu_types)
         named = self._search(body | {"gpu_name": {"in": names}}, query) if names else []
-        return named or self._search(body, query)  # whatever the names are by now, what is there is found
+        return named or self._search(body, query)  # names may have changed, so all offers are searched then
 
     def create(self, offer: Offer, spec: MachineSpec) -> str:
         key = shlex.quote(spec.public_key)
@@ -152,9 +151,9 @@ class Vast(Account):
         return str(self._api.create(path, body, _Contract, method="PUT", is_machine=True).new_contract)
 
     def get(self, instance_id: str) -> Instance | None:
-        if not (instance_id.isascii() and instance_id.isdigit()):  # somebody else's name for a machine
+        if not (instance_id.isascii() and instance_id.isdigit()):  # not an id of Vast.ai
             return None
-        # The address of a single instance shows its ports in another form than the list, which is the newer one.
+        # The API for a single instance shows its ports in an older format than the list.
         params = {"limit": "1", "select_filters": json.dumps({"id": {"eq": int(instance_id)}})}
         instances = self._api.read(_LIST, _Page, params).instances
         mine = [each for each in instances if str(each.get("id")) == instance_id]
@@ -170,14 +169,14 @@ class Vast(Account):
                 return [_read_instance(each) for each in self._api.named(instances, prefix, _Instance, key="label")]
             params["after_token"] = page.next_token
         raise ProviderUnavailableError(
-            f"{self.endpoint.title} lists more than {_MAX_PAGES * _PAGE} machines: that cannot be all ours"
+            f"{self.endpoint.title} lists more than {_MAX_PAGES * _PAGE} machines, which is not plausible"
         )
 
     def terminate(self, instance_id: str) -> None:
         self._api.change("DELETE", f"/api/v0/instances/{quoted(instance_id)}/")
 
     def _search(self, body: Json, query: GPUQuery) -> list[Offer]:
-        """What answers to the question, cheapest first, until there is enough that fits, or the rest is too dear."""
+        """Return offers, cheapest first, until enough of them fit or the rest is too expensive."""
         found: dict[str, Offer] = {}
         floor: Json = {}
         for _ in range(_MAX_SEARCHES):
@@ -195,17 +194,17 @@ class Vast(Account):
 
 
 def _sold_gb(mib: float) -> float:
-    """The memory that a card is sold with, which is what other providers tell."""
+    """Return the nominal memory of a card, which other providers report."""
     gib = mib / 1024
     return next((sold for sold in _SOLD_GB if _LEAST_SHARE * sold <= gib <= sold), round(gib, 1))
 
 
 def _names_of(gpu_types: Sequence[str]) -> list[str]:
-    """What Vast.ai calls GPUs of these types; nothing where it calls one of them something else, or all will do."""
+    """Return Vast.ai's names of these types; empty if a type has no name there, or if all types are wanted."""
     names = {wanted: [name for name in _GPU_NAMES if is_gpu_type(name, wanted)] for wanted in gpu_types}
     if not all(names.values()):
         return []
-    # Its document writes RTX_4090, its guide and its offers RTX 4090; a name that nobody has does not matter.
+    # Vast.ai's documentation writes RTX_4090, its guide and its offers RTX 4090. Unknown names have no effect.
     return sorted({spelt for known in names.values() for name in known for spelt in (name, name.replace(" ", "_"))})
 
 

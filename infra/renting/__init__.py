@@ -1,1 +1,1 @@
-"""Rented machines, from the search for one until its provider has it no more."""
+"""Renting machines: search, creation, checks, release, and the cleanup of forgotten machines."""

@@ -1,12 +1,9 @@
-"""Whether a fresh machine will do: its GPUs compute, also together, its disk and the link to it are fast enough.
+"""Check a fresh machine: its GPUs compute, alone and together, and its link and disk are fast enough.
 
-Not here: what else the machine has (node_probe.py), giving it back when it will not do (provision.py).
+The driver of a rented machine may list GPUs that it cannot use, or GPUs may hang in a joint computation. A machine may
+have a link on which a checkpoint takes an hour, often in one direction only, or a network disk that is as slow.
 
-On one of many machines that are rented out the driver lists GPUs and can use none of them, or they hang when they are
-to compute together.
-
-Machines that are rented out are now and then behind a link on which a checkpoint takes an hour, often in one direction
-only, or have a disk of the network that writes as slowly.
+Not here: other properties of a machine (node_probe.py), releasing an unfit one (provision.py).
 """
 
 import os
@@ -21,10 +18,10 @@ from rollouts.infra.offers import is_same_model
 from rollouts.infra.renting import gpu_trial, peer_trial
 from rollouts.infra.session import Session, last_line, read_answer
 
-LINK_BYTES = 4 << 20
-DISK_BYTES = 64 << 20
+_LINK_BYTES = 4 << 20
+_DISK_BYTES = 64 << 20
 ALLOWANCE_S = 15.0
-"""For the start of an interpreter and round trips, on top of what the slowest speed that will do takes."""
+"""Seconds for starting an interpreter and for round trips, besides the time that the slowest allowed speed takes."""
 _BITS_PER_MBIT, _BYTES_PER_MB, _BYTES_PER_GB = 1e6, 1e6, 1e9
 
 _TAKE = "import sys; sys.stdin.buffer.read()"
@@ -44,45 +41,45 @@ with tempfile.TemporaryFile(dir=sys.argv[1]) as file:
 
 
 GPU_TIMEOUT_S = 120.0
-"""Eight GPUs without persistence take a minute to wake up."""
+"""Eight GPUs without persistence mode take a minute to initialize."""
 PEER_TIMEOUT_S = 240.0
-"""For importing torch from a cold disk, of which all but seconds is, and one sum over all GPUs."""
-PEER_ALLOWANCE_S = 30.0
-"""For the answer, on top of that."""
+"""Seconds for importing torch from a cold disk, which takes most of the time, and for one sum over all GPUs."""
+_PEER_ALLOWANCE_S = 30.0
+"""Additional seconds for the answer."""
 NOT_READY = 802
-"""CUDA_ERROR_SYSTEM_NOT_READY: what joins the GPUs of a large machine is still being started."""
+"""CUDA_ERROR_SYSTEM_NOT_READY: the interconnect of a large machine's GPUs is still starting."""
 
 
-MIN_MEMORY_SHARE = 0.9
-"""Of what was offered: the driver keeps a little, and some providers count in another GB."""
+_MIN_MEMORY_SHARE = 0.9
+"""Share of the offered memory that a GPU must have. The driver keeps some, and some providers count in another GB."""
 
 
 def require_gpus(session: Session, num_gpus: int, *, gpu_type: str = "", vram_gb: float = 0.0) -> str:
-    """Have every GPU of a machine compute something; returns what was found, in words.
+    """Let every GPU of a machine compute, and return a description of the GPUs.
 
     Args:
-        gpu_type: what was offered, in the provider's words.
-        vram_gb: memory of each, as it was offered; 0 where nobody knows.
+        gpu_type: the offered type, in the provider's words.
+        vram_gb: the offered memory of each GPU; 0 if unknown.
 
     Raises:
-        UnfitMachineError: fewer of them can than were paid for, or they are others.
-        TransientInfraError: they are not ready so far.
+        UnfitMachineError: fewer GPUs work than were offered, or they differ from the offer.
+        TransientInfraError: the GPUs are not ready yet.
     """
     program = Path(gpu_trial.__file__).read_bytes()
     try:
         completed = session.run([session.python, ISOLATED, "-"], stdin=program, timeout_s=GPU_TIMEOUT_S)
     except CommandTimeoutError as error:
         raise UnfitMachineError(f"its GPUs did not answer within {GPU_TIMEOUT_S:.0f} s") from error
-    except CommandFailedError as error:  # a driver that crashes takes the interpreter with it
+    except CommandFailedError as error:  # a crash of the driver also ends the interpreter
         code = error.completed.exit_code
-        raise UnfitMachineError(f"its GPUs cannot be tried (that ended with code {code})") from error
+        raise UnfitMachineError(f"its GPUs cannot be tested (the test ended with code {code})") from error
     found = read_answer(completed)
     if not found["has_driver"] and found["listed"]:
         raise UnfitMachineError(
-            f"none of its {num_gpus} GPUs can compute (nvidia-smi lists {found['listed']}, but {found['problem']})"
+            f"its {num_gpus} GPUs cannot compute (nvidia-smi lists {found['listed']}, but {found['problem']})"
         )
     if not found["has_driver"]:
-        return "no driver of NVIDIA's, so no GPU was tried"
+        return "no NVIDIA driver, so its GPUs were not tested"
     if found["code"] == NOT_READY:
         raise TransientInfraError(f"its GPUs are not ready ({found['problem']})")
     names = found["gpus"]
@@ -93,51 +90,51 @@ def require_gpus(session: Session, num_gpus: int, *, gpu_type: str = "", vram_gb
     what = f"{len(names)}x {' and '.join(sorted(set(names)))}"
     others = [name for name in names if not is_same_model(gpu_type, name)]
     if others:
-        raise UnfitMachineError(f"it has {what}, and {num_gpus}x {gpu_type} was offered")
+        raise UnfitMachineError(f"it has {what}, but {num_gpus}x {gpu_type} was offered")
     least_gb = min(found["memory"]) / _BYTES_PER_GB
-    if least_gb < MIN_MEMORY_SHARE * vram_gb:
+    if least_gb < _MIN_MEMORY_SHARE * vram_gb:
         raise UnfitMachineError(
-            f"its GPUs ({what}) have {least_gb:.0f} GB of memory, and {vram_gb:.0f} GB were offered"
+            f"its GPUs ({what}) have {least_gb:.0f} GB of memory, but {vram_gb:.0f} GB were offered"
         )
     return what
 
 
 def require_peers(session: Session, python: str, num_gpus: int, *, backend: str = "nccl") -> str:
-    """Have the GPUs of a machine sum something up together; returns what was found, in words.
+    """Let the GPUs of a machine compute a sum together, and return a description of the result.
 
     Args:
-        python: the interpreter that trains; where it has no torch so far, nothing is tried.
-        backend: of torch.distributed; gloo does the same on the CPU.
+        python: the interpreter of the training. If it has no torch yet, the test is skipped.
+        backend: of torch.distributed; gloo runs the test on the CPU.
 
     Raises:
-        UnfitMachineError: they cannot, or hang.
+        UnfitMachineError: the sum fails or hangs.
     """
     command = [python, "-", backend, str(num_gpus), str(PEER_TIMEOUT_S)]
     program = Path(peer_trial.__file__).read_bytes()
     try:
-        found = read_answer(session.run(command, stdin=program, timeout_s=PEER_TIMEOUT_S + PEER_ALLOWANCE_S))
+        found = read_answer(session.run(command, stdin=program, timeout_s=PEER_TIMEOUT_S + _PEER_ALLOWANCE_S))
         is_tried, problem = found["is_tried"], found["problem"]
     except (CommandFailedError, CommandTimeoutError) as error:
         is_tried, problem = True, str(error).strip().rpartition("\n")[2]
     if problem:
         raise UnfitMachineError(
-            f"its {num_gpus} GPUs cannot compute together ({problem}): to take such machines, which are slower then, "
-            "try NCCL_P2P_DISABLE=1, by `echo NCCL_P2P_DISABLE=1 >> /etc/nccl.conf` in node.setup"
+            f"its {num_gpus} GPUs cannot compute together ({problem}): to use such machines at a lower speed, set "
+            "NCCL_P2P_DISABLE=1, by `echo NCCL_P2P_DISABLE=1 >> /etc/nccl.conf` in node.setup"
         )
     if not is_tried:
-        return f"no torch can use its {num_gpus} GPUs so far, so they were not tried together"
+        return f"torch cannot use its {num_gpus} GPUs yet, so they were not tested together"
     return f"its {num_gpus} GPUs compute together"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineSpeed:
-    """What was measured, at least: small amounts, with the time of a round trip."""
+    """Lower bounds of the measured speeds: the amounts are small, and the times contain a round trip."""
 
     upload_mbit_s: float
-    """From here to the machine, in 10^6 bit per second."""
+    """From this machine to the rented one, in 10^6 bit per second."""
     download_mbit_s: float
     disk_mb_s: float
-    """Written to its disk, in 10^6 bytes per second."""
+    """Speed of writing to its disk, in 10^6 bytes per second."""
 
     def __str__(self) -> str:
         return (
@@ -147,21 +144,21 @@ class MachineSpeed:
 
 
 def require_speed(session: Session, root: str, *, min_link_mbit_s: float, min_disk_mb_s: float) -> MachineSpeed:
-    """Measure a machine, in seconds where it is fast enough.
+    """Measure a machine. This takes seconds if it is fast enough.
 
     Args:
-        root: folder on the disk that is measured; it is made where it is not there.
-        min_link_mbit_s: 10^6 bit per second that have to get through, in either direction.
-        min_disk_mb_s: 10^6 bytes per second that its disk has to write.
+        root: folder on the measured disk; it is created if needed.
+        min_link_mbit_s: required speed in both directions, in 10^6 bit per second.
+        min_disk_mb_s: required speed of writing to the disk, in 10^6 bytes per second.
 
     Raises:
-        UnfitMachineError: it is slower.
-        InfraError: it cannot be asked.
+        UnfitMachineError: the machine is slower.
+        InfraError: the machine cannot be reached.
     """
-    bits = 8 * LINK_BYTES
+    bits = 8 * _LINK_BYTES
     link_s = ALLOWANCE_S + bits / (min_link_mbit_s * _BITS_PER_MBIT)
-    disk_s = ALLOWANCE_S + DISK_BYTES / (min_disk_mb_s * _BYTES_PER_MB)
-    payload = os.urandom(LINK_BYTES)
+    disk_s = ALLOWANCE_S + _DISK_BYTES / (min_disk_mb_s * _BYTES_PER_MB)
+    payload = os.urandom(_LINK_BYTES)
 
     def take() -> float:
         began = time.monotonic()
@@ -170,17 +167,17 @@ def require_speed(session: Session, root: str, *, min_link_mbit_s: float, min_di
 
     def give() -> float:
         began = time.monotonic()
-        session.run([session.python, "-c", _GIVE, str(LINK_BYTES)], timeout_s=link_s)
+        session.run([session.python, "-c", _GIVE, str(_LINK_BYTES)], timeout_s=link_s)
         return time.monotonic() - began
 
     def write() -> float:
-        completed = session.run([session.python, "-c", _WRITE, root, str(DISK_BYTES)], timeout_s=disk_s)
+        completed = session.run([session.python, "-c", _WRITE, root, str(_DISK_BYTES)], timeout_s=disk_s)
         return float(last_line(completed))
 
     found = MachineSpeed(
         upload_mbit_s=_speed(take, bits / _BITS_PER_MBIT, link_s),
         download_mbit_s=_speed(give, bits / _BITS_PER_MBIT, link_s),
-        disk_mb_s=_speed(write, DISK_BYTES / _BYTES_PER_MB, disk_s),
+        disk_mb_s=_speed(write, _DISK_BYTES / _BYTES_PER_MB, disk_s),
     )
     if min(found.upload_mbit_s, found.download_mbit_s) < min_link_mbit_s or found.disk_mb_s < min_disk_mb_s:
         raise UnfitMachineError(
@@ -191,7 +188,7 @@ def require_speed(session: Session, root: str, *, min_link_mbit_s: float, min_di
 
 
 def _speed(move: Callable[[], float], amount: float, timeout_s: float) -> float:
-    """Amount per second; of what did not end in time what it would have been at most."""
+    """Return amount per second; after a timeout, an upper bound of the speed."""
     try:
         return amount / max(move(), 1e-3)
     except CommandTimeoutError:

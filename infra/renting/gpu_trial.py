@@ -1,10 +1,8 @@
-"""Say, as one JSON object, which GPUs of this machine can compute; run on a fresh machine by acceptance.py.
+"""Test which GPUs of this machine can compute, and print one JSON object. acceptance.py runs it on a fresh machine.
 
-By the driver's own library (libcuda), so before anything is installed there: that `nvidia-smi` lists a GPU does not
-mean that it can be used. Each GPU fills a piece of its memory, which is read back. Standard library only, and old
-syntax, so that every interpreter can run it.
-
-What nvidia-smi lists is asked only where that library cannot be loaded.
+It uses the driver's own library (libcuda), so nothing has to be installed. A GPU that `nvidia-smi` lists may still be
+unusable. Each GPU fills some of its memory, which is read back. Only if the library cannot be loaded, nvidia-smi is
+asked for a list of GPUs. Only the standard library and old syntax are used, as the interpreter may be old.
 
     {"has_driver": true, "listed": 0, "gpus": ["NVIDIA H100 80GB HBM3"], "memory": [85028765696], "code": 0,
      "problem": ""}
@@ -16,14 +14,14 @@ import subprocess
 import sys
 from typing import Any  # Any: a JSON object, a shared library
 
-LIBRARY = "libcuda.so.1"
-PATTERN = 0x5EED1234
+_LIBRARY = "libcuda.so.1"
+_PATTERN = 0x5EED1234
 NUM_WORDS = 1 << 20
-NAME_BYTES = 256
+_NAME_BYTES = 256
 
 
-class RefusedCallError(Exception):
-    """The driver answered with another code than success."""
+class _RefusedCallError(Exception):
+    """The driver returned an error code."""
 
     def __init__(self, call: str, code: int) -> None:
         super().__init__(call, code)
@@ -31,20 +29,19 @@ class RefusedCallError(Exception):
 
 
 def main() -> int:
-    """Try every GPU and print what came out."""
     try:
-        cuda = ctypes.CDLL(LIBRARY)
+        cuda = ctypes.CDLL(_LIBRARY)
     except OSError as error:
-        answer = {"has_driver": False, "listed": count_listed(), "gpus": [], "memory": []}  # type: dict[str, Any]
+        answer = {"has_driver": False, "listed": _count_listed(), "gpus": [], "memory": []}  # type: dict[str, Any]
         answer.update({"code": 0, "problem": str(error)})
     else:
-        answer = try_gpus(cuda)
+        answer = _try_gpus(cuda)
     sys.stdout.write(json.dumps(answer) + "\n")
     return 0
 
 
-def count_listed() -> int:
-    """How many GPUs nvidia-smi lists; 0 where there is none, or it fails."""
+def _count_listed() -> int:
+    """Return the number of GPUs that nvidia-smi lists; 0 without nvidia-smi or after an error."""
     try:
         listed = subprocess.check_output(["nvidia-smi", "--query-gpu=uuid", "--format=csv,noheader"])
     except (OSError, subprocess.CalledProcessError):
@@ -52,8 +49,8 @@ def count_listed() -> int:
     return sum(1 for line in listed.splitlines() if line.startswith((b"GPU-", b"MIG-")))
 
 
-def try_gpus(cuda: Any) -> "dict[str, Any]":
-    """The GPUs that computed, up to the first that did not, with what the driver said about that."""
+def _try_gpus(cuda: Any) -> "dict[str, Any]":
+    """Return the GPUs that computed, up to the first failure, and the driver's error for that."""
     names, memory = [], []  # type: list[str], list[int]
     code, problem = 0, ""
     try:
@@ -61,10 +58,10 @@ def try_gpus(cuda: Any) -> "dict[str, Any]":
         count = ctypes.c_int()
         call(cuda, "cuDeviceGetCount", ctypes.byref(count))
         for index in range(count.value):
-            name, num_bytes = try_gpu(cuda, index)
+            name, num_bytes = _try_gpu(cuda, index)
             names.append(name)
             memory.append(num_bytes)
-    except RefusedCallError as error:
+    except _RefusedCallError as error:
         code = error.code
         problem = f"GPU {len(names)}: {error.call} answers {code} ({describe(cuda, code)})"
     except ValueError as error:
@@ -72,40 +69,38 @@ def try_gpus(cuda: Any) -> "dict[str, Any]":
     return {"has_driver": True, "listed": 0, "gpus": names, "memory": memory, "code": code, "problem": problem}
 
 
-def try_gpu(cuda: Any, index: int) -> "tuple[str, int]":
-    """Have one GPU fill memory; returns its name, and how many bytes of memory it has.
+def _try_gpu(cuda: Any, index: int) -> "tuple[str, int]":
+    """Let one GPU fill memory; return its name and its memory in bytes.
 
     Raises:
-        RefusedCallError: the driver refuses a call.
-        ValueError: what was read back is something else.
+        _RefusedCallError: a call of the driver failed.
+        ValueError: the read content differs.
     """
     device, context, pointer = ctypes.c_int(), ctypes.c_void_p(), ctypes.c_ulonglong()
-    name = ctypes.create_string_buffer(NAME_BYTES)
+    name = ctypes.create_string_buffer(_NAME_BYTES)
     filled = (ctypes.c_uint32 * NUM_WORDS)()
     num_bytes, total_bytes = ctypes.c_size_t(ctypes.sizeof(filled)), ctypes.c_size_t()
     call(cuda, "cuDeviceGet", ctypes.byref(device), ctypes.c_int(index))
-    call(cuda, "cuDeviceGetName", name, ctypes.c_int(NAME_BYTES), device)
+    call(cuda, "cuDeviceGetName", name, ctypes.c_int(_NAME_BYTES), device)
     call(cuda, "cuDeviceTotalMem_v2", ctypes.byref(total_bytes), device)
     call(cuda, "cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
     call(cuda, "cuCtxSetCurrent", context)
     call(cuda, "cuMemAlloc_v2", ctypes.byref(pointer), num_bytes)
-    call(cuda, "cuMemsetD32_v2", pointer, ctypes.c_uint(PATTERN), ctypes.c_size_t(NUM_WORDS))
+    call(cuda, "cuMemsetD32_v2", pointer, ctypes.c_uint(_PATTERN), ctypes.c_size_t(NUM_WORDS))
     call(cuda, "cuMemcpyDtoH_v2", filled, pointer, num_bytes)
     call(cuda, "cuMemFree_v2", pointer)
-    if bytes(filled) != PATTERN.to_bytes(4, sys.byteorder) * NUM_WORDS:
+    if bytes(filled) != _PATTERN.to_bytes(4, sys.byteorder) * NUM_WORDS:
         raise ValueError("its memory does not hold what it wrote")
     return name.value.decode("utf-8", "replace"), total_bytes.value
 
 
 def call(cuda: Any, name: str, *arguments: Any) -> None:
-    """Call a function of the driver; RefusedCallError where it does not succeed."""
     code = getattr(cuda, name)(*arguments)
     if code != 0:
-        raise RefusedCallError(name, code)
+        raise _RefusedCallError(name, code)
 
 
 def describe(cuda: Any, code: int) -> str:
-    """What the driver calls an error."""
     text = ctypes.c_char_p()
     known = cuda.cuGetErrorString(ctypes.c_int(code), ctypes.byref(text)) == 0 and text.value
     return known.decode("utf-8", "replace") if known else "unknown error"

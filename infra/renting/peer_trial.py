@@ -1,13 +1,13 @@
-"""Say, as one JSON object, whether the GPUs of this machine can sum something up together; sent by acceptance.py.
+"""Test whether the GPUs of this machine can compute a sum together, and print one JSON object; sent by acceptance.py.
 
-On machines that are rented out the memory of one GPU is now and then out of reach of another one (broken P2P, IOMMU,
-ACS): each computes, and the first all-reduce of all hangs for ever. So one process for each GPU joins a group, sums a
-tensor up over all, and compares; whoever has not done so by the deadline is killed.
+On some rented machines one GPU cannot reach the memory of another (broken P2P, IOMMU, ACS). Each GPU alone computes,
+but the first all-reduce hangs forever. So one process per GPU joins a group, sums a tensor over all, and compares the
+result. Processes that have not finished by the deadline are killed.
 
     arguments    BACKEND (nccl, or gloo for the CPU), number of processes, seconds until the deadline
-    answer       {"is_tried": true, "problem": ""}; not tried without torch, or where torch can use no GPU there
+    answer       {"is_tried": true, "problem": ""}; is_tried is false if torch is missing or cannot use a GPU
 
-The interpreter is the one that trains, with whatever variables it has. Standard library and torch only.
+The interpreter is the one of the training, with its environment. It uses only the standard library and torch.
 """
 
 import ctypes
@@ -23,42 +23,41 @@ import tempfile
 import time
 from typing import Any  # Any: a JSON object, torch
 
-CUDA_LIBRARY = "libcuda.so.1"
-NUM_NUMBERS = 1 << 22
+_CUDA_LIBRARY = "libcuda.so.1"
+_NUM_NUMBERS = 1 << 22
 SKIPPED, DONE, FAILED = "skipped", "done", "failed: "
-MAX_WORD_BYTES = 1000
+_MAX_WORD_BYTES = 1000
 
 
 def main() -> int:
-    """Try, and print what came out."""
     backend, num_ranks, deadline_s = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
     answer = {"is_tried": False, "problem": ""}  # type: dict[str, Any]
-    if has_what_it_takes(backend):
+    if _has_requirements(backend):
         with tempfile.TemporaryDirectory() as folder:
-            answer = try_together(backend, num_ranks, deadline_s, folder)
+            answer = _try_together(backend, num_ranks, deadline_s, folder)
     sys.stdout.write(json.dumps(answer) + "\n")
     return 0
 
 
-def has_what_it_takes(backend: str) -> bool:
-    """Whether there is a torch, and for nccl a driver; torch is not imported, so that processes can be forked."""
+def _has_requirements(backend: str) -> bool:
+    """Return whether torch and, for nccl, a driver exist. torch is not imported, so that processes can be forked."""
     if importlib.util.find_spec("torch") is None:
         return False
     try:
-        return backend != "nccl" or bool(ctypes.CDLL(CUDA_LIBRARY))
+        return backend != "nccl" or bool(ctypes.CDLL(_CUDA_LIBRARY))
     except OSError:
         return False
 
 
-def try_together(backend: str, num_ranks: int, deadline_s: float, folder: str) -> "dict[str, Any]":
-    """Start all processes and follow them until each has ended, one has failed, or the time is over."""
+def _try_together(backend: str, num_ranks: int, deadline_s: float, folder: str) -> "dict[str, Any]":
+    """Start all processes and follow them until all have ended, one has failed, or time is up."""
     ends_at = time.monotonic() + deadline_s
     pipes, pids = {}, []
     for rank in range(num_ranks):
         ours, theirs = os.pipe()
         pid = os.fork()
         if pid == 0:
-            run_rank(backend, rank, num_ranks, deadline_s, folder, theirs)
+            _run_rank(backend, rank, num_ranks, deadline_s, folder, theirs)
         os.close(theirs)
         pids.append(pid)
         pipes[ours] = rank
@@ -77,7 +76,7 @@ def try_together(backend: str, num_ranks: int, deadline_s: float, folder: str) -
 
 
 def follow(pipes: "dict[int, int]", ends_at: float) -> "dict[int, str]":
-    """The last word of each rank, by then or when the first has failed."""
+    """Return the last word of each rank at the end of all, at the first failure, or at the deadline."""
     words = dict.fromkeys(pipes.values(), "did not begin")
     open_pipes = dict(pipes)
     while open_pipes and not any(word.startswith(FAILED) for word in words.values()):
@@ -96,29 +95,29 @@ def follow(pipes: "dict[int, int]", ends_at: float) -> "dict[int, str]":
     return words
 
 
-def run_rank(backend: str, rank: int, num_ranks: int, deadline_s: float, folder: str, pipe: int) -> None:
-    """One process; it never returns."""
+def _run_rank(backend: str, rank: int, num_ranks: int, deadline_s: float, folder: str, pipe: int) -> None:
+    """Run one process of the test; never returns."""
 
     def say(word: str) -> None:
-        os.write(pipe, word.encode()[:MAX_WORD_BYTES] + b"\n")
+        os.write(pipe, word.encode()[:_MAX_WORD_BYTES] + b"\n")
 
-    signal.alarm(int(deadline_s) + 1)  # ends it even where a driver's call hangs and nobody is left to kill it
+    signal.alarm(int(deadline_s) + 1)  # ends the process if a driver's call hangs and the parent is gone
     try:
         say("did not import torch")
-        say(sum_up(backend, rank, num_ranks, deadline_s, folder, say))
-    except BaseException as error:  # noqa: BLE001 - whatever it is, the other process says it
+        say(_sum_up(backend, rank, num_ranks, deadline_s, folder, say))
+    except BaseException as error:  # noqa: BLE001 - any error is reported to the parent process
         said = str(error).strip().split("\n")[0]
         say(FAILED + f"rank {rank}: {type(error).__name__}: {said}")
     finally:
         os._exit(0)
 
 
-def sum_up(backend: str, rank: int, num_ranks: int, deadline_s: float, folder: str, say: Any) -> str:
-    """The last word: that the sum is right, or that there is nothing to try it with.
+def _sum_up(backend: str, rank: int, num_ranks: int, deadline_s: float, folder: str, say: Any) -> str:
+    """Return the last word: the sum is right, or the test was skipped.
 
     Raises:
-        ValueError: it is wrong.
-        RuntimeError: torch says that it cannot be made.
+        ValueError: the sum is wrong.
+        RuntimeError: torch cannot compute it.
     """
     torch, group = importlib.import_module("torch"), importlib.import_module("torch.distributed")
     is_nccl = backend == "nccl"
@@ -135,7 +134,7 @@ def sum_up(backend: str, rank: int, num_ranks: int, deadline_s: float, folder: s
     if is_nccl:
         torch.cuda.set_device(rank)
     say("did not sum up")
-    numbers = torch.full((NUM_NUMBERS,), float(rank + 1), device="cuda:" + str(rank) if is_nccl else "cpu")
+    numbers = torch.full((_NUM_NUMBERS,), float(rank + 1), device="cuda:" + str(rank) if is_nccl else "cpu")
     group.all_reduce(numbers)
     expected = num_ranks * (num_ranks + 1) / 2
     if not bool((numbers == expected).all()):

@@ -1,17 +1,17 @@
-"""Rent machines without losing track of one, whatever fails in between.
-
-Not here: providers' APIs (providers/), the ledger's rows (rentals.py), giving machines back (release.py), requests
-without an answer (unanswered.py), machines of dead runs (reaper.py).
+"""Rent machines. Every machine stays known to the ledger, whatever fails in between.
 
     intent written ── one request to create ── id written ── waited until usable ── ready
          |                   | unclear answer: looked up by name, and adopted
          |                   | refused, or never usable: ended, verified, next offer
-    killed at any step: the same run continues from the row; else a run with the same settings takes it, or the reaper
+    killed at any step: the same run resumes from the row; else a run with the same settings takes it, or the reaper
     its run failed and keeps it: the same, but the reaper waits for that time to end
-    an error here, or Ctrl-C: `given_back_on_failure` releases the run's machines at any step
+    an error here, or Ctrl-C: `released_on_failure` releases the run's machines at any step
 
-Several machines form a unit of one kind in one region of one provider. If one of them cannot be rented, or is lost
-without a replacement beside the others, all are given back.
+The machines of a run form a unit: the same kind, the same region, the same provider. If a machine cannot be rented, or
+is lost without a replacement in this region, all are released.
+
+Not here: providers' APIs (providers/), the ledger's rows (rentals.py), releasing machines and looking up unconfirmed
+creations (release.py), machines of dead runs (reaper.py).
 """
 
 import logging
@@ -21,11 +21,13 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import replace
 
-from rollouts.infra.cloud import Cloud
+from rollouts.infra.cloud import Cloud, look_up
 from rollouts.infra.clouds import CloudName
 from rollouts.infra.errors import (
     InfraError,
+    LoginError,
     MissingKeyError,
+    NameUnknownError,
     NoMachineError,
     OfferGoneError,
     PermanentInfraError,
@@ -33,8 +35,11 @@ from rollouts.infra.errors import (
     ProviderUnavailableError,
     TransientInfraError,
     UnclearAnswerError,
+    UnfitMachineError,
 )
+from rollouts.infra.foreign_text import shown_line
 from rollouts.infra.interrupts import uninterrupted
+from rollouts.infra.ledger import Ledger
 from rollouts.infra.offers import (
     GPUQuery,
     HostKeyPair,
@@ -43,7 +48,7 @@ from rollouts.infra.offers import (
     Offered,
     describe_closest,
 )
-from rollouts.infra.renting.release import release_all, release_machines
+from rollouts.infra.renting.release import FOUND_NOTE, find_unconfirmed, release_all, release_machines
 from rollouts.infra.renting.rentals import (
     Rental,
     RentalState,
@@ -59,13 +64,15 @@ from rollouts.infra.renting.rentals import (
     usd_spent,
 )
 from rollouts.infra.renting.request import Renting, RentRequest, is_in_use
-from rollouts.infra.renting.unanswered import FOUND_NOTE, find_machine
-from rollouts.infra.renting.usable import PRICE_TOLERANCE, wait_until_usable
 from rollouts.infra.ssh.host_keys import HostKeyEvidence, fingerprint_of, make_host_key
 
 MAX_OFFERS = 6
 UNFIT_FOR_S = 24 * 3600.0
 """An unusable machine is not rented again for this time."""
+_UNSEEN_S = 60.0
+"""A provider may not list a machine yet that was created this recently."""
+_PRICE_TOLERANCE = 1.001
+"""Providers round their prices."""
 
 logger = logging.getLogger(__name__)
 
@@ -85,26 +92,26 @@ def rent_machines(renting: Renting) -> list[Rental]:
     """
     num_machines = renting.request.num_machines
     unit: list[Rental] = []
-    with renting.ledger.renting(renting.request.run_id), given_back_on_failure(renting):
+    with renting.ledger.renting(renting.request.run_id), released_on_failure(renting):
         for rental in _inherited(renting):
-            if len(unit) < num_machines and _is_where(rental, unit):
+            if len(unit) < num_machines and _is_same_place(rental, unit):
                 usable = _settle(rental, renting, beside=unit)
                 if usable is not None:
-                    renting.say(f"goes on with {usable.name}, {usable.gpu} at {usable.provider}")
+                    renting.say(f"reuses {usable.name}, {usable.gpu} at {usable.provider}")
                     unit.append(usable)
-            elif rental.instance_id:  # its creation was not answered, and another machine replaced it
-                renting.say(f"gives {rental.name} back: there are others in its place")
+            elif rental.instance_id:  # its creation was unconfirmed, and another machine replaced it
+                renting.say(f"gives back {rental.name}: other machines replaced it")
                 renting.release(rental)
             else:
-                _go_on_without(rental, renting)
+                _leave_unconfirmed(rental, renting)
         if len(unit) < num_machines:
             _rent_new(unit, renting)
         return unit
 
 
 @contextmanager
-def given_back_on_failure(renting: Renting) -> Iterator[None]:
-    """Give back the run's machines if the block fails. All decisions about which machines to give back are made here.
+def released_on_failure(renting: Renting) -> Iterator[None]:
+    """Release the run's machines if the block fails. All decisions about which machines to release are made here.
 
     After an error: the machines in use. After Ctrl-C: all, including requested ones. After SIGTERM: all except usable
     ones, which the next start takes over.
@@ -114,20 +121,19 @@ def given_back_on_failure(renting: Renting) -> Iterator[None]:
     except BaseException as error:
         with uninterrupted():
             ledger, clouds, pace = renting.ledger, renting.clouds, renting.pace
-            rows = [row for row in renting.own_rows() if row.provider in clouds and _goes_after(error, row)]
+            rows = [row for row in renting.own_rows() if row.provider in clouds and _is_released_after(error, row)]
             note = f"given back: {str(error) or type(error).__name__}"
             if isinstance(error, Exception):
                 release_machines(rows, ledger, clouds, note=note, pace=pace)
             elif rows:
                 names = ", ".join(row.name for row in rows)
-                renting.say(f"interrupted: gives back what was made of {names}, which may take some minutes")
+                renting.say(f"interrupted: gives back {names}, which may take some minutes")
                 for sentence in release_all(rows, ledger, clouds, note=note, pace=pace):
                     renting.say(sentence)
         raise
 
 
-def _goes_after(error: BaseException, rental: Rental) -> bool:
-    """Whether this error gives back this machine of the run."""
+def _is_released_after(error: BaseException, rental: Rental) -> bool:
     if isinstance(error, Exception):
         return is_in_use(rental)  # requests without an answer were looked up already, and releases were tried
     return isinstance(error, KeyboardInterrupt) or rental.state is not RentalState.READY
@@ -168,8 +174,8 @@ def _is_reached(rental: Rental, renting: Renting) -> bool:
         return True
     if is_in_use(rental):
         raise MissingKeyError(
-            f"the run has {rental.name} at {rental.provider}, whose key is not here, or which node.query.providers "
-            "does not name: with both it goes on with that machine"
+            f"the run has {rental.name} at {rental.provider}, whose key is missing here, or which node.query.providers "
+            "does not name: with both the run reuses that machine"
         )
     return False
 
@@ -193,8 +199,7 @@ def _left_by(rental: Rental) -> str:
     return f"left by run {rental.run_id}"
 
 
-def _is_where(rental: Rental, unit: Sequence[Rental]) -> bool:
-    """Whether all machines are of one kind in one place."""
+def _is_same_place(rental: Rental, unit: Sequence[Rental]) -> bool:
     return len({(each.provider, each.region, each.gpu) for each in (rental, *unit)}) == 1
 
 
@@ -206,9 +211,9 @@ def _settle(rental: Rental, renting: Renting, *, beside: Sequence[Rental]) -> Re
             return None  # taken over or ended since the ledger was read
         rental = current
     if rental.state is RentalState.INTENDED:
-        found = find_machine(rental, renting.cloud_of(rental), renting.pace)
+        found = find_unconfirmed(rental, renting.cloud_of(rental), renting.pace)
         if found is None:
-            _go_on_without(rental, renting)
+            _leave_unconfirmed(rental, renting)
             return None
         rental = _adopt_or_release(rental, found.instance_id, renting, note=FOUND_NOTE)
     if rental.state is RentalState.RELEASING or rental.expires_at <= time.time():
@@ -216,22 +221,22 @@ def _settle(rental: Rental, renting: Renting, *, beside: Sequence[Rental]) -> Re
         return None
     try:
         return _use_or_release(rental, renting, beside=beside)
-    except _NotHadError:
+    except _OfferFailedError:
         return None
 
 
 # ── new machines ──
 
 
-class _NotHadError(Exception):
+class _OfferFailedError(Exception):
     """The offer did not lead to a machine; other offers may."""
 
 
-class _RefusedError(_NotHadError):
+class _RefusedError(_OfferFailedError):
     """The provider refuses the key or the account; only other providers' offers may work."""
 
 
-class _UnknownError(_NotHadError):
+class _UnconfirmedError(_OfferFailedError):
     """The provider may have created a machine and does not answer; only other providers' offers may work."""
 
 
@@ -243,27 +248,27 @@ def _rent_new(unit: list[Rental], renting: Renting) -> None:
     unfit = unfit_hosts(renting.ledger, time.time() - UNFIT_FOR_S)
     offers = [offer for offer in offered.fitting if (offer.provider, offer.host) not in unfit]
     if num_unfit := len(offered.fitting) - len(offers):
-        tried.append(f"{num_unfit} offered machines could not be used within the last day")
+        tried.append(f"{num_unfit} offered machines were unusable within the last day")
     # The sort is stable: the order by price stays within each group.
     offers.sort(key=lambda offer: (bool(unit) and not _is_beside(offer, unit[0]), _is_short(offer, request)))
     refusals: dict[CloudName, str] = {}
     closed: set[CloudName] = set()
     for offer in _few(offers, closed):
         if unit and not _is_beside(offer, unit[0]):
-            renting.say(f"gives {', '.join(rental.name for rental in unit)} back: no machine is to be had beside")
+            renting.say(f"gives back {', '.join(rental.name for rental in unit)}: no machine is available beside them")
             release_machines(unit, renting.ledger, renting.clouds, pace=renting.pace)
             unit.clear()
         try:
             unit += _rent_at(offer, unit, renting)
-        except (_RefusedError, _UnknownError) as error:
+        except (_RefusedError, _UnconfirmedError) as error:
             closed.add(offer.provider)
             if isinstance(error, _RefusedError):
                 refusals[offer.provider] = str(error)
             else:
                 tried.append(str(error))
             if any(other.provider not in closed for other in offers):
-                renting.say(f"goes on without {offer.provider}: {error}")
-        except _NotHadError as error:
+                renting.say(f"continues without {offer.provider}: {error}")
+        except _OfferFailedError as error:
             tried.append(str(error))
         else:
             return
@@ -276,13 +281,13 @@ def _rent_new(unit: list[Rental], renting: Renting) -> None:
     machines = "no machine" if request.num_machines == 1 else f"no {request.num_machines} machines of one region"
     raise NoMachineError(
         f"{machines} with {request.query.gpu_count}x {wanted} for {request.query.max_usd_per_gpu_hour:g} USD per GPU "
-        f"and hour or less could be had ({'; '.join(tried)}): try again later, or widen "
+        f"and hour or less was available ({'; '.join(tried)}): try again later, or widen "
         "node.query"
     )
 
 
 def _few(offers: Sequence[Offer], closed: Set[CloudName]) -> Iterator[Offer]:
-    """The first `MAX_OFFERS` offers, without providers that were closed meanwhile."""
+    """Yield the first `MAX_OFFERS` offers, without providers that were closed meanwhile."""
     num_tried = 0
     for offer in offers:
         if offer.provider not in closed and num_tried < MAX_OFFERS:
@@ -291,12 +296,11 @@ def _few(offers: Sequence[Offer], closed: Set[CloudName]) -> Iterator[Offer]:
 
 
 def _is_beside(offer: Offer, rental: Rental) -> bool:
-    """Whether the offer has the machine's kind and place."""
     return (offer.provider, offer.region, offer.gpus) == (rental.provider, rental.region, rental.gpu)
 
 
 def _is_short(offer: Offer, request: RentRequest) -> bool:
-    """Whether the provider takes the machine back before the run's hours or money are used up."""
+    """Return whether the provider takes the machine back before the run's hours or money are used up."""
     hours = min(request.max_hours, _hours(request.max_usd / request.num_machines, offer.usd_per_hour))
     return offer.ends_at is not None and offer.ends_at < time.time() + 3600 * hours
 
@@ -305,7 +309,7 @@ def _rent_at(offer: Offer, unit: Sequence[Rental], renting: Renting) -> list[Ren
     """Rent the missing machines by one offer. All are requested before the first is waited for.
 
     Raises:
-        _NotHadError: one machine could not be rented, so the others are given back.
+        _OfferFailedError: one machine could not be rented, so the others were released.
     """
     request, cloud = renting.request, renting.clouds[offer.provider]
     fresh: list[Rental] = []
@@ -313,13 +317,15 @@ def _rent_at(offer: Offer, unit: Sequence[Rental], renting: Renting) -> list[Ren
         while len(unit) + len(fresh) < request.num_machines:
             host_key = make_host_key() if request.expects_host_key and cloud.gives_host_key else None
             rental = _intend(offer, renting, host_key=host_key, beside=[*unit, *fresh])
-            renting.say(f"asked {offer.provider} for {rental.gpu} at {offer.usd_per_hour:.2f} USD/h as {rental.name}")
+            renting.say(
+                f"requested {rental.gpu} at {offer.provider} for {offer.usd_per_hour:.2f} USD/h as {rental.name}"
+            )
             fresh.append(_create_once(rental, offer, renting, host_key=host_key))
         for number, created in enumerate(fresh):
             others = [*unit, *fresh[:number], *fresh[number + 1 :]]
             fresh[number] = _use_or_release(created, renting, beside=others)
         return fresh
-    except _NotHadError:
+    except _OfferFailedError:
         names = {rental.name for rental in fresh}
         others = [row for row in renting.own_rows() if row.name in names and is_in_use(row)]
         release_machines(others, renting.ledger, renting.clouds, pace=renting.pace)
@@ -327,7 +333,7 @@ def _rent_at(offer: Offer, unit: Sequence[Rental], renting: Renting) -> list[Ren
 
 
 def search_offers(query: GPUQuery, clouds: Mapping[CloudName, Cloud]) -> Offered:
-    """Offers of all providers that answer.
+    """Return the offers of all providers that answer.
 
     Raises:
         ProviderUnavailableError, ProviderRefusedError: every provider failed.
@@ -339,7 +345,7 @@ def search_offers(query: GPUQuery, clouds: Mapping[CloudName, Cloud]) -> Offered
         try:
             offers += clouds[name].search(query)
         except InfraError as error:
-            logger.warning("went on without %s: %s", name, error)
+            logger.warning("continued without %s: %s", name, error)
             failures.append(error)
     if failures and len(failures) == len(order):
         are_refusals = all(isinstance(error, ProviderRefusedError) for error in failures)
@@ -365,9 +371,7 @@ def _intend(offer: Offer, renting: Renting, *, host_key: HostKeyPair | None, bes
     """
     request, ledger, now = renting.request, renting.ledger, time.time()
     if usd_spent(ledger, request.run_id, now) >= request.max_usd:
-        raise PermanentInfraError(
-            f"the run has spent the {request.max_usd:g} USD that it may spend on machines: raise node.max_usd"
-        )
+        raise PermanentInfraError(f"the run has spent its {request.max_usd:g} USD for machines: raise node.max_usd")
     rental = Rental(
         name=machine_name(ledger, request.run_id),
         run_id=request.run_id,
@@ -388,14 +392,12 @@ def _intend(offer: Offer, renting: Renting, *, host_key: HostKeyPair | None, bes
     limited = replace(rental, expires_at=min(allowed_until, offer.ends_at or math.inf))
     add_rental(ledger, limited)
     if limited.expires_at < allowed_until:
-        renting.say(
-            f"{limited.name} is taken back by its provider at {in_utc(limited.expires_at)}, and used until then"
-        )
+        renting.say(f"{limited.name} is used until {in_utc(limited.expires_at)}, when its provider takes it back")
     return limited
 
 
 def _allowed_until(rental: Rental, renting: Renting, now: float, *, beside: Sequence[Rental]) -> float:
-    """Time at which the machine's hours, counted from now, or its share of the run's money are used up.
+    """Return the time at which the machine's hours, from now, or its share of the run's money are used up.
 
     Its earlier cost counts for this run. The cost of the machines in `beside` until they expire is reserved for them.
     """
@@ -408,7 +410,6 @@ def _allowed_until(rental: Rental, renting: Renting, now: float, *, beside: Sequ
 
 
 def _hours(usd: float, usd_per_hour: float) -> float:
-    """Hours that the money pays for."""
     return usd / usd_per_hour if usd_per_hour > 0 else math.inf
 
 
@@ -416,7 +417,7 @@ def _create_once(rental: Rental, offer: Offer, renting: Renting, *, host_key: Ho
     """Request the machine once, and return it.
 
     Raises:
-        _NotHadError: no machine was created.
+        _OfferFailedError: no machine was created.
     """
     request, ledger, cloud = renting.request, renting.ledger, renting.clouds[offer.provider]
     spec = MachineSpec(
@@ -432,34 +433,34 @@ def _create_once(rental: Rental, offer: Offer, renting: Renting, *, host_key: Ho
         instance_id = cloud.create(offer, spec)
     except UnclearAnswerError as error:
         try:
-            found = find_machine(rental, cloud, renting.pace)
+            found = find_unconfirmed(rental, cloud, renting.pace)
         except InfraError as silence:
-            _go_on_without(rental, renting, reason=str(error))
-            raise _UnknownError(f"{error}; {silence}") from error
+            _leave_unconfirmed(rental, renting, reason=str(error))
+            raise _UnconfirmedError(f"{error}; {silence}") from error
         if found is None:
-            _go_on_without(rental, renting, reason=str(error))
-            raise _NotHadError(f"{error}; it did not appear") from error
+            _leave_unconfirmed(rental, renting, reason=str(error))
+            raise _OfferFailedError(f"{error}; it did not appear") from error
         return _adopt_or_release(rental, found.instance_id, renting, note=FOUND_NOTE)
     except InfraError as error:
         change_rental(ledger, rental, state=RentalState.REFUSED, ended_at=time.time(), note=str(error))
         if isinstance(error, OfferGoneError | ProviderUnavailableError):
-            raise _NotHadError(str(error)) from error
+            raise _OfferFailedError(str(error)) from error
         if isinstance(error, ProviderRefusedError):
             raise _RefusedError(str(error)) from error
         raise
     return _adopt_or_release(rental, instance_id, renting)
 
 
-def _go_on_without(rental: Rental, renting: Renting, *, reason: str = "its creation was not answered") -> None:
+def _leave_unconfirmed(rental: Rental, renting: Renting, *, reason: str = "its creation was not answered") -> None:
     """Let the next check end a machine that has not appeared yet, even while the run lives. It counts for no run."""
     now = time.time()
     if rental.expires_at > now:  # else this was done earlier
-        change_rental(renting.ledger, rental, expires_at=now, note=f"{reason}; it did not appear so far")
-        renting.say(f"{rental.name} has not appeared, and may be rented: `rollouts reap` ends it when it does")
+        change_rental(renting.ledger, rental, expires_at=now, note=f"{reason}; it has not appeared yet")
+        renting.say(f"{rental.name} has not appeared, and may be rented: `rollouts reap` ends it when it appears")
 
 
 def _adopt_or_release(rental: Rental, instance_id: str, renting: Renting, *, note: str = "") -> Rental:
-    """Record the machine's id in its row. If the row cannot be written, the machine is given back at once."""
+    """Record the machine's id in its row. If the row cannot be written, the machine is released at once."""
     try:
         adopted = change_rental(
             renting.ledger,
@@ -484,24 +485,71 @@ def _use_or_release(rental: Rental, renting: Renting, *, beside: Sequence[Rental
     """Wait until the machine is usable, and limit its time by its real price.
 
     Raises:
-        _NotHadError: it is unusable and was given back.
+        _OfferFailedError: it is unusable and was released.
         PermanentInfraError: no machine could be used.
     """
-    problem, host_key, price = wait_until_usable(rental, renting)
+    problem, host_key, price = _wait_ready(rental, renting)
     if problem:
-        renting.say(f"gives {rental.name} back: {problem}")
+        renting.say(f"gives back {rental.name}: {problem}")
         is_fresh = (
             rental.state is RentalState.RENTED and time.time() < rental.expires_at
         )  # otherwise its time was too short to judge it
         renting.release(rental, note=problem, is_unfit=is_fresh)
-        raise _NotHadError(problem)
+        raise _OfferFailedError(problem)
     priced = replace(rental, usd_per_hour=price)
     expires_at = min(rental.expires_at, _allowed_until(priced, renting, time.time(), beside=beside))
-    if price > rental.usd_per_hour * PRICE_TOLERANCE:
-        offered = f"{price:.2f} USD/h, and was offered for {rental.usd_per_hour:.2f}"
+    if price > rental.usd_per_hour * _PRICE_TOLERANCE:
+        offered = f"{price:.2f} USD/h, but was offered for {rental.usd_per_hour:.2f}"
         renting.say(f"{rental.name} costs {offered}: it is ended by {in_utc(expires_at)}")
     changes = {"host_key": host_key, "usd_per_hour": price, "expires_at": expires_at}
     ready = change_rental(renting.ledger, rental, state=RentalState.READY, **changes)
     if ready is None:
-        raise _NotHadError(f"another process ended {rental.name} at the same moment")
+        raise _OfferFailedError(f"another process ended {rental.name} at the same moment")
     return ready
+
+
+def _wait_ready(rental: Rental, renting: Renting) -> tuple[str, str, float]:
+    """Wait until a machine is usable. Returns the problem or "", its host key, and its price per hour."""
+    request, cloud, pace = renting.request, renting.cloud_of(rental), renting.pace
+    max_usd_per_hour = request.query.max_usd_per_gpu_hour * request.query.gpu_count * _PRICE_TOLERANCE
+    started = time.monotonic()
+    reason, price = "its provider gave it no address", rental.usd_per_hour
+    while True:
+        try:
+            instance = look_up(cloud, rental.instance_id, rental.name)
+            is_unseen = rental.state is not RentalState.READY and time.monotonic() - started < _UNSEEN_S
+            if instance is None and not is_unseen:
+                return f"{rental.name} is gone: its provider took it away", "", price
+            if instance is not None and not instance.status.may_become_usable:
+                return f"{rental.name} is {instance.status}", "", price
+            if instance is not None:
+                price = max(price, instance.usd_per_hour or 0.0)
+            if price > max_usd_per_hour:
+                return f"{rental.name} costs {price:.2f} USD/h, more than offered and allowed", "", price
+            if instance is not None and instance.region and not request.query.admits_region(instance.region):
+                place = f"{shown_line(instance.region)} instead of {rental.region}"
+                return f"{rental.name} is in {place}, which node.query.regions does not admit", "", price
+            if instance is not None and instance.has_address:
+                if request.expects_host_key:
+                    rental = _with_expected_key(rental, renting.ledger, cloud)
+                return "", renting.check(rental, instance), price
+        except UnfitMachineError as error:
+            return str(error), "", price
+        except (TransientInfraError, LoginError, NameUnknownError) as error:  # fresh machines are incomplete
+            reason = str(error)
+        if time.monotonic() - started + pace.poll_s > request.usable_within_s:
+            return f"{rental.name} could not be used within {request.usable_within_s:g} s ({reason})", "", price
+        if time.time() >= rental.expires_at:
+            problem = f"{rental.name} could not be used before its hours or the run's money were used up ({reason})"
+            return problem, "", price
+        time.sleep(pace.poll_s)
+
+
+def _with_expected_key(rental: Rental, ledger: Ledger, cloud: Cloud) -> Rental:
+    """Store the host key that its provider reports, unless one is already known; return the row."""
+    if rental.host_key or rental.expected_key:
+        return rental
+    told = cloud.host_key(rental.instance_id)
+    if not told:
+        return rental
+    return change_rental(ledger, rental, expected_key=told, believed_by=HostKeyEvidence.PROVIDER.value) or rental

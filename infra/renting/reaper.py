@@ -1,6 +1,6 @@
 """End rented machines that no run needs: compare the lists of all providers with the ledger.
 
-Not here: renting and giving back (provision.py). The rules:
+Not here: renting (provision.py) and releasing (release.py). The rules:
 
     named for this ledger   its run lives, and it has not expired            kept
                             its run failed, and keeps it for a while         kept, until that is over
@@ -9,7 +9,7 @@ Not here: renting and giving back (provision.py). The rules:
                             it has expired, or the ledger has no row of it   ended
     named for another one   another store rents it                           shown, ended only when that one is named
     named otherwise         not ours                                         never touched
-    a row without machine   looked for again; after an hour it never existed
+    a row without machine   looked up again; after an hour it counts as never created
 
 Several checks may run at once: by hand, by a schedule, at the start of runs. The first to change a machine's row
 handles the machine. A provider that does not answer is a failure in the report, because its machines are unknown. If
@@ -28,7 +28,7 @@ from rollouts.infra.clouds import CloudName
 from rollouts.infra.errors import InfraError, LedgerUnwritableError, PermanentInfraError, ProviderUnavailableError
 from rollouts.infra.ledger import Ledger
 from rollouts.infra.offers import Instance, InstanceStatus
-from rollouts.infra.renting.release import end_unnoted, release_machine, status_of
+from rollouts.infra.renting.release import FOUND_NOTE, end_unnoted, find_unconfirmed, release_machine, status_of
 from rollouts.infra.renting.rentals import (
     NAME,
     NAME_PREFIX,
@@ -41,12 +41,11 @@ from rollouts.infra.renting.rentals import (
     note_found,
     open_rentals,
 )
-from rollouts.infra.renting.unanswered import FOUND_NOTE, find_machine
 
 UNSEEN_AFTER_S = 3600.0
 """A requested machine that has not appeared after this time counts as not created. If it appears later, it is ended."""
 
-BEING_CHANGED = "another process ends it or takes it over at this moment"
+_BEING_CHANGED = "another process ends it or takes it over at this moment"
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +63,6 @@ class ReapReport:
     """Machines that could not be checked or ended."""
 
     def add(self, other: "ReapReport") -> None:
-        """Append the results of another check."""
         self.ended += other.ended
         self.kept += other.kept
         self.foreign += other.foreign
@@ -114,7 +112,7 @@ def reap(
                     _judge_unlisted(rental, ledger, cloud, report, spare=spare, pace=pace)
     without_key = [rental for rental in _rentals_by(credentials, ledger) if rental.provider not in clouds]
     report.failures += [
-        f"{rental.name} at {rental.provider} cannot be looked at: there is no key of that provider"
+        f"{rental.name} at {rental.provider} cannot be checked: the key of that provider is missing"
         for rental in without_key
     ]
     return report
@@ -130,21 +128,20 @@ def release_named(name: str, ledger: Ledger, clouds: Mapping[CloudName, Cloud], 
     """
     rental = find_rental(ledger, name)
     if rental is None:
-        raise PermanentInfraError(f"the ledger knows no machine {name}: `rollouts nodes` shows those that it knows")
+        raise PermanentInfraError(f"the ledger has no machine {name}: `rollouts nodes` lists its machines")
     if rental.state.is_over:
         return rental
     cloud = clouds[rental.provider]
     if rental.state is RentalState.INTENDED:
-        found = find_machine(rental, cloud, pace)
+        found = find_unconfirmed(rental, cloud, pace)
         if found is None:
-            raise ProviderUnavailableError(f"{name} was asked for and has not appeared so far: try again in an hour")
+            raise ProviderUnavailableError(f"{name} was requested and has not appeared yet: try again in an hour")
         rental = found
     return release_machine(rental, ledger, cloud, note="ended by hand", pace=pace)
 
 
 @contextmanager
 def _failures_noted(report: ReapReport) -> Iterator[None]:
-    """Report an error about one machine and continue with the others."""
     try:
         yield
     except InfraError as error:
@@ -187,8 +184,8 @@ def _judge_instance(
         if current is not None and current.status is not InstanceStatus.GONE:  # else it ended after the list was read
             # Its run may count as alive although it is over. Expired, the machine is unwanted in any case.
             changes = {"instance_id": instance.id, "rented_at": began, "ended_at": None, "expires_at": time.time()}
-            _end(rental, ledger, cloud, report, pace=pace, note="it is there all the same", **changes)
-    elif rental.state is RentalState.INTENDED and not _why_wanted(rental, ledger, spare=False):
+            _end(rental, ledger, cloud, report, pace=pace, note="it exists all the same", **changes)
+    elif rental.state is RentalState.INTENDED and not _reason_to_keep(rental, ledger, spare=False):
         changes = {"instance_id": instance.id, "rented_at": began}
         _end(rental, ledger, cloud, report, pace=pace, note=FOUND_NOTE, **changes)
     else:
@@ -203,7 +200,7 @@ def _judge_unlisted(
     elif time.time() - rental.intended_at > UNSEEN_AFTER_S:
         change_rental(ledger, rental, state=RentalState.REFUSED, ended_at=time.time(), note=NEVER_SEEN)
     else:
-        report.kept.append(f"{rental.name}: asked for, and not seen so far")
+        report.kept.append(f"{rental.name}: requested, and not seen yet")
 
 
 def _end_unless_wanted(
@@ -216,7 +213,7 @@ def _end_unless_wanted(
     spare: bool,
     pace: Pace,
 ) -> None:
-    reason = _why_wanted(rental, ledger, spare=spare)
+    reason = _reason_to_keep(rental, ledger, spare=spare)
     # No start can use a stopped machine, and it would only cost money.
     if reason and (status.may_become_usable or not ledger.has_died(rental.run_id)):
         report.kept.append(f"{rental.name}: {rental.state}, of run {rental.run_id}, {reason}")
@@ -244,14 +241,14 @@ def _end(
     except LedgerUnwritableError as error:  # no other process can have changed the row either
         end_unnoted(replace(rental, **changes), cloud, error, pace=pace)
     if claimed is None:
-        report.kept.append(f"{rental.name}: {BEING_CHANGED}")
+        report.kept.append(f"{rental.name}: {_BEING_CHANGED}")
         return
     release_machine(claimed, ledger, cloud, note="ended by the reaper", pace=pace)
     report.ended.append(f"{rental.name} at {rental.provider}, {rental.gpu}")
 
 
-def _why_wanted(rental: Rental, ledger: Ledger, *, spare: bool) -> str:
-    """Why a machine stays; empty if no run needs it."""
+def _reason_to_keep(rental: Rental, ledger: Ledger, *, spare: bool) -> str:
+    """Return why a machine stays; empty if no run needs it."""
     now = time.time()
     if rental.expires_at <= now:
         return ""
@@ -266,7 +263,7 @@ def _why_wanted(rental: Rental, ledger: Ledger, *, spare: bool) -> str:
 
 
 def _row_of(instance: Instance, credentials: str, *, asked_at: float) -> Rental:
-    """An expired row for a machine with this ledger's name and no row.
+    """Return an expired row for a machine with this ledger's name and no row.
 
     Args:
         asked_at: time of the request, from the machine's name; the machine has cost money since then.

@@ -1,13 +1,12 @@
-"""Give machines back: one is given back when its provider has it no more, not when its end was asked for.
+"""Release machines. A machine counts as released when its provider no longer has it, not when its end was requested.
 
-Not here: renting (provision.py), looking for those that may have been made (unanswered.py), machines that nobody wants
-any more (reaper.py).
+    end requested ── looked up, by its id and in the list ── missing twice in a row ── row closed
+                       | still there, or the provider unreachable, for too long: the row stays open, StillRentedError
 
-    end asked for ── looked for, by its id and in the list ── not there, twice in a row ── row closed
-                       | still there, or the provider cannot be asked, for too long: the row stays open, and it is said
+The provider is asked even if the ledger cannot be written, because a machine costs money on a full disk, too. Its row
+then stays open until a later check can write it.
 
-The provider is asked whatever the ledger can write: on a full disk, too, a machine costs money. Then the row stays as
-it is until somebody looks who can write.
+Not here: renting (provision.py), the cleanup of machines that no run needs (reaper.py).
 """
 
 import logging
@@ -22,10 +21,11 @@ from rollouts.infra.errors import InfraError, PermanentInfraError, StillRentedEr
 from rollouts.infra.ledger import Ledger
 from rollouts.infra.offers import InstanceStatus
 from rollouts.infra.renting.rentals import Rental, RentalState, change_rental, find_rental
-from rollouts.infra.renting.unanswered import find_machine
 
+FOUND_NOTE = "found by its name"
+"""Note of a machine whose creation was unconfirmed."""
 _SIGHTINGS = 2
-"""A machine is gone when it was not there this many times in a row."""
+"""A machine is gone after it was missing this many times in a row."""
 
 logger = logging.getLogger(__name__)
 
@@ -38,11 +38,11 @@ def release_machines(
     note: str = "",
     pace: Pace = PATIENT,
 ) -> list[Rental]:
-    """`release_machine` for each of them: all are asked to end before any end is waited for.
+    """Release several machines as `release_machine` does. All ends are requested before the first is waited for.
 
     Raises:
-        StillRentedError: of the first one that may still be rented, when all others have been seen to.
-        TransientInfraError: all are gone, and that could not be written down.
+        StillRentedError: for the first machine that may still be rented, after all others were handled.
+        TransientInfraError: all machines are gone, but the ledger could not be written.
     """
     gone, problems = _release_each(rentals, ledger, clouds, note=note, pace=pace)
     if problems:
@@ -58,22 +58,22 @@ def release_all(
     note: str = "",
     pace: Pace = PATIENT,
 ) -> list[str]:
-    """Give back machines, with those of which nobody knows whether they were made, as far as they appear.
+    """Release machines, including machines whose creation is unconfirmed, if they appear.
 
     Returns:
-        What was done and what is left, a sentence each.
+        One sentence per released machine and per machine that may remain.
     """
     known, left = [], []
     for rental in rentals:
         try:
             is_lost = rental.state is RentalState.INTENDED
-            found = find_machine(rental, clouds[rental.provider], pace) if is_lost else rental
-            reason = "it has not appeared so far"
+            found = find_unconfirmed(rental, clouds[rental.provider], pace) if is_lost else rental
+            reason = "it has not appeared yet"
         except InfraError as error:
             found, reason = None, str(error)
         if found is None:
             left.append(
-                f"{rental.name} was asked for at {rental.provider} and may be rented ({reason}): `rollouts reap` finds "
+                f"{rental.name} was requested at {rental.provider} and may be rented ({reason}): `rollouts reap` finds "
                 "and ends it"
             )
         else:
@@ -85,11 +85,11 @@ def release_all(
 def _release_each(
     rentals: Sequence[Rental], ledger: Ledger, clouds: Mapping[CloudName, Cloud], *, note: str, pace: Pace
 ) -> tuple[list[Rental], list[InfraError]]:
-    """The rows of those that are gone, and what is wrong with the others."""
+    """Return the rows of released machines, and the errors of the others."""
     for rental in rentals if len(rentals) > 1 else ():
         try:
             clouds[rental.provider].terminate(rental.instance_id)
-        except InfraError as error:  # what is asked again says it
+        except InfraError as error:  # the next request below reports it
             logger.info("%s is asked to end again: %s", rental.name, error)
     gone, problems = list[Rental](), list[InfraError]()
     for rental in rentals:
@@ -103,14 +103,14 @@ def _release_each(
 def release_machine(
     rental: Rental, ledger: Ledger, cloud: Cloud, *, note: str = "", is_unfit: bool = False, pace: Pace = PATIENT
 ) -> Rental:
-    """End the machine and return its row when its provider has it no more; harmless when that is so already.
+    """End the machine and return its row when its provider no longer has it; idempotent.
 
     Args:
-        is_unfit: it could not be used, so its like is not rented again for a while.
+        is_unfit: the machine was unusable, so the same machine is not rented again for a while.
 
     Raises:
-        StillRentedError: its provider still has it, or cannot be asked; the row stays open, so that it is tried again.
-        TransientInfraError: it is gone, and that could not be written down.
+        StillRentedError: its provider still has it, or does not answer. The row stays open, so that the end is retried.
+        TransientInfraError: the machine is gone, but the ledger could not be written.
     """
     try:
         releasing = _note_releasing(rental, ledger, note=note, is_unfit=is_unfit)
@@ -130,14 +130,14 @@ def release_machine(
 
 
 def end_unnoted(rental: Rental, cloud: Cloud, problem: InfraError, *, pace: Pace = PATIENT) -> NoReturn:
-    """End a machine, and say that it could not be written down.
+    """End a machine whose row cannot be written, and raise an error that says so.
 
     Args:
-        problem: what the ledger said.
+        problem: the ledger's error.
 
     Raises:
-        StillRentedError: its provider still has it, or cannot be asked.
-        TransientInfraError: it is gone.
+        StillRentedError: its provider still has it, or does not answer.
+        TransientInfraError: the machine is gone.
     """
     _end_and_verify(rental, cloud, pace)
     raise _not_noted(rental, problem) from problem
@@ -145,19 +145,19 @@ def end_unnoted(rental: Rental, cloud: Cloud, problem: InfraError, *, pace: Pace
 
 def _not_noted(rental: Rental, problem: InfraError) -> TransientInfraError:
     return TransientInfraError(
-        f"{rental.name} at {rental.provider} is given back, but the ledger still has it as rented ({problem}): when it "
-        "can be written again, `rollouts reap` brings it up to date"
+        f"{rental.name} at {rental.provider} is given back, but the ledger still has it as rented ({problem}): run "
+        "`rollouts reap` when the ledger can be written again"
     )
 
 
 def _note_releasing(rental: Rental, ledger: Ledger, *, note: str, is_unfit: bool) -> Rental:
-    """The row of a machine whose end is about to be asked for, or that is over."""
+    """Mark the row of a machine before its end is requested, and return it; a closed row stays as it is."""
     current = find_rental(ledger, rental.name)
     assert current is not None, f"{rental.name} is not in the ledger"
     if current.state.is_over:
         return current
     instance_id = current.instance_id or rental.instance_id
-    assert instance_id, f"nobody knows which machine {current.name} is"
+    assert instance_id, f"the provider's id of {current.name} is unknown"
     releasing = change_rental(
         ledger,
         current,
@@ -167,17 +167,17 @@ def _note_releasing(rental: Rental, ledger: Ledger, *, note: str, is_unfit: bool
         note=note or current.note,
         is_unfit=is_unfit or current.is_unfit,
     )
-    return releasing or _note_releasing(rental, ledger, note=note, is_unfit=is_unfit)  # somebody else was faster
+    return releasing or _note_releasing(rental, ledger, note=note, is_unfit=is_unfit)  # another process changed the row
 
 
 def _end_and_verify(rental: Rental, cloud: Cloud, pace: Pace) -> None:
-    """End the machine, and any other of its name: what stands in front of an API may send a request twice."""
+    """End the machine, and any other of its name: proxies in front of an API may repeat a request."""
     _end_one(rental, cloud, pace)
     try:
         listed = cloud.list_named(rental.name)
     except InfraError as error:
         raise StillRentedError(
-            f"{rental.name} is gone, and a second machine of that name may be rented: {error}. `rollouts reap` looks"
+            f"{rental.name} is gone, but a second machine of that name may be rented: {error}. `rollouts reap` checks"
         ) from error
     for each in listed:
         if each.name == rental.name and each.id != rental.instance_id and each.status is not InstanceStatus.GONE:
@@ -186,7 +186,7 @@ def _end_and_verify(rental: Rental, cloud: Cloud, pace: Pace) -> None:
 
 
 def _end_one(rental: Rental, cloud: Cloud, pace: Pace) -> None:
-    assert rental.instance_id, f"nobody knows which machine {rental.name} is"
+    assert rental.instance_id, f"the provider's id of {rental.name} is unknown"
     started, patience_s = time.monotonic(), pace.gone_within_s
     num_absent = 0
     problem = "its provider still has it"
@@ -213,7 +213,7 @@ def _end_one(rental: Rental, cloud: Cloud, pace: Pace) -> None:
 
 
 def _ask_to_end(rental: Rental, cloud: Cloud) -> InfraError | None:
-    """Ask for a machine's end; what went wrong, as with some providers where it is under way already, or done."""
+    """Request a machine's end and return the error. Some providers refuse it for machines that are ending or gone."""
     try:
         cloud.terminate(rental.instance_id)
     except InfraError as error:
@@ -222,6 +222,23 @@ def _ask_to_end(rental: Rental, cloud: Cloud) -> InfraError | None:
 
 
 def status_of(rental: Rental, cloud: Cloud) -> InstanceStatus:
-    """How a machine is; gone where neither its id nor the list knows of it."""
+    """Return the status of a machine; GONE if neither its id nor the list knows it."""
     instance = look_up(cloud, rental.instance_id, rental.name)
     return InstanceStatus.GONE if instance is None else instance.status
+
+
+def find_unconfirmed(rental: Rental, cloud: Cloud, pace: Pace) -> Rental | None:
+    """Look up a machine whose creation is unconfirmed by its name; return its row with its id, not yet written.
+
+    Returns:
+        None if it does not appear.
+
+    Raises:
+        ProviderUnavailableError: the provider does not answer.
+    """
+    for pause_s in pace.looks_s:
+        time.sleep(pause_s)
+        for instance in cloud.list_named(rental.name):
+            if instance.name == rental.name and instance.status is not InstanceStatus.GONE:
+                return replace(rental, instance_id=instance.id)
+    return None

@@ -1,10 +1,10 @@
-"""The ledger's rows about rented machines: for which run, since when, at what price.
-
-Not here: the database (ledger_file.py), when a row changes (provision.py, reaper.py).
+"""The ledger's rows about rented machines: their run, their times, their price.
 
     intended ──created──> rented ──logged in──> ready ──> releasing ──verified──> gone
                                                   └ its run failed: kept until ..., then releasing, or a run's again
         \\──refused, or never seen──> refused                                 the last two cost nothing more
+
+Not here: the database (ledger_file.py), the causes of changes (provision.py, reaper.py).
 """
 
 import re
@@ -20,17 +20,17 @@ from rollouts.infra.ledger import Ledger
 from rollouts.infra.run_ids import short_id
 
 NAME_PREFIX = "rollouts-"
-TOO_LATE_S = 1200.0
+_TOO_LATE_S = 1200.0
 """No other run takes a machine over with less time left: half of it is needed to end its work (tasks/budget.py)."""
-TOO_LATE_SHARE = 0.2
-"""Used instead of `TOO_LATE_S` if the machine's whole time is short."""
+_TOO_LATE_SHARE = 0.2
+"""Used instead of `_TOO_LATE_S` if the machine's whole time is short."""
 NEVER_SEEN = "it never appeared"
 """Note of a machine that was requested and never appeared."""
 NAME = re.compile(r"rollouts-(?P<ledger>[0-9a-f]{8})-(?P<run>[A-Za-z0-9]+)-a(?P<attempt>\d+)-t(?P<epoch>\d+)")
 
 
 class RentalState(StrEnum):
-    """How far the rental of a machine has come."""
+    """Progress of a machine's rental."""
 
     INTENDED = "intended"
     """It was or will be requested; it may exist."""
@@ -46,7 +46,6 @@ class RentalState(StrEnum):
 
     @property
     def is_over(self) -> bool:
-        """True when it costs nothing."""
         return self in (RentalState.GONE, RentalState.REFUSED)
 
 
@@ -66,7 +65,7 @@ class Rental:
     instance_id: str = ""
     """The provider's id of the machine; empty while unknown."""
     gpu: str
-    """For people: 1x NVIDIA H100."""
+    """The GPUs in words, for example `1x NVIDIA H100`."""
     region: str
     usd_per_hour: float
     intended_at: float
@@ -94,7 +93,6 @@ class Rental:
 
     @property
     def is_kept(self) -> bool:
-        """Whether it is kept after its run failed."""
         return self.state is RentalState.READY and self.kept_until is not None
 
     @property
@@ -108,13 +106,11 @@ class Rental:
         return self.expires_at - too_late_s(self.expires_at - self.intended_at)
 
     def usd(self, now: float) -> float:
-        """Cost in USD until `now`."""
         if self.rented_at is None:
             return 0.0
         return max(0.0, (self.ended_at or now) - self.rented_at) / 3600 * self.usd_per_hour
 
     def usd_within(self, since: float, until: float) -> float:
-        """Cost in USD between two times."""
         if self.rented_at is None:
             return 0.0
         ended_at = until if self.ended_at is None else min(until, self.ended_at)
@@ -123,16 +119,15 @@ class Rental:
 
 def too_late_s(whole_s: float) -> float:
     """The remaining time that is too short to start with, given the machine's whole time."""
-    return min(TOO_LATE_S, TOO_LATE_SHARE * whole_s)
+    return min(_TOO_LATE_S, _TOO_LATE_SHARE * whole_s)
 
 
 def in_utc(seconds: float) -> str:
-    """A time of the ledger, for users."""
     return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(seconds))
 
 
 def describe_keeping(rental: Rental) -> str:
-    """A phrase for how long the machine of a failed run is kept; empty if it is not kept."""
+    """Return a phrase for how long the machine of a failed run is kept; empty if it is not kept."""
     return f"kept until {in_utc(rental.ends_at)} after its run failed" if rental.is_kept else ""
 
 
@@ -140,15 +135,14 @@ _COLUMNS = ", ".join(Rental.__slots__)
 
 
 def machine_name(ledger: Ledger, run_id: str) -> str:
-    """A unique name that contains the ledger's identity and the run's id."""
-    run = re.sub(r"[^A-Za-z0-9]", "", short_id(run_id, 13))[:12] or "x"  # one of the characters is a dash
+    """Return a unique name that contains the ledger's identity and the run's id."""
+    run = re.sub(r"[^A-Za-z0-9]", "", short_id(run_id, 13))[:12] or "x"  # 13, because a dash may be among them
     stem = f"{NAME_PREFIX}{ledger.identity}-{run}-a"
     attempt = 1 + len(_select(ledger, "WHERE name LIKE ?", f"{stem}%"))  # including machines that other runs took over
     return f"{stem}{attempt}-t{int(time.time())}"
 
 
 def add_rental(ledger: Ledger, rental: Rental) -> None:
-    """Write the row, durably."""
     values = [getattr(rental, column) for column in Rental.__slots__]
     with ledger.transaction() as database:
         database.execute(f"INSERT INTO rentals ({_COLUMNS}) VALUES ({', '.join('?' * len(values))})", values)
@@ -180,38 +174,35 @@ def change_rental(ledger: Ledger, rental: Rental, **changes: Any) -> Rental | No
 
 
 def find_rental(ledger: Ledger, name: str) -> Rental | None:
-    """The row about a machine."""
     return next(iter(_select(ledger, "WHERE name = ?", name)), None)
 
 
 def rentals_of(ledger: Ledger, run_id: str) -> list[Rental]:
-    """All machines of a run, also those that are gone, oldest first."""
+    """Return all machines of a run, including those that are gone, oldest first."""
     return _select(ledger, "WHERE run_id = ? ORDER BY intended_at, name", run_id)
 
 
 def all_rentals(ledger: Ledger) -> list[Rental]:
-    """All machines of all runs, oldest first."""
     return _select(ledger, "ORDER BY intended_at, name")
 
 
 def open_rentals(ledger: Ledger) -> list[Rental]:
-    """Machines that cost or may cost money."""
+    """Return machines that cost or may cost money."""
     return [rental for rental in all_rentals(ledger) if not rental.state.is_over]
 
 
 def given_up(ledger: Ledger, since: float) -> list[Rental]:
-    """Machines given up since that time because they did not appear. They may still appear later."""
+    """Return machines that never appeared and were given up since that time. A later appearance is possible."""
     return _select(ledger, "WHERE state = ? AND note = ? AND ended_at >= ?", RentalState.REFUSED, NEVER_SEEN, since)
 
 
 def unfit_hosts(ledger: Ledger, since: float) -> set[tuple[CloudName, str]]:
-    """Providers and names of physical machines that were unusable when rented since that time."""
+    """Return providers and names of physical machines that were unusable when rented since that time."""
     rows = _select(ledger, "WHERE is_unfit AND host != '' AND intended_at >= ?", since)
     return {(rental.provider, rental.host) for rental in rows}
 
 
 def usd_spent(ledger: Ledger, run_id: str, now: float) -> float:
-    """Cost in USD of a run's machines until `now`."""
     return sum(rental.usd(now) for rental in rentals_of(ledger, run_id))
 
 

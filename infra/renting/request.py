@@ -1,6 +1,6 @@
-"""What a run wants to rent, and what its renting goes by: where it is written down, who is asked, when one can be used.
+"""A run's request for machines, and the context of its renting: ledger, accounts, and login check.
 
-Not here: renting (provision.py), what the ledger has of each machine (rentals.py).
+Not here: renting (provision.py), the ledger's rows (rentals.py).
 """
 
 import logging
@@ -17,32 +17,32 @@ from rollouts.infra.renting.rentals import Rental, RentalState, rentals_of
 logger = logging.getLogger(__name__)
 
 Check = Callable[[Rental, Instance], str]
-"""Log in on a machine and return the fingerprint of its host key, which is the expected one, where one is; an
-InfraError says why it cannot be used (yet)."""
+"""Logs in on a machine and returns the fingerprint of its host key, after comparing it with the expected one. Raises an
+InfraError if the machine is not usable (yet)."""
 Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RentRequest:
-    """What a run wants."""
+    """The machines that a run wants, and their limits."""
 
     run_id: str
     query: GPUQuery
     num_machines: int = 1
-    """So many in one region of one provider, or none."""
+    """They must all be in the same region of the same provider."""
     public_key: str
     image: str = ""
     purpose: str
-    """Hash of everything that makes one machine as good as another."""
+    """Hash of the settings that make two machines interchangeable."""
     credentials: str = ""
-    """Name of those whose accounts are used."""
+    """Name of the credentials whose accounts are used."""
     max_usd: float
-    """What all machines of the run may cost together."""
+    """Limit of the cost of all machines of the run together."""
     max_hours: float
-    """No machine is kept longer."""
+    """Limit of the time that a machine is kept."""
     usable_within_s: float = 900.0
     expects_host_key: bool = True
-    """The first connection is held against a key that is known before, where the provider allows that."""
+    """Compare the host key of the first connection with a key known in advance, if the provider supports that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,27 +52,25 @@ class Renting:
     request: RentRequest
     ledger: Ledger
     clouds: Mapping[CloudName, Cloud]
-    """The accounts that may be asked."""
+    """The accounts that may be used."""
     check: Check
     say: Say = logger.info
-    """Told what happens, a sentence each."""
+    """Receives progress messages, one sentence each."""
     pace: Pace = PATIENT
 
     def cloud_of(self, rental: Rental) -> Cloud:
-        """The account that a machine is in."""
         return self.clouds[rental.provider]
 
     def release(self, rental: Rental, *, note: str = "", is_unfit: bool = False) -> None:
-        """`release_machine`."""
         release_machine(rental, self.ledger, self.cloud_of(rental), note=note, is_unfit=is_unfit, pace=self.pace)
 
     def own_rows(self) -> list[Rental]:
-        """The run's machines that are not over, oldest first; none in other accounts: nothing can be said of those."""
+        """Return the run's open machines, oldest first, without those of other credentials: their state is unknown."""
         own = self.request.credentials
         rows = rentals_of(self.ledger, self.request.run_id)
         return [rental for rental in rows if rental.credentials == own and not rental.state.is_over]
 
 
 def is_in_use(rental: Rental) -> bool:
-    """Whether it is there, and nobody has tried to end it so far."""
+    """Return whether the machine exists and its end was not requested yet."""
     return rental.state in (RentalState.RENTED, RentalState.READY)

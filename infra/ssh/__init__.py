@@ -1,1 +1,1 @@
-"""A machine that is reached over SSH: connections, keys, tunnels, and the session that runs commands there."""
+"""SSH: connections, keys, jump hosts, tunnels, and the session of a machine that is reached over SSH."""

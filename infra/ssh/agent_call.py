@@ -1,7 +1,6 @@
-"""Talk with an agent on a node: send requests and their input, take their output and their answers, one at a time.
+"""Client side of node_agent.py: start an agent on a node, and send it requests, one at a time.
 
-The client's side of node_agent.py, where the frames are described. Not here: which requests there are
-(ssh_session.py), the channel itself (connection.py).
+node_agent.py describes the frames. Not here: the requests (ssh_session.py), the channel (connection.py).
 """
 
 import contextlib
@@ -11,12 +10,13 @@ import secrets
 import shlex
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from rollouts.infra import node_agent
+from rollouts.infra.chunks import CHUNK_BYTES, Chunk
 from rollouts.infra.errors import LoginShellError, NodeUnreachableError, PermanentInfraError, RequestCutError
 from rollouts.infra.foreign_text import shown_lines
 from rollouts.infra.node_agent import (
@@ -38,9 +38,9 @@ from rollouts.infra.supervisor.files import parse_object
 
 CLOSE_TIMEOUT_S = 10.0
 MAX_ANSWER_BYTES = 64 << 20
-"""The digests of all chunks of a terabyte are a fifth of it."""
-MAX_FRAME_BYTES = 256 << 10
-"""Input is sent in frames of at most this size."""
+"""Five times the digests of all chunks of a terabyte."""
+_MAX_FRAME_BYTES = 256 << 10
+"""Maximum size of a frame of input."""
 _FIRST_BYTES = b"# rollouts agent"
 _EATEN_CODE = 65
 _LOADER = (
@@ -48,22 +48,22 @@ _LOADER = (
     f"stream.read({len(_FIRST_BYTES)}) == {_FIRST_BYTES!r} or sys.exit({_EATEN_CODE}); "
     "exec(stream.read(int(sys.argv[1])))"
 )
-"""Reads the agent's text and not a byte more; ends if something else has read the beginning."""
+"""Reads exactly the agent's text, and ends if another program has read the beginning of the input."""
 _RECEIVE_BYTES = 1 << 20
-_NOT_STARTED = "Python did not start there in time, as also where a .bashrc reads standard input to its end"
+_NOT_STARTED = "Python did not start there in time; a .bashrc that reads all of standard input has this effect, too"
 
 # Any: requests and answers are JSON objects.
 JsonObject = dict[str, Any]
 
 
 class Agent:
-    """A process on the node that answers one request after the other; ends with its channel."""
+    """A process on the node that answers requests in sequence. It ends with its channel."""
 
     def __init__(self, open_command: Callable[[str], Channel], python: str, address: str) -> None:
-        """Start it; whether that works shows at its first answer.
+        """Start the agent. A failure shows only at its first answer.
 
         Args:
-            open_command: opens the channel to a command line that the node's shell runs.
+            open_command: opens a channel on which the node's shell runs a command line.
         """
         self.address = address
         self._python = python
@@ -74,16 +74,16 @@ class Agent:
         loader = [python, ISOLATED, "-c", _LOADER, str(len(text)), self._nonce[::-1]]
         self._channel = open_command(f"exec {shlex.join(loader)}")
         self.programs: set[str] = set()
-        """Those that it has loaded."""
-        self._unsent = _FIRST_BYTES + text  # goes with the first request: who waits for a packet of its own waits twice
+        """Names of the programs that it has loaded."""
+        self._unsent = _FIRST_BYTES + text  # sent with the first request, which saves a round trip
 
     @property
     def is_alive(self) -> bool:
-        """False once its end was noticed."""
+        """False once the end of its channel was noticed."""
         return not self._channel.has_ended
 
     def begin(self) -> None:
-        """Wait until it runs.
+        """Wait until the agent runs.
 
         Raises:
             NodeUnreachableError, PermanentInfraError: as `receive`.
@@ -92,7 +92,7 @@ class Agent:
         self._skip_greeting(None)
 
     def send(self, *parts: bytes | memoryview) -> bool:
-        """False when nobody takes it any more: then the agent's answer, or the lack of one, says why."""
+        """Send bytes. False if the channel is broken; `receive` then raises the reason."""
         unsent, self._unsent = self._unsent, b""
         try:
             self._channel.send(*([unsent] if unsent else []), *parts)
@@ -101,18 +101,18 @@ class Agent:
         return True
 
     def receive_frame_head(self, deadline: float | None) -> tuple[bytes, int]:
-        """Kind and length of what comes next, which `receive` has to take."""
+        """Return kind and length of the next frame, whose content `receive` then returns."""
         self._skip_greeting(deadline)
         head = b"".join(self.receive(FRAME_HEAD.size, deadline))
         kind, length = FRAME_HEAD.unpack(head)
         return kind, length
 
     def receive(self, num_bytes: int, deadline: float | None) -> Iterator[bytes]:
-        """The next bytes, in pieces as they come.
+        """Yield the next bytes as they arrive.
 
         Raises:
-            RequestCutError: the connection broke; what was asked for may have happened.
-            NodeUnreachableError: nothing came in time; the same.
+            RequestCutError: the connection broke; the request may have been carried out.
+            NodeUnreachableError: nothing came in time; the request may have been carried out.
             PermanentInfraError: the node cannot run Python.
         """
         while num_bytes:
@@ -123,19 +123,18 @@ class Agent:
             yield piece
 
     def end_input(self) -> None:
-        """Tell it that no other request will come."""
+        """Signal that no further request will come."""
         self._channel.end_input()
 
     def end(self) -> None:
-        """Let it go, at once."""
         self._channel.close()
 
     def end_in_peace(self) -> None:
-        """Let it end what it does, and wait for that where it can still be heard."""
+        """Let the agent finish its work, and wait for its end up to CLOSE_TIMEOUT_S."""
         self.end_input()
         deadline = time.monotonic() + CLOSE_TIMEOUT_S
         with contextlib.suppress(TimeoutError):
-            # Looked at each time: who never stops sending is never waited for.
+            # The time is checked after each piece: a peer that never stops sending must not block us.
             while (left_s := deadline - time.monotonic()) > 0 and self._channel.receive(
                 _RECEIVE_BYTES, timeout_s=left_s
             ):
@@ -143,7 +142,7 @@ class Agent:
         self._channel.close()
 
     def _skip_greeting(self, deadline: float | None) -> None:
-        """Drop what shells print when they start, up to the agent's first word."""
+        """Drop the output of starting shells, up to the nonce, the agent's first word."""
         while not self._has_greeted:
             before, nonce, after = self._received.partition(self._nonce.encode())
             if nonce:
@@ -151,7 +150,8 @@ class Agent:
                 self._has_greeted = True
             elif len(before) > MAX_GREETING_BYTES:
                 raise PermanentInfraError(
-                    f"the shell at {self.address} prints without end, beginning with {before[:80]!r}: silence it"
+                    f"the shell at {self.address} prints too much at a login, beginning with {before[:80]!r}: "
+                    "silence it"
                 )
             else:
                 self._received += self._receive(_RECEIVE_BYTES, deadline)
@@ -159,7 +159,7 @@ class Agent:
     def _receive(self, max_bytes: int, deadline: float | None) -> bytes:
         timeout_s = None if deadline is None else deadline - time.monotonic()
         try:
-            if timeout_s is not None and timeout_s <= 0:  # also where bytes of an endless answer are there
+            if timeout_s is not None and timeout_s <= 0:  # checked here because an endless answer never times out
                 raise TimeoutError
             chunk = self._channel.receive(max_bytes, timeout_s=timeout_s)
         except TimeoutError as error:
@@ -170,7 +170,7 @@ class Agent:
         return chunk
 
     def _raise_early_end(self) -> None:
-        """Say why a channel ended before the answer: Python could not be run there, or the connection broke."""
+        """Raise the reason why a channel ended before the answer."""
         exit_code = self._channel.exit_code()
         if exit_code is None:
             raise RequestCutError(self.address, "the connection broke")
@@ -182,17 +182,18 @@ class Agent:
             )
         if exit_code == _EATEN_CODE and not self._has_greeted:
             raise PermanentInfraError(
-                f"{self.address}: a file that its shell runs at a login, as .bashrc, reads the input that is meant for "
-                "the command: put `[[ $- == *i* ]] || return` at its beginning, so that it does so for people alone"
+                f"{self.address}: a file that its shell runs at each login, such as .bashrc, reads the input of our "
+                "command: put `[[ $- == *i* ]] || return` at its beginning, so that only interactive shells run the "
+                "rest"
             )
         if not self._has_greeted:
-            raise LoginShellError(self.address, f"code {exit_code}: {reason or 'without a word'}", self._python)
-        # Another code than those of shells: something on the node ended the agent.
+            raise LoginShellError(self.address, f"code {exit_code}: {reason or 'it printed nothing'}", self._python)
+        # Shells do not use this code, so the agent itself was ended on the node.
         raise RequestCutError(self.address, f"its end of the request died with code {exit_code}: {reason}")
 
 
 class AgentCall:
-    """A request under way; leaving its `with` block ends it, and the command that it runs."""
+    """A running request. Leaving its `with` block ends it, with its command."""
 
     def __init__(
         self,
@@ -202,44 +203,44 @@ class AgentCall:
         timeout_s: float | None = None,
         give_back: Callable[[Agent], None] = Agent.end,
     ) -> None:
-        """Send an agent the request.
+        """Send the request to an agent.
 
         Args:
-            timeout_s: all of the answer has to be here by then; None waits as long as the peer lives.
-            give_back: takes the agent when it can answer another request.
+            timeout_s: time limit of the whole answer; None waits as long as the peer lives.
+            give_back: gets the agent if it can answer another request.
         """
         self._agent = agent
         self._give_back = give_back
         self._deadline = None if timeout_s is None else time.monotonic() + timeout_s
         self._answer: JsonObject | None = None
-        self._can_go_on = False
+        self._is_reusable = False
         agent.send(*_frame(REQUEST, json.dumps(request).encode()))
 
     @property
     def answer(self) -> JsonObject:
-        """What the agent says at the end; known once `frames` is exhausted."""
+        """The agent's final answer; known after the last item of `frames`."""
         assert self._answer is not None, "the answer comes after the last frame"
         return self._answer
 
     def send_input(self, chunks: Iterable[bytes], *, in_background: bool = False) -> None:
-        """Send the request's input, and that it ends there.
+        """Send the request's input, and the end of input.
 
         Args:
-            in_background: needed where the other side may wait for its output to be taken before it takes more.
+            in_background: send in a thread. Needed if the other side stops reading until its output is read.
         """
         if in_background:
             threading.Thread(target=self.send_input, args=(chunks,), daemon=True).start()
             return
         for chunk in chunks:
             view = memoryview(chunk)
-            for start in range(0, len(view), MAX_FRAME_BYTES):
-                piece = view[start : start + MAX_FRAME_BYTES]
+            for start in range(0, len(view), _MAX_FRAME_BYTES):
+                piece = view[start : start + _MAX_FRAME_BYTES]
                 if not self._agent.send(*_frame(DATA, piece)):
                     return
         self._agent.send(*_frame(END_OF_INPUT, b""))
 
     def send_pieces(self, pieces: Iterable[tuple[str, int, bytes]]) -> None:
-        """Send pieces of files, each behind its offset there, as the request's input, and that it ends there."""
+        """Send pieces of files with their offsets as the request's input, and the end of input."""
         last_name = None
         for name, offset, piece in pieces:
             head = FRAME_HEAD.pack(DATA, OFFSET_BYTES + len(piece)) + offset.to_bytes(OFFSET_BYTES, "big")
@@ -250,12 +251,12 @@ class AgentCall:
         self._agent.send(*_frame(END_OF_INPUT, b""))
 
     def frames(self) -> Iterator[tuple[bytes, bytes]]:
-        """Kind and content of what the agent sends, in pieces as they come, up to its answer.
+        """Yield kind and content of the agent's frames in pieces as they arrive, up to its final answer.
 
         Raises:
-            RequestCutError: the connection broke; what was asked for may have happened.
-            NodeUnreachableError: nothing came in time; the same.
-            PermanentInfraError: the node cannot run Python, or says what no agent says.
+            RequestCutError: the connection broke; the request may have been carried out.
+            NodeUnreachableError: nothing came in time; the request may have been carried out.
+            PermanentInfraError: the node cannot run Python, or the answer is not an agent's.
         """
         while True:
             kind, length = self._agent.receive_frame_head(self._deadline)
@@ -268,35 +269,33 @@ class AgentCall:
                 text = b"".join(content)
                 if (answer := parse_object(text)) is None:
                     raise self._nonsense(f"the answer {text[:80]!r}")
-                self._can_go_on = bool(answer.pop("can_go_on", False))
+                self._is_reusable = bool(answer.pop("is_reusable", False))
                 self._answer = Answer(answer)
                 return
             for piece in content:
                 yield kind, piece
 
     def wait(self) -> JsonObject:
-        """The answer to a request that has no output.
+        """Return the answer to a request without output.
 
         Raises:
             InfraError: as `frames`.
         """
         for kind, piece in self.frames():
-            raise self._nonsense(f"output where there is none, {kind!r} {piece[:80]!r}")
+            raise self._nonsense(f"unexpected output {kind!r} {piece[:80]!r}")
         return self.answer
 
     def _nonsense(self, what: str) -> PermanentInfraError:
-        return PermanentInfraError(f"{self._agent.address} sends {what}: something else than our program answers there")
+        return PermanentInfraError(f"{self._agent.address} sends {what}: another program than ours answers there")
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Give the agent back, or end it with what it does."""
+    def __exit__(self, *_: object) -> None:
+        """Give the agent back if it can answer another request; otherwise end it."""
         if self._answer is None:
             self._agent.end_in_peace()
-        elif self._can_go_on:
+        elif self._is_reusable:
             self._give_back(self._agent)
         else:
             self._agent.end()
@@ -309,3 +308,79 @@ def _agent_text() -> bytes:
 
 def _frame(kind: bytes, content: bytes | memoryview) -> tuple[bytes, bytes | memoryview]:
     return FRAME_HEAD.pack(kind, len(content)), content
+
+
+# ── several senders ──
+
+
+MAX_SENDERS = 6
+
+Ask = Callable[[int, JsonObject], AgentCall]
+"""Starts a request over the connection with this number."""
+
+
+class ParallelWrite:
+    """Writes chunks into the files of one directory."""
+
+    def __init__(self, ask: Ask, directory: str, chunks: Sequence[Chunk], *, digest: str, max_senders: int) -> None:
+        self._ask = ask
+        request = {"verb": "write_chunks", "directory": directory, "chunk_bytes": CHUNK_BYTES, "digest": digest}
+        self._request = request
+        self._num_senders = min(max_senders, len(chunks))
+        self._chunks = iter(chunks)
+        self._lock = threading.Lock()
+        self._failures: list[BaseException] = []
+        self._is_over = threading.Event()
+        self._digests: dict[tuple[str, int], str] = {}
+        self.problem: JsonObject | None = None
+        """The node's answer if it could not write; set when `run` has returned."""
+        self.num_sent_bytes = 0
+
+    def run(self) -> dict[tuple[str, int], str]:
+        """Send all chunks; returns the digest of each chunk as written and synced by the node, by file and number.
+
+        Raises:
+            NodeUnreachableError: a connection broke; some chunks may be written, completely or partly.
+        """
+        if self._num_senders == 1:
+            self._send(0)
+        elif self._num_senders > 1:
+            with ThreadPoolExecutor(self._num_senders, thread_name_prefix="chunks") as pool:
+                try:
+                    list(pool.map(self._send, range(self._num_senders)))
+                finally:
+                    self._is_over.set()  # also after an interrupt
+        if self._failures:
+            raise self._failures[0]
+        return self._digests
+
+    def _send(self, number: int) -> None:
+        try:
+            with self._ask(number, self._request) as call:
+                call.send_pieces(self._pieces())
+                call.wait()
+            if "problem" in call.answer:
+                self.problem = call.answer
+                self._is_over.set()
+            try:
+                self._digests |= {(name, number): digest for name, number, digest in call.answer.get("digests", ())}
+            except (TypeError, ValueError) as error:
+                raise PermanentInfraError(f"the node sent invalid digests of chunks ({error})") from error
+        except BaseException as error:  # noqa: BLE001 - `run` raises the first error when all senders have ended
+            self._failures.append(error)
+            self._is_over.set()
+
+    def _pieces(self) -> Iterator[tuple[str, int, bytes]]:
+        """Yield the pieces of one remaining chunk after the other, with their files and offsets."""
+        while not self._is_over.is_set():
+            with self._lock:
+                chunk = next(self._chunks, None)
+            if chunk is None:
+                return
+            offset = chunk.number * CHUNK_BYTES
+            for piece in chunk.pieces:
+                if self._is_over.is_set():
+                    return
+                yield chunk.name, offset, piece
+                offset += len(piece)
+                self.num_sent_bytes += len(piece)

@@ -1,14 +1,16 @@
-"""Who answers the requests to a machine that is reached over SSH, and over which connection.
+"""The agents and connections of one machine that is reached over SSH, and the choice of them for each request.
 
-Not here: what is asked (ssh_session.py), connections and logins (connection.py), one request (agent_call.py).
+Not here: the requests (ssh_session.py), connections and logins (connection.py), a single request (agent_call.py).
 
-Every request is answered by a process on the node, the agent, whose text travels ahead of its first request. So nothing
-depends on the node's login shell but that it can start Python, and arguments are never interpreted. An agent answers
-one request at a time and waits for the next, so that a request costs one round trip; those that come at the same time
-take another agent, on a channel of its own. What matters quickly (commands, jobs, logs) and what is large (files) use
-connections of their own, opened when first needed and again when they have broken; of the first kind a second one where
-the server allows a connection fewer channels than are needed at once. Often only a request that is not answered shows
-that one has broken; it is made once more, of another agent, where it does no harm to carry it out twice.
+An agent is a process on the node that answers every request. Its text is sent before its first request. The node's
+login shell therefore only has to start Python, and no shell interprets arguments. An agent answers requests in sequence
+and stays alive between requests, so that a request costs one round trip. Concurrent requests use further agents on
+separate channels.
+
+Small urgent requests (commands, jobs, logs) and large files use separate connections. They are opened on first use and
+again after they broke. If the server allows too few channels per connection, a second connection serves the urgent
+requests. A broken connection often shows only as a missing answer. Idempotent requests are then retried once through a
+new agent.
 """
 
 import functools
@@ -29,71 +31,68 @@ from rollouts.infra.errors import (
 )
 from rollouts.infra.node import SSHAccess
 from rollouts.infra.ssh import openssh
-from rollouts.infra.ssh.agent_call import Agent, AgentCall, JsonObject
+from rollouts.infra.ssh.agent_call import MAX_SENDERS, Agent, AgentCall, JsonObject
 from rollouts.infra.ssh.connection import SSHConnection, connect
 from rollouts.infra.ssh.openssh import OpenSSH
-from rollouts.infra.ssh.parallel_write import MAX_SENDERS
 
 AnswerT = TypeVar("AnswerT")
 Purpose = Literal["control", "beside", "bulk", "pieces 0", "pieces 1", "pieces 2", "pieces 3", "pieces 4", "pieces 5"]
 PURPOSES: tuple[Purpose, ...] = get_args(Purpose)
 PIECES = PURPOSES[3:]
 assert len(PIECES) == MAX_SENDERS
-"""For large files to a distant node."""
+"""Connections for large files to a distant node."""
 
-OPEN_ATTEMPTS = 4
-"""So often a request is begun."""
+_OPEN_ATTEMPTS = 4
+"""Attempts to start a request."""
 PAUSE_S, BAN_PAUSE_S = 0.5, 4.0
-"""After the first attempt, twice as long after each further one. The shortest bans of OpenSSH last 15 s."""
+"""Pause after the first attempt; it doubles after each attempt. The shortest bans of OpenSSH last 15 s."""
 ANSWER_MARGIN_S = 30.0
-"""An answer may come this much later than the command's own time limit."""
-MAX_IDLE_AGENTS = 2
-"""So many wait for requests, on each connection: servers allow some ten channels."""
-MAX_IDLE_S = 60.0
-"""An agent that has waited longer is not asked: its connection may have broken unnoticed."""
+"""Additional time for an answer, beyond the command's own time limit."""
+_MAX_IDLE_AGENTS = 2
+"""Idle agents to keep per connection. Servers allow about ten channels."""
+_MAX_IDLE_S = 60.0
+"""An agent that was idle for longer is not used: its connection may have broken unnoticed."""
 
 logger = logging.getLogger(__name__)
 
 
 class Agents:
-    """The connections to a machine, and the agents that wait on them; may be used by several threads."""
+    """The connections and agents of one machine. It may be used by several threads."""
 
     def __init__(self, access: SSHAccess, *, python: str, find_access: Callable[[], SSHAccess] | None) -> None:
         """Nothing is connected before the first request.
 
         Args:
-            find_access: asked before every connection where the node's address may change.
+            find_access: called before every connection, if the node's address may change.
         """
         self.access = access
         self.programs: dict[str, str] = {}
-        """The texts of those that agents have been asked to run."""
+        """Texts of the programs that agents were asked to run."""
         self.may_use_openssh = True
         self._find_access = find_access
         self._python = python
         self._connections: dict[Purpose, SSHConnection] = {}
         self._idle_agents: dict[Purpose, list[tuple[float, Agent]]] = {purpose: [] for purpose in PURPOSES}
-        """With the time since when each waits."""
+        """Idle agents, each with the time at which it became idle."""
         self._openssh_client: tuple[OpenSSH, SSHConnection] | None = None
-        """With the connection whose host key it demands."""
+        """The client, and the connection whose host key it requires."""
         self._key_type = ""
-        """Of the host key that the last connection was shown."""
+        """Type of the host key of the last connection."""
         self._is_closed = False
         self._lock = threading.Lock()
         self._connecting = {purpose: threading.Lock() for purpose in PURPOSES}
         self._preparing = {purpose: threading.Lock() for purpose in PURPOSES}
-        """Held while an agent is made ready before it is needed."""
+        """Held while a spare agent is being prepared."""
 
     @property
     def address(self) -> str:
-        """Where the machine is, for messages."""
         return self.access.address
 
     def close(self) -> None:
-        """End the agents, and close the connections."""
         with self._lock:
-            self._is_closed = True  # a thread that still uses it must not connect again
+            self._is_closed = True  # other threads must not connect again
             for _, agent in itertools.chain(*self._idle_agents.values()):
-                agent.end_input()  # all say goodbye at the same time
+                agent.end_input()  # all agents end at the same time
             for purpose in PURPOSES:
                 self._end_idle_agents(purpose)
             if self._openssh_client is not None:
@@ -103,30 +102,30 @@ class Agents:
             self._connections.clear()
 
     def ask(self, purpose: Purpose, request: JsonObject, *, timeout_s: float | None = None) -> AgentCall:
-        """A request under way, over a new connection where the old one has broken."""
-        for attempt in range(1, OPEN_ATTEMPTS + 1):
+        """Start a request; reconnect if the connection has broken."""
+        for attempt in range(1, _OPEN_ATTEMPTS + 1):
             try:
                 agent = self._idle_agent(purpose) or self._new_agent(purpose)
                 return self._begin(purpose, agent, request, timeout_s=timeout_s)
             except TransientInfraError as error:
-                if attempt == OPEN_ATTEMPTS:
+                if attempt == _OPEN_ATTEMPTS:
                     raise
                 logger.info("attempt %d to reach %s failed: %s", attempt, self.address, error)
                 time.sleep((BAN_PAUSE_S if isinstance(error, BannedError) else PAUSE_S) * 2.0 ** (attempt - 1))
         raise AssertionError("the last attempt returns or raises")
 
     def repeated_if_cut(self, ask: Callable[[], AnswerT]) -> AnswerT:
-        """What a "control" request answers; made once more, over a new agent, where it was cut off before that."""
+        """Return the answer of a "control" request. If it was cut off, it is repeated once through a new agent."""
         try:
             return ask()
         except RequestCutError as error:
-            logger.info("a request is made once more: %s", error)
+            logger.info("repeating a request: %s", error)
             with self._lock:
-                self._end_idle_agents("control")  # they may be as dead without its having been noticed
+                self._end_idle_agents("control")  # their connection may have broken, too
             return ask()
 
     def make_ready(self, purpose: Purpose) -> None:
-        """Begin to make an agent, with all programs so far, that answers the next request within one round trip."""
+        """Start to prepare an agent with all programs so far, so that the next request takes one round trip."""
         with self._lock:
             if self._is_closed or self._idle_agents[purpose] or not self._preparing[purpose].acquire(blocking=False):
                 return
@@ -142,7 +141,7 @@ class Agents:
                     call.send_input(())
                     call.wait()
             except InfraError as error:
-                logger.info("no agent at %s is ready before it is needed: %s", self.address, error)
+                logger.info("preparing an agent at %s failed: %s", self.address, error)
             finally:
                 self._preparing[purpose].release()
 
@@ -156,7 +155,7 @@ class Agents:
         return AgentCall(agent, {**request, "programs": missing}, timeout_s=timeout_s, give_back=give_back)
 
     def _idle_agent(self, purpose: Purpose) -> Agent | None:
-        """One that waits for a request, or is about to."""
+        """Return an idle agent, or the one being prepared; None if neither exists."""
         if not self._idle_agents[purpose] and self._preparing[purpose].acquire(timeout=ANSWER_MARGIN_S):
             self._preparing[purpose].release()
         while True:
@@ -165,18 +164,18 @@ class Agents:
                 if not self._idle_agents[purpose]:
                     return None
                 since, agent = self._idle_agents[purpose].pop()
-            if agent.is_alive and time.monotonic() - since < MAX_IDLE_S:
+            if agent.is_alive and time.monotonic() - since < _MAX_IDLE_S:
                 return agent
             agent.end()
 
     def _end_idle_agents(self, purpose: Purpose) -> None:
-        """With the lock held."""
+        """Called with the lock held."""
         for _, agent in self._idle_agents[purpose]:
             agent.end()
         self._idle_agents[purpose].clear()
 
     def forget(self, purposes: Sequence[Purpose]) -> None:
-        """Where one broke, the others may be as dead without its having been noticed."""
+        """Close these connections and their agents after a break, because a break is noticed late."""
         with self._lock:
             for purpose in purposes:
                 self._end_idle_agents(purpose)
@@ -192,33 +191,33 @@ class Agents:
                 return agent
             except InfraError as error:
                 with self._lock:
-                    self._check_open()  # else the session's end is why the client failed
-                logger.warning("files take our own connection to %s: %s", self.address, error)
+                    self._check_open()  # raises if the client failed because the session was closed
+                logger.warning("OpenSSH's client failed, files use our own connection to %s: %s", self.address, error)
         try:
             agent = Agent(self.connection(purpose).open_command, self._python, self.address)
         except NodeUnreachableError:
             raise
-        except TransientInfraError:  # it allows no more channels: a followed log has the only one where that is all
+        except TransientInfraError:  # the server allows no further channel: a followed log may hold the only one
             if purpose != "control":
                 raise
             agent = Agent(self.connection("beside").open_command, self._python, self.address)
         if client is not None:
-            self.may_use_openssh = False  # the node is there, so it was the client that failed
+            self.may_use_openssh = False  # the node answers our own connection, so the client failed
         return agent
 
     def openssh(self, purpose: Purpose) -> OpenSSH | None:
-        """The client that is installed here, where it is faster and can log in as we do."""
+        """Return OpenSSH's client if it is installed, faster here, and able to log in as we do."""
         if not self.may_use_openssh or purpose == "control":
             return None
         believed = self.connection("control")
         with self._lock:
             self._check_open()
-            # What a distant node sends is limited by the client's window, what it is sent by its own.
+            # The client's small window limits what a distant node sends. The node's own window limits what it receives.
             is_slower = believed.is_far and purpose not in PIECES
             if is_slower or not believed.key_file or not openssh.is_installed():
                 return None
             client, of = self._openssh_client or (None, None)
-            if client is None or of is not believed:  # another address perhaps, and another key
+            if client is None or of is not believed:  # the new connection may have another address and another key
                 if client is not None:
                     client.close()
                 client = OpenSSH(self.access, believed)
@@ -228,7 +227,7 @@ class Agents:
     def _give_back(self, purpose: Purpose, agent: Agent) -> None:
         with self._lock:
             idle = self._idle_agents[purpose]
-            if not self._is_closed and len(idle) < MAX_IDLE_AGENTS:
+            if not self._is_closed and len(idle) < _MAX_IDLE_AGENTS:
                 idle.append((time.monotonic(), agent))
                 return
         agent.end()

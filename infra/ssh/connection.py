@@ -30,23 +30,32 @@ from rollouts.infra.errors import (
 )
 from rollouts.infra.foreign_text import shown_line
 from rollouts.infra.node import SSHAccess
-from rollouts.infra.ssh.heard_socket import HeardSocket
 from rollouts.infra.ssh.host_keys import HostKey, HostKeyEvidence, HostKeyPolicy
-from rollouts.infra.ssh.key_agent import SIGNING_TIMEOUT_S, KeyOfAgent, SigningRefusedError, public_half
-from rollouts.infra.ssh.login_keys import LoginKeys, load_keys
-from rollouts.infra.ssh.proxy_jump import explain_proxy, open_proxy
+from rollouts.infra.ssh.login_keys import (
+    SIGNING_TIMEOUT_S,
+    KeyOfAgent,
+    LoginKeys,
+    SigningRefusedError,
+    load_keys,
+    public_half,
+)
+from rollouts.infra.ssh.proxy_jump import (
+    CONNECT_TIMEOUT_S,
+    HEARTBEAT_INTERVAL_S,
+    HeardSocket,
+    explain_proxy,
+    open_proxy,
+)
 
-CONNECT_TIMEOUT_S = 15.0
-CHANNEL_TIMEOUT_S = 30.0
+_CHANNEL_TIMEOUT_S = 30.0
 EXIT_CODE_TIMEOUT_S = 10.0
-HEARTBEAT_INTERVAL_S = 15.0
 HEARTBEAT_LIMIT_S = 30.0
 """Seconds of silence after a heartbeat until the peer counts as dead; with the interval, within 45 s. Any received
 bytes count, because over a slow link the answer queues behind other data."""
 
 CIPHERS = ("aes128-gcm@openssh.com", "aes256-gcm@openssh.com", "aes128-ctr", "aes256-ctr")
 """GCM first: 1.5 times as fast as paramiko's first choice."""
-KEX = "curve25519-sha256"
+_KEX = "curve25519-sha256"
 """Known to paramiko and to every server of the last ten years."""
 _KEY_TYPES = ("ssh-ed25519", "ecdsa-sha2-nistp256", "ecdsa-sha2-nistp384", "ecdsa-sha2-nistp521", "ssh-rsa")
 SIGNATURES = {"ssh-rsa": ("rsa-sha2-512", "rsa-sha2-256")}
@@ -59,7 +68,7 @@ _NEAR_WINDOW_BYTES, _FAR_WINDOW_BYTES = 2 << 20, 16 << 20
 its speed with a large window. The window is for received data; the server chooses the other direction's."""
 _PROHIBITED = 1
 """Error code of a channel that the server's configuration forbids. Other codes are temporary."""
-REFUSALS_FOR_NOW = ("Not allowed at this time", "Exceeded MaxStartups")
+_REFUSALS_FOR_NOW = ("Not allowed at this time", "Exceeded MaxStartups")
 """OpenSSH sends these texts instead of its greeting to a banned address, and during too many logins."""
 _DROPPED = (paramiko.SSHException, OSError, EOFError)
 
@@ -151,12 +160,10 @@ class SSHChannel:
         return None if exit_code == -1 else exit_code
 
     def end_input(self) -> None:
-        """Signal the end of the input."""
         with contextlib.suppress(*_DROPPED):
             self._channel.shutdown_write()
 
     def close(self) -> None:
-        """Close the channel; never fails."""
         with contextlib.suppress(*_DROPPED):
             self._channel.close()
 
@@ -211,19 +218,18 @@ class SSHConnection:
         return SSHChannel(self._open("direct-tcpip", (host, port), ("127.0.0.1", 0)), self.address)
 
     def close(self) -> None:
-        """Close the connection with all its channels."""
         self._closed.set()
         self._transport.close()
 
     def _open(self, kind: str, *addresses: tuple[str, int]) -> Any:  # Any: paramiko has no types
         window = _FAR_WINDOW_BYTES if self.is_far else _NEAR_WINDOW_BYTES
         try:
-            return self._transport.open_channel(kind, *addresses, window_size=window, timeout=CHANNEL_TIMEOUT_S)
+            return self._transport.open_channel(kind, *addresses, window_size=window, timeout=_CHANNEL_TIMEOUT_S)
         except paramiko.ChannelException as error:
             if addresses and error.code == _PROHIBITED:
                 raise PermanentInfraError(
-                    f"{self.address} does not forward connections, and engines there need it: let its sshd_config "
-                    "allow TCP forwarding (AllowTcpForwarding, DisableForwarding, PermitOpen), and authorized_keys, too"
+                    f"{self.address} does not forward connections, which engines there need: allow TCP forwarding in "
+                    "its sshd_config (AllowTcpForwarding, DisableForwarding, PermitOpen) and in authorized_keys"
                 ) from error
             raise TransientInfraError(f"{self.address} opens no further channel now ({error}): try again") from error
         except _DROPPED as error:
@@ -243,9 +249,9 @@ def connect(access: SSHAccess, *, likely_type: str = "") -> SSHConnection:
         likely_type: type of the host key in an earlier connection; requested first.
 
     Raises:
-        BannedError: its server refuses connections from here for some time. NodeUnreachableError: it does not answer,
-        the connection breaks, or its name cannot be resolved although its host
-            key is known.
+        BannedError: its server refuses connections from here for some time.
+        NodeUnreachableError: it does not answer, the connection breaks, or its name cannot be resolved although its
+            host key is known.
         HostKeyError: the host key is wrong; no login key was used.
         LoginError: the node refuses the login, or the key is unusable.
         KeyAgentError: the SSH agent does not sign with a candidate key.
@@ -255,13 +261,13 @@ def connect(access: SSHAccess, *, likely_type: str = "") -> SSHConnection:
     while True:
         try:
             return _connect(access, keys, likely_type)
-        except SigningRefusedError as error:  # the connection is closed then
-            refusal = f"{error} with {_fingerprint(error.key)}: unlock it, or allow what it asks"
+        except SigningRefusedError as error:  # the connection is already closed
+            refusal = f"{error} with {_fingerprint(error.key)}: unlock it, or confirm its question"
             keys = keys.without(error.key, refusal)
             if not keys.keys:
                 raise KeyAgentError(access.address, refusal) from error
         except LoginError as error:
-            if refusal:  # it may have been the key
+            if refusal:  # the refused key may have been the right one
                 raise KeyAgentError(access.address, error.problem) from error
             raise
 
@@ -350,7 +356,7 @@ def _open_verified(access: SSHAccess, policy: HostKeyPolicy) -> tuple[Any, HostK
     while types:
         try:
             transport, key = _open_transport(access, types)
-        except paramiko.IncompatiblePeer as error:  # it has no key of these types, or no common cipher
+        except paramiko.IncompatiblePeer as error:  # the server has no key of these types, or no common cipher
             reasons.append(describe(error).partition("(")[2].rstrip(")"))
             types = left = tuple(each for each in left if each not in types)
             continue
@@ -367,7 +373,7 @@ def _open_verified(access: SSHAccess, policy: HostKeyPolicy) -> tuple[Any, HostK
         reason = min(reasons, key=lambda each: "host key" in each)
         raise PermanentInfraError(
             f"{access.address} has an SSH server without a safe algorithm in common ({reason}): update "
-            f"it, or let its sshd_config allow the cipher {CIPHERS[0]} and the exchange of keys {KEX}"
+            f"it, or allow the cipher {CIPHERS[0]} and the key exchange {_KEX} in its sshd_config"
         )
     raise AssertionError(policy.check(key))  # raises, because the key is not the pinned one
 
@@ -404,8 +410,8 @@ def _open_transport(access: SSHAccess, key_types: Sequence[str]) -> tuple[Any, H
 
 
 def _no_greeting(access: SSHAccess, reason: str) -> NodeUnreachableError:
-    """The error for a server that disconnected before it showed a key, by its message."""
-    if any(reason.startswith(refusal) for refusal in REFUSALS_FOR_NOW):
+    """Return the error for a server that disconnected before it showed a key, by its message."""
+    if any(reason.startswith(refusal) for refusal in _REFUSALS_FOR_NOW):
         return BannedError(access.address, reason)
     return NodeUnreachableError(access.address, reason)
 
@@ -422,7 +428,7 @@ def _open_socket(access: SSHAccess) -> socket.socket:
         raise PermanentInfraError(f"{access.host} is not a valid host name: check node.host") from error
     except OSError as error:
         raise NodeUnreachableError(access.address, error.strerror or str(error)) from error
-    tcp.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # paramiko leaves it off: 14 times slower
+    tcp.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # paramiko leaves it off, which is 14 times slower
     tcp.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     if sys.platform == "linux":
         for option, value in (
@@ -439,7 +445,7 @@ def _open_socket(access: SSHAccess) -> socket.socket:
 
 
 def _log_in(transport: Any, access: SSHAccess, keys: LoginKeys) -> str:  # Any: paramiko has no types
-    """Offer the keys in turn; returns the file of the accepted key.
+    """Offer the keys in turn; return the file of the accepted key.
 
     Raises:
         LoginError: the node accepts no key, or requires more than a key.
@@ -455,19 +461,19 @@ def _log_in(transport: Any, access: SSHAccess, keys: LoginKeys) -> str:  # Any: 
             wanted_besides = transport.auth_publickey(access.user, key.key) or wanted_besides
         except paramiko.BadAuthenticationType as error:
             ways = ", ".join(error.allowed_types)
-            raise LoginError(access.address, f"it wants {ways}, and we have keys: allow public keys there") from error
+            raise LoginError(access.address, f"it requires {ways}: allow public keys there") from error
         except paramiko.AuthenticationException as error:
             if transport.goodbye:
                 raise LoginError(
                     access.address,
-                    f"it hung up when {num_offered} of {len(keys.keys)} keys were offered ({transport.goodbye}): name "
+                    f"it disconnected after {num_offered} of {len(keys.keys)} keys ({transport.goodbye}): name "
                     "the right one as node.key_file",
                 ) from error
             if is_of_agent and key.key.is_signing:
                 raise KeyAgentError(
                     access.address,
-                    f"the SSH agent has not signed with {_fingerprint(key.key)} for {SIGNING_TIMEOUT_S:g} s: allow "
-                    "what it asks, or name another key as node.key_file",
+                    f"the SSH agent did not sign with {_fingerprint(key.key)} within {SIGNING_TIMEOUT_S:g} s: confirm "
+                    "its question, or name another key as node.key_file",
                 ) from error
             # paramiko raises the same error for a connection that breaks now, and for a server that times out.
             if not transport.is_active() or "timeout" in describe(error):
@@ -480,10 +486,10 @@ def _log_in(transport: Any, access: SSHAccess, keys: LoginKeys) -> str:  # Any: 
             return key.file
     if wanted_besides:
         ways = ", ".join(wanted_besides)
-        raise LoginError(access.address, f"it takes a key of ours, and wants {ways} besides: let the key do there")
+        raise LoginError(access.address, f"it accepts our key, but also requires {ways}: allow a key alone there")
     names = ", ".join(sorted({_fingerprint(each.key) for each in keys.keys}))
     remedy = "; not tried: ".join(["put the public key into ~/.ssh/authorized_keys there", *keys.left_out])
-    raise LoginError(access.address, f"user {access.user} is not let in with {names}: {remedy}")
+    raise LoginError(access.address, f"user {access.user} cannot log in with {names}: {remedy}")
 
 
 def _fingerprint(key: Any) -> str:  # Any: paramiko has no types
@@ -491,7 +497,7 @@ def _fingerprint(key: Any) -> str:  # Any: paramiko has no types
 
 
 def describe(error: BaseException) -> str:
-    """The error's message, or its type if it has none."""
+    """Return the error's message, or its type if it has none."""
     if isinstance(error, OSError) and error.errno:
         return os.strerror(error.errno)
     return str(error).strip() or type(error).__name__

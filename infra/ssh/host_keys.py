@@ -1,12 +1,14 @@
-"""Decide whether the key that a host shows is the right one. No connection is used before that is known.
+"""Decide whether a host's key is the right one. A connection is not used before that is decided.
 
-Not here: connections (connection.py). In order of strength, and the first that has an answer decides:
+The first kind of evidence that applies decides. In order of strength:
 
-    pinned            the key's fingerprint is known: the settings name it, or an earlier login noted it
-      injected        ... it is one that we made, and gave to the machine with its creation
-      provider        ... the provider of the machine told it, over a connection of its own
-    known_hosts       a file in OpenSSH's format, the user's own or ours, has a key for this host
-    first_use         nobody knows the host, and the settings allow to believe it once: it is written into our file
+    pinned            the key's fingerprint is known: the settings name it, or an earlier login stored it
+      injected        ... we created the key and gave it to the machine at its creation
+      provider        ... the machine's provider reported it over a separate connection
+    known_hosts       a file in OpenSSH's format, the user's or ours, has a key for this host
+    first_use         the host is unknown, and the settings allow to accept its first key, which is then stored
+
+Not here: connections (connection.py).
 """
 
 import base64
@@ -28,7 +30,7 @@ from rollouts.infra.regular_file import read_text
 
 
 class HostKeyEvidence(StrEnum):
-    """Why a host key was believed."""
+    """The reason for accepting a host key."""
 
     PINNED = "pinned"
     INJECTED = "injected"
@@ -44,42 +46,41 @@ class HostKey:
     type: str
     """For example ssh-ed25519."""
     blob: bytes
-    """The key as the protocol sends it."""
+    """The key in the format of the SSH protocol."""
 
     @property
     def fingerprint(self) -> str:
-        """As `ssh-keygen -l` prints it: SHA256:..."""
+        """The fingerprint as `ssh-keygen -l` prints it: SHA256:..."""
         return "SHA256:" + base64.b64encode(hashlib.sha256(self.blob).digest()).decode().rstrip("=")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostKeyPolicy:
-    """What is known about the keys of one host, and what may be believed."""
+    """Known keys of one host, and rules for accepting its key."""
 
     host: str
     port: int
     alias: str = ""
-    """The name under which the files have the host, whatever its address is; empty where that counts."""
+    """The host's name in these files, independent of its address; empty uses the address."""
     pinned: str
-    """The fingerprint that the key must have; empty when nobody said."""
+    """The required fingerprint; empty if none is known."""
     known_hosts: tuple[Path, ...]
-    """Files in OpenSSH's format; those that do not exist know nothing."""
+    """Files in OpenSSH's format. Missing files are ignored."""
     first_use_file: Path | None
-    """Where a key is written that is believed because it is the first; None refuses unknown hosts."""
+    """File for a key that is accepted at the first login; None refuses unknown hosts."""
     pinned_file: Path | None = None
-    """Where a pinned key is written, so that its type is known the next time; None takes `first_use_file`."""
+    """File for a key that matched `pinned`, so that its type is known next time; None uses `first_use_file`."""
     likely_type: str = ""
-    """The type of the key that an earlier connection was shown; empty before the first."""
+    """Type of the key in an earlier connection; empty before the first."""
 
     @property
     def address(self) -> str:
-        """The host as known_hosts names it."""
         if self.alias:
             return self.alias
         return self.host if self.port == SSH_PORT else f"[{self.host}]:{self.port}"
 
     def known_keys(self) -> list[HostKey]:
-        """The keys that the files have for this host.
+        """Return the files' keys for this host.
 
         Raises:
             PermanentInfraError: a file cannot be read.
@@ -87,7 +88,7 @@ class HostKeyPolicy:
         return [key for marker, key in self._entries() if marker == ""]
 
     def likely_types(self, usable: Sequence[str]) -> tuple[str, ...]:
-        """The types of the key that the host will be believed by, among the usable ones; empty if unknown.
+        """Return the usable types of known keys of the host; empty if no key is known.
 
         Raises:
             PermanentInfraError: a file cannot be read.
@@ -99,10 +100,10 @@ class HostKeyPolicy:
         return tuple(dict.fromkeys(key.type for key in fitting if key.type in usable))
 
     def check(self, shown: HostKey) -> HostKeyEvidence:
-        """Say why the key is believed; it is remembered, unless a file of the user's has it.
+        """Return the reason for accepting the key. The key is stored unless a file already has it.
 
         Raises:
-            HostKeyError: it is not; one sentence that says what to do.
+            HostKeyError: the key is not accepted; the message says what to do.
         """
         if any(key == shown for marker, key in self._entries() if marker == "@revoked"):
             raise HostKeyError(self.address, shown.fingerprint, "that key is marked as @revoked in known_hosts")
@@ -110,15 +111,15 @@ class HostKeyPolicy:
             if hmac.compare_digest(self.pinned.encode(), shown.fingerprint.encode()):
                 noted_in = self.pinned_file or self.first_use_file
                 if noted_in is not None and shown not in self.known_keys():
-                    with suppress(OSError):  # a store that cannot be written costs connections, and no login
+                    with suppress(OSError):  # without the stored type, later logins only need more connections
                         self._remember(shown, noted_in)
                 return HostKeyEvidence.PINNED
             raise HostKeyError(
                 self.address,
                 shown.fingerprint,
-                f"expected is {self.pinned}, which the settings name, an earlier login noted, the machine was created "
-                "with or its provider told: somebody else may be answering; give another node.host_key, or rent with "
-                'node.host_keys = "first_use", only if you know why the key is new',
+                f"expected is {self.pinned}, which the settings name, an earlier login stored, the machine was created "
+                "with or its provider reported: another machine may be answering; give another node.host_key, or rent "
+                'with node.host_keys = "first_use", only if you know why the key is new',
             )
         if known := self.known_keys():
             if any(hmac.compare_digest(key.blob, shown.blob) for key in known):
@@ -127,21 +128,21 @@ class HostKeyPolicy:
             raise HostKeyError(
                 self.address,
                 shown.fingerprint,
-                f"{names} has another one: somebody else may be answering; if the host was set up anew, remove its "
+                f"{names} has another one: another machine may be answering; if the host was set up anew, remove its "
                 f"line by `ssh-keygen -R '{self.address}'`",
             )
         if self.first_use_file is None:
             raise HostKeyError(
                 self.address,
                 shown.fingerprint,
-                "nobody has confirmed it: compare it with `ssh-keygen -lf` on the host, then give it as node.host_key",
+                "that key is unconfirmed: run `ssh-keygen -lf` on the host, compare, then set node.host_key",
             )
         self._remember(shown, self.first_use_file)
         return HostKeyEvidence.FIRST_USE
 
     def _entries(self) -> Iterator[tuple[str, HostKey]]:
         for path in self.known_hosts:
-            if path == Path(os.devnull):  # in OpenSSH's configurations: without a file of known hosts
+            if path == Path(os.devnull):  # OpenSSH's notation for "no file"
                 continue
             try:
                 text = read_text(path, errors="replace")
@@ -156,15 +157,15 @@ class HostKeyPolicy:
         line = f"{self.address} {key.type} {base64.b64encode(key.blob).decode()}\n"
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600)
         try:
-            os.write(descriptor, line.encode())  # one write: lines of two processes do not mix
+            os.write(descriptor, line.encode())  # one write, so that lines of two processes do not mix
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
 
 
 def make_host_key() -> HostKeyPair:
-    """A new key, to be given to a machine with its creation."""
-    from cryptography.hazmat.primitives import serialization as formats  # only who rents needs it
+    """Create a new host key, to be installed on a machine at its creation."""
+    from cryptography.hazmat.primitives import serialization as formats  # imported late: only renting needs it
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
     key = Ed25519PrivateKey.generate()
@@ -174,19 +175,19 @@ def make_host_key() -> HostKeyPair:
 
 
 def fingerprint_of(public: str) -> str:
-    """The fingerprint of a key that is written as in authorized_keys."""
+    """Return the fingerprint of a public key in the format of authorized_keys."""
     key_type, blob = public.split()[:2]
     return HostKey(key_type, base64.b64decode(blob)).fingerprint
 
 
 def noted_fingerprint(path: Path) -> str:
-    """The fingerprint of the key that a first login noted in a file of the machine's own; empty where none was."""
+    """Return the fingerprint of the key that a first login stored in the machine's own file; empty without one."""
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     return fingerprint_of(lines[-1].partition(" ")[2]) if lines else ""
 
 
 def parse_known_hosts(text: str, address: str) -> Iterator[tuple[str, HostKey]]:
-    """Marker ("" or "@revoked") and key of every line of a known_hosts file that speaks of this host."""
+    """Yield marker ("" or "@revoked") and key of every line of a known_hosts file that matches this host."""
     for line in text.splitlines():
         fields = line.split()
         marker = fields.pop(0) if fields and fields[0].startswith("@") else ""
@@ -202,7 +203,7 @@ def parse_known_hosts(text: str, address: str) -> Iterator[tuple[str, HostKey]]:
 
 
 def _names_match(names: Sequence[str], address: str) -> bool:
-    """True when the name list of a line means the host: plain, hashed, with * and ?, or excluded by !."""
+    """Return whether the names of a line match the host: plain, hashed, with * and ?, or excluded by !."""
     if any(name.startswith("!") and _name_matches(name[1:], address) for name in names):
         return False
     return any(_name_matches(name, address) for name in names)
@@ -215,5 +216,5 @@ def _name_matches(name: str, address: str) -> bool:
         except (ValueError, binascii.Error):
             return False
         return hmac.compare_digest(hmac.digest(salt, address.lower().encode(), "sha1"), digest)
-    # Brackets belong to the address here; fnmatch would read them as a set of characters.
+    # Brackets are a part of the address; fnmatch would treat them as a character set.
     return fnmatch.fnmatchcase(address.lower(), name.lower().replace("[", "[[]"))

@@ -1,6 +1,7 @@
 """Find the keys for the login on a machine: in a file, in an environment variable, in the SSH agent.
 
-Not here: the login (connection.py), keys of machines (host_keys.py).
+paramiko's own agent client is not used: it only knows SSH_AUTH_SOCK, fails at a comment that is not UTF-8, and signs
+with another key than the certificate's. Not here: the login (connection.py), keys of machines (host_keys.py).
 """
 
 from __future__ import annotations
@@ -9,8 +10,10 @@ import base64
 import contextlib
 import copy
 import io
+import logging
 import os
 import re
+import socket
 import stat
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,11 +22,102 @@ from typing import Any
 
 import paramiko
 from cryptography.exceptions import UnsupportedAlgorithm
+from paramiko.agent import SSH2_AGENT_IDENTITIES_ANSWER, AgentKey, AgentSSH, cSSH2_AGENTC_REQUEST_IDENTITIES
 
 from rollouts.infra.errors import LoginError, PermanentInfraError
-from rollouts.infra.node import SSHAccess
+from rollouts.infra.node import NO_AGENT, SSHAccess
 from rollouts.infra.regular_file import read_bytes, read_text
-from rollouts.infra.ssh.key_agent import agent_keys, public_half
+
+# ── keys of an SSH agent ──
+
+
+_CERTIFICATE = "-cert-v01@openssh.com"
+_NUM_PUBLIC_FIELDS = {"ssh-ed25519": 1, "ssh-rsa": 2}
+"""Number of fields of a public key; other types have two."""
+LIST_TIMEOUT_S = 15.0
+SIGNING_TIMEOUT_S = 60.0
+"""A user may have to touch a security key or unlock a password manager."""
+
+logger = logging.getLogger(__name__)
+
+
+class SigningRefusedError(paramiko.SSHException):  # type: ignore[misc]  # paramiko has no types
+    """The agent refuses to sign: it is locked, its user declined, or the key was removed."""
+
+    def __init__(self, key: Any) -> None:  # Any: as above
+        self.key = key
+        super().__init__("the SSH agent refuses to sign")
+
+
+class _Agent(AgentSSH):  # type: ignore[misc]  # as above
+    def __init__(self, path: str) -> None:
+        super().__init__()
+        self._conn = socket.socket(socket.AF_UNIX)
+        self._conn.settimeout(LIST_TIMEOUT_S)
+        self._conn.connect(path)
+        kind, answer = self._send_message(cSSH2_AGENTC_REQUEST_IDENTITIES)
+        if kind != SSH2_AGENT_IDENTITIES_ANSWER:
+            raise paramiko.SSHException("it does not list its keys")
+        keys = []
+        for _ in range(answer.get_int()):
+            blob, _comment = answer.get_binary(), answer.get_binary()
+            keys.append(KeyOfAgent(self, blob))
+        self._keys = tuple(keys)
+        self._conn.settimeout(None)
+
+
+class KeyOfAgent(AgentKey):  # type: ignore[misc]  # as above
+    """A key of the agent. The agent signs with it."""
+
+    is_signing = False
+    """Whether a signature was requested and not answered yet."""
+
+    def __init__(self, agent: _Agent, blob: bytes) -> None:
+        super().__init__(agent, blob)
+        if self.name.endswith(_CERTIFICATE):
+            self.inner_key = None  # otherwise paramiko offers the key without its certificate
+
+    def sign_ssh_data(self, data: bytes, algorithm: str | None = None) -> bytes:
+        self.is_signing = True
+        try:
+            return bytes(super().sign_ssh_data(data, algorithm))
+        except paramiko.SSHException as error:
+            raise SigningRefusedError(self) from error
+        finally:
+            self.is_signing = False
+
+
+def _agent_keys(place: str = "") -> list[Any]:  # Any: paramiko has no types
+    """Return the agent's keys; empty if it breaks off, as a forwarded agent does after its other end is gone.
+
+    Args:
+        place: the agent's socket, or NO_AGENT; empty uses SSH_AUTH_SOCK.
+    """
+    path = place or os.environ.get("SSH_AUTH_SOCK", "")
+    if not path or path == NO_AGENT:
+        return []
+    try:
+        return list(_Agent(path).get_keys())
+    except (FileNotFoundError, ConnectionRefusedError):
+        return []  # the agent has ended
+    except (paramiko.SSHException, OSError, EOFError) as error:
+        logger.warning("ignored the SSH agent at %s: %s", path, error)
+        return []
+
+
+def public_half(key: Any) -> bytes:  # Any: paramiko has no types
+    """Return the public key in the format of the SSH protocol; for a certificate, the key that it certifies."""
+    if not key.get_name().endswith(_CERTIFICATE):
+        return bytes(key.asbytes())
+    certificate = paramiko.Message(key.asbytes())
+    name = certificate.get_string().removesuffix(_CERTIFICATE.encode())
+    certificate.get_string()  # the certificate's nonce
+    alone = paramiko.Message()
+    alone.add_string(name)
+    for _ in range(_NUM_PUBLIC_FIELDS.get(name.decode(), 2)):
+        alone.add_string(certificate.get_string())
+    return bytes(alone.asbytes())
+
 
 _DEFAULT_KEY_FILES = ("id_ed25519", "id_ecdsa", "id_rsa")
 _KEY_TYPES = (paramiko.Ed25519Key, paramiko.ECDSAKey, paramiko.RSAKey)
@@ -52,7 +146,7 @@ class LoginKeys:
     """Why other existing keys are unusable, one sentence per key."""
 
     def without(self, key: Any, reason: str) -> LoginKeys:  # Any: paramiko has no types
-        """The same keys without one that turned out unusable."""
+        """Return the same keys without one that turned out to be unusable."""
         return LoginKeys(
             keys=tuple(each for each in self.keys if each.key is not key), left_out=(*self.left_out, reason)
         )
@@ -71,7 +165,7 @@ def load_keys(access: SSHAccess) -> LoginKeys:
             return LoginKeys(keys=(LoginKey(read_key_variable(access.key_variable)),))
         except PermanentInfraError as error:
             raise LoginError(access.address, str(error)) from error
-    of_agent = agent_keys(access.agent)
+    of_agent = _agent_keys(access.agent)
     if access.key_file:
         files = [Path(each).expanduser() for each in (access.key_file, *access.further_key_files)]
         keys = []
@@ -87,7 +181,7 @@ def load_keys(access: SSHAccess) -> LoginKeys:
     if not keys and refusals:
         raise refusals[0]
     if not keys:
-        raise LoginError(access.address, "there is no key in the agent or in ~/.ssh: name one as node.key_file")
+        raise LoginError(access.address, "the agent and ~/.ssh have no key: name one as node.key_file")
     return LoginKeys(keys=tuple(keys), left_out=tuple(each.problem for each in refusals))
 
 
@@ -100,8 +194,8 @@ def read_key_variable(variable: str) -> Any:  # Any: paramiko has no types
     text = os.environ.get(variable, "")
     if not text:
         raise PermanentInfraError(
-            f"node.key_variable {variable} is not set: export the private key in it where the run is started, or save "
-            "it in the credentials that run.credentials names"
+            f"node.key_variable {variable} is not set: export it with the private key before the run starts, or save "
+            "the key in the credentials of run.credentials"
         )
     pem = _restore_lines(text)
     for key_type in _KEY_TYPES:
@@ -112,10 +206,10 @@ def read_key_variable(variable: str) -> Any:  # Any: paramiko has no types
                 f"the key in {variable} is encrypted: use one without passphrase, or the SSH agent"
             ) from error
         except (paramiko.SSHException, ValueError, TypeError):
-            continue  # another type of key, perhaps
+            continue  # the key may have another type
     raise PermanentInfraError(
-        f"{variable} holds no private key that can be used: expected what `ssh-keygen -t ed25519` writes, from "
-        "-----BEGIN to END-----"
+        f"{variable} does not contain a usable private key: expected the text that `ssh-keygen -t ed25519` writes, "
+        "from -----BEGIN to END-----"
     )
 
 
@@ -128,7 +222,7 @@ def require_login_key(*, key_file: str, key_variable: str) -> None:
     if key_variable:
         read_key_variable(key_variable)
     else:
-        _load_key(Path(key_file).expanduser(), "a machine that is not rented yet", agent_keys())
+        _load_key(Path(key_file).expanduser(), "a machine that is not rented yet", _agent_keys())
 
 
 def read_public_key(*, key_file: str, key_variable: str) -> str:
@@ -149,7 +243,7 @@ def read_public_key(*, key_file: str, key_variable: str) -> str:
             "another as node.key_file"
         ) from error
     if len(words) < 2 or not words[0].startswith(_PUBLIC):
-        raise PermanentInfraError(f"{path} is no public key of OpenSSH: name another key as node.key_file")
+        raise PermanentInfraError(f"{path} is not a public key of OpenSSH: name another key as node.key_file")
     return " ".join(words[:2])
 
 
@@ -192,7 +286,7 @@ def _read_key(path: Path, address: str) -> Any:  # Any: paramiko has no types
             )
         mode = stat.S_IMODE(path.stat().st_mode)
         if mode & 0o077:
-            raise LoginError(address, f"others may read the key {path} (mode {mode:04o}): chmod 600 it")
+            raise LoginError(address, f"other users may read the key {path} (mode {mode:04o}): chmod 600 it")
         return paramiko.PKey.from_path(path)
     except (TypeError, paramiko.PasswordRequiredException) as error:  # encrypted
         raise LoginError(address, f"the key {path} is encrypted: give it to the agent by `ssh-add {path}`") from error
@@ -201,16 +295,16 @@ def _read_key(path: Path, address: str) -> Any:  # Any: paramiko has no types
     except (UnsupportedAlgorithm, paramiko.UnknownKeyType) as error:  # a security key, or an obsolete type
         raise LoginError(
             address,
-            f"{path} has an unsupported type of key: make one by `ssh-keygen -t ed25519`, or have the SSH "
+            f"{path} has an unsupported type of key: make one by `ssh-keygen -t ed25519`, or let the SSH "
             f"agent use it (`ssh-add {path}`)",
         ) from error
     except (ValueError, paramiko.SSHException) as error:
         reason = str(error).strip() or type(error).__name__
-        raise LoginError(address, f"{path} is no private key that can be used: {reason}") from error
+        raise LoginError(address, f"{path} is not a usable private key: {reason}") from error
 
 
 def _read_public_blob(path: Path) -> bytes | None:
-    """The public half of a key, from its own file or the `.pub` beside it; None if neither has it."""
+    """Return the public half of a key, from its own file or the `.pub` beside it; None if neither has it."""
     for each in (path, Path(f"{path}.pub")):
         with contextlib.suppress(OSError, ValueError):  # ValueError: not base64
             text = read_text(each, errors="replace")
@@ -223,6 +317,6 @@ def _read_public_blob(path: Path) -> bytes | None:
                 head = paramiko.Message(content[len(_OPENSSH_MAGIC) :])
                 for _ in ("cipher", "derivation of its key", "options of that"):
                     head.get_binary()
-                head.get_int()  # the number of keys: one
+                head.get_int()  # the number of keys, always one
                 return bytes(head.get_binary())
     return None

@@ -1,10 +1,11 @@
-"""Run commands on a node by the OpenSSH client that is installed here: for bytes in bulk.
+"""Run commands on a node with the installed OpenSSH client, to copy large amounts of data.
 
-It is two to three times as fast as paramiko, whose encryption waits for Python's lock. Over a long way its window of
-2 MiB limits what it receives, and paramiko's do not. Not here: which one is used (agents.py).
+The client is two to three times as fast as paramiko, whose encryption holds Python's global lock. On a distant
+connection its window of 2 MiB limits what it receives; paramiko's window is larger. Not here: the choice between them
+(agents.py).
 
-The host's key has to be the one that our own connection was shown and believed (host_keys.py), and we log in with the
-key file that it was let in with. Nothing else counts: no configuration file, no agent, no known_hosts of the user.
+The client must see the host key that our own connection accepted (host_keys.py), and it logs in with the same key file.
+It uses no configuration file, no agent and no known_hosts of the user.
 """
 
 import base64
@@ -30,28 +31,29 @@ from rollouts.infra.node_agent import widen_pipe
 from rollouts.infra.offers import Instance
 from rollouts.infra.ssh.connection import (
     CIPHERS,
-    CONNECT_TIMEOUT_S,
     EXIT_CODE_TIMEOUT_S,
-    HEARTBEAT_INTERVAL_S,
     SIGNATURES,
     SSHConnection,
 )
-from rollouts.infra.ssh.proxy_jump import proxy_option
+from rollouts.infra.ssh.proxy_jump import (
+    CONNECT_TIMEOUT_S,
+    HEARTBEAT_INTERVAL_S,
+    NUM_HEARTBEATS,
+    PROGRAM,
+    proxy_option,
+)
 
-PROGRAM = "ssh"
-QUESTION_TIMEOUT_S = 5.0
-SLOW_KEY_EXCHANGE = "sntrup761x25519-sha512@openssh.com"
-"""The first choice of OpenSSH 9.0 to 9.8, whose clients it takes up to 0.3 s of processor time at each login."""
-FAST_KEY_EXCHANGES = ("mlkem768x25519-sha256", "curve25519-sha256")
-"""Asked for in its place. The second is not safe from quantum computers; nor is that of our own connection, on which
-the secrets are."""
+_QUESTION_TIMEOUT_S = 5.0
+_SLOW_KEY_EXCHANGE = "sntrup761x25519-sha512@openssh.com"
+"""The first choice of OpenSSH 9.0 to 9.8. It takes the client up to 0.3 s of processor time per login."""
+_FAST_KEY_EXCHANGES = ("mlkem768x25519-sha256", "curve25519-sha256")
+"""Preferred instead. The second is not safe against quantum computers. Our own connection, which carries the secrets,
+is not safe against them either."""
 NOBODY_ANSWERS = 255
-"""Its exit code when the connection failed or broke."""
-NUM_HEARTBEATS = 2
-"""A peer that leaves so many unanswered is dead."""
+"""The client's exit code after a failed or broken connection."""
 _PLAIN_PATH = re.compile(r"[A-Za-z0-9/._+-]+")
 _ALIAS = "the-node"
-"""Under this name its key is known, so that addresses need no quoting and no lookup."""
+"""The node's name in the client's known_hosts. It needs no quoting and no lookup."""
 _NEVER = (
     "AddKeysToAgent CanonicalizeHostname CheckHostIP Compression ControlMaster ForwardAgent ForwardX11 "
     "GSSAPIAuthentication HostbasedAuthentication KbdInteractiveAuthentication PasswordAuthentication "
@@ -63,7 +65,7 @@ _Stream = int | IO[bytes] | FileIO
 
 
 class OpenSSH:
-    """Starts commands on one node, each over a connection of its own; its files are gone when it is closed."""
+    """Starts commands on one node, each over a new connection. `close` removes its temporary files."""
 
     def __init__(self, access: SSHAccess, believed: SSHConnection) -> None:
         self._access = access
@@ -73,7 +75,7 @@ class OpenSSH:
         key = believed.host_key
         folder = Path(self._folder.name)
         (folder / "known_hosts").write_text(f"{_ALIAS} {key.type} {base64.b64encode(key.blob).decode()}\n")
-        # By a name of ours, because OpenSSH reads more than characters in the names that it is given.
+        # A link with a safe name: OpenSSH expands % and ~ in the names of key files.
         for suffix in ("", "-cert.pub"):
             (folder / f"key{suffix}").symlink_to(Path(believed.key_file + suffix).absolute())
         options = {
@@ -107,7 +109,7 @@ class OpenSSH:
         self._command += [word for name, value in options.items() for word in ("-o", f"{name}={value}")]
 
     def open_command(self, command: str) -> "OpenSSHChannel":
-        """Start a command line in the node's shell; whether that works shows at its first output."""
+        """Start a command line in the node's shell. A failure shows only at its first output."""
         stderr = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the channel
         try:
             process = self._start(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr)
@@ -120,7 +122,7 @@ class OpenSSH:
     def running(
         self, command: str, *, stdin: _Stream = subprocess.PIPE, stdout: _Stream = subprocess.PIPE, stderr: _Stream
     ) -> Iterator[subprocess.Popen[bytes]]:
-        """A client that runs a command line, and may read or write a file by itself; leaving the block ends it."""
+        """Yield a client process that runs a command line; it may use files as input and output. The block ends it."""
         with self._start(command, stdin=stdin, stdout=stdout, stderr=stderr) as process:
             try:
                 yield process
@@ -140,7 +142,6 @@ class OpenSSH:
         return process
 
     def close(self) -> None:
-        """End the commands that are under way, and remove the files."""
         with self._lock:
             for process in self._processes:
                 process.kill()
@@ -150,24 +151,24 @@ class OpenSSH:
 def login_command(
     instance: Instance, known_hosts: Path, *, key_file: str = "", command: Sequence[str] = ()
 ) -> list[str]:
-    """What a person's own client is started with on a machine whose key an earlier login noted; it accepts no other.
+    """Return the command line of the user's own SSH client for a machine whose host key an earlier login stored.
 
-    Everything else is as the person's configuration and agent have it.
+    Only that host key is accepted. All other settings come from the user's configuration and agent.
 
     Args:
-        known_hosts: the file of the machine's own in which its key was noted.
-        command: run there in place of a shell.
+        known_hosts: the file with the machine's stored host key.
+        command: a command to run instead of a shell.
 
     Raises:
-        PermanentInfraError: nobody has logged in there yet.
+        PermanentInfraError: no login has stored a host key yet.
     """
     if not (lines := known_hosts.read_text(encoding="utf-8").splitlines() if known_hosts.exists() else []):
         raise PermanentInfraError(
-            f"no run has logged in on {instance.name} yet, so nobody knows its host key ({known_hosts} has none)"
+            f"no run has logged in on {instance.name} yet, so its host key is unknown ({known_hosts} has no key)"
         )
     quoted = str(known_hosts.absolute()).replace("%", "%%")
     options = {
-        "HostKeyAlias": lines[-1].split()[0],  # it may have another address by now
+        "HostKeyAlias": lines[-1].split()[0],  # the machine's address may have changed since
         "UserKnownHostsFile": f'"{quoted}"',
         "GlobalKnownHostsFile": os.devnull,
         "StrictHostKeyChecking": "yes",
@@ -191,25 +192,25 @@ def login_command(
 
 
 def is_installed() -> bool:
-    """Whether there is such a program here, and a folder for temporary files with a name that it takes as it is."""
+    """Return whether the client is installed, and the temporary folder has a name that its options accept unquoted."""
     return shutil.which(PROGRAM) is not None and bool(_PLAIN_PATH.fullmatch(tempfile.gettempdir()))
 
 
 @functools.cache
 def _fast_key_exchanges(program: str) -> tuple[str, ...]:
-    """Those of `FAST_KEY_EXCHANGES` that a client has, if it has the slow one; it refuses to be told of others."""
+    """Return the client's members of _FAST_KEY_EXCHANGES if it has the slow one. It refuses unknown names."""
     try:
         asked = subprocess.run(
             [program, "-Q", "kex"],
             stdin=subprocess.DEVNULL,
             capture_output=True,
-            timeout=QUESTION_TIMEOUT_S,
+            timeout=_QUESTION_TIMEOUT_S,
             check=False,
         )
     except (OSError, subprocess.TimeoutExpired):
         return ()
     known = asked.stdout.decode(errors="replace").split()
-    return tuple(name for name in FAST_KEY_EXCHANGES if name in known) if SLOW_KEY_EXCHANGE in known else ()
+    return tuple(name for name in _FAST_KEY_EXCHANGES if name in known) if _SLOW_KEY_EXCHANGE in known else ()
 
 
 class OpenSSHChannel:
@@ -226,14 +227,13 @@ class OpenSSHChannel:
 
     @property
     def has_ended(self) -> bool:
-        """True when the client has ended."""
         return self._process.poll() is not None
 
     def send(self, *parts: bytes | memoryview) -> None:
-        """Send everything, waiting until the other side has room.
+        """Send all parts; blocks until the other side has room.
 
         Raises:
-            NodeUnreachableError: nobody takes it any more.
+            NodeUnreachableError: the other side no longer receives.
         """
         rest = [memoryview(part) for part in parts if part]
         try:
@@ -243,11 +243,11 @@ class OpenSSHChannel:
                     num_sent -= len(rest.pop(0))
                 if rest:
                     rest[0] = rest[0][num_sent:]
-        except (OSError, ValueError) as error:  # ValueError: closed already
+        except (OSError, ValueError) as error:  # ValueError: the stream is closed
             raise NodeUnreachableError(self._address, "the connection broke") from error
 
     def receive(self, max_bytes: int, *, timeout_s: float | None = None) -> bytes:
-        """What has arrived; empty when the command has ended, or the connection broke.
+        """Return received bytes; empty if the command ended or the connection broke.
 
         Raises:
             TimeoutError: nothing came in time.
@@ -258,20 +258,19 @@ class OpenSSHChannel:
             return self._output.read(max_bytes) or b""
         except TimeoutError:
             raise
-        except (OSError, ValueError):  # closed already
+        except (OSError, ValueError):  # ValueError: the stream is closed
             return b""
 
     def _has_output_within(self, timeout_s: float) -> bool:
-        watch = select.poll()  # select() refuses what was opened beside a thousand other files
+        watch = select.poll()  # select() fails for descriptors above 1023
         watch.register(self._output, select.POLLIN)
         return bool(watch.poll(math.ceil(1000 * timeout_s)))
 
     def receive_stderr(self) -> bytes:
-        """What it has said there, up to 64 KiB."""
+        """Return up to 64 KiB of received stderr."""
         return os.pread(self._stderr.fileno(), 64 << 10, 0)
 
     def exit_code(self) -> int | None:
-        """How the command ended; None when that is unknown, because the connection failed or broke."""
         try:
             exit_code = self._process.wait(EXIT_CODE_TIMEOUT_S)
         except subprocess.TimeoutExpired:
@@ -279,20 +278,18 @@ class OpenSSHChannel:
         return None if exit_code in (NOBODY_ANSWERS, *range(-64, 0)) else exit_code
 
     def end_input(self) -> None:
-        """Say that nothing more will be sent."""
         with contextlib.suppress(OSError):
             self._input.close()
 
     def close(self) -> None:
-        """End the client, and with it the command."""
         self.end_input()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(0.05)  # where it has nothing more to do it says goodbye
+            self._process.wait(0.05)  # an idle client ends its connection properly
         self.kill()
         self._process.wait()
         self._output.close()
         self._stderr.close()
 
     def kill(self) -> None:
-        """End the client; who reads from it is told so."""
+        """Kill the client. A reader of its output then sees the end."""
         self._process.kill()

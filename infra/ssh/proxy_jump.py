@@ -1,9 +1,9 @@
-"""Reach a machine through others: bytes to it and back by the OpenSSH client that is installed here.
+"""Reach a machine through jump hosts, with the installed OpenSSH client.
 
     this machine ── ssh -W machine:22 last ── first ── last ── machine
 
-The login on the machine itself stays ours (connection.py), with its host key checked from here: who sits between sees,
-and can change, nothing of it. The logins on the way are the client's, with the user's configuration, agent and
+Our own connection (connection.py) logs in on the machine itself and checks its host key from here, so jump hosts can
+neither read nor change its data. The client logs in on the jump hosts with the user's configuration, agent and
 known_hosts.
 """
 
@@ -14,41 +14,80 @@ import signal
 import socket
 import subprocess
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from rollouts.infra.errors import LoginError, NameUnknownError, NodeUnreachableError, PermanentInfraError
+from rollouts.infra.foreign_text import shown_line
 from rollouts.infra.node import SSHAccess
-from rollouts.infra.ssh.heard_socket import HeardSocket
+
+GREETING = b"SSH-"
+_MAX_FIRST_BYTES = 4096
+
+
+class HeardSocket(socket.socket):
+    """Replaces another socket, which is detached."""
+
+    def __init__(self, other: socket.socket) -> None:
+        super().__init__(fileno=other.detach())
+        self.heard_at = time.monotonic()
+        """Time of the last received bytes, by the monotonic clock in seconds."""
+        self._first = b""
+
+    @property
+    def refusal(self) -> str:
+        """The line that an SSH server sent instead of its greeting; empty if it sent a greeting or nothing."""
+        lines = self._first.splitlines()
+        is_greeted = any(line.startswith(GREETING) for line in lines)
+        return "" if is_greeted or not lines else shown_line(lines[0].decode(errors="replace"))
+
+    def recv(self, num_bytes: int, flags: int = 0, /) -> bytes:
+        content = super().recv(num_bytes, flags)
+        self.heard_at = time.monotonic()
+        if len(self._first) < _MAX_FIRST_BYTES:
+            self._first += content
+        return content
+
+    # Any: as in socket.socket
+    def send(self, content: Any, flags: int = 0, /) -> int:
+        try:
+            return super().send(content, flags)
+        except (BrokenPipeError, ConnectionResetError):
+            if self._first:
+                raise
+            return len(content)  # the server's reason for closing may be readable next
+
 
 PROGRAM = "ssh"
-CONNECT_TIMEOUT_S = 15
-HEARTBEAT_INTERVAL_S = 15
+CONNECT_TIMEOUT_S = 15.0
+HEARTBEAT_INTERVAL_S = 15.0
 NUM_HEARTBEATS = 2
+"""Unanswered heartbeats after which the client counts its peer as dead."""
 _NEXT = "[%h]:%p"
-"""The machine after this one on the way, as its client finds it in the configuration."""
+"""Tokens for the next machine of the way; the client expands them."""
 _OPTIONS = {
     "BatchMode": "yes",
-    "ClearAllForwardings": "no",  # it would take -W away
-    "ConnectTimeout": str(CONNECT_TIMEOUT_S),
-    "ControlMaster": "no",  # one that stayed would outlive us
+    "ClearAllForwardings": "no",  # "yes" would cancel -W
+    "ConnectTimeout": str(int(CONNECT_TIMEOUT_S)),
+    "ControlMaster": "no",  # a shared master would outlive us
     "ControlPath": "none",
     "LogLevel": "ERROR",
     "PermitLocalCommand": "no",
     "RemoteCommand": "none",
     "ServerAliveCountMax": str(NUM_HEARTBEATS),
-    "ServerAliveInterval": str(HEARTBEAT_INTERVAL_S),
+    "ServerAliveInterval": str(int(HEARTBEAT_INTERVAL_S)),
 }
 _END_TIMEOUT_S = 2.0
 _NO_NAME = "Could not resolve hostname"
 _NO_GREETING = "kex_exchange_identification"
 _REFUSALS = ("Permission denied", "Host key verification failed", _NO_NAME, "Bad configuration")
-"""What the client says where trying again does not help."""
+"""Messages of the client for problems that a retry does not solve."""
 
 
 class ProxySocket(HeardSocket):
-    """A socket to the machine; the client on its other end is ended with it."""
+    """A socket to the machine. Closing it ends the client at its other end."""
 
     def __init__(self, process: subprocess.Popen[bytes], said: IO[bytes], ours: socket.socket) -> None:
         super().__init__(ours)
@@ -56,15 +95,15 @@ class ProxySocket(HeardSocket):
         self._said = said
 
     def problem(self) -> str:
-        """The last line of what the client says went wrong on the way; empty where it says nothing."""
+        """Return the client's error message about the way; empty if it printed none."""
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(_END_TIMEOUT_S)  # its last words come with its end
+            self._process.wait(_END_TIMEOUT_S)  # its error message is complete when it has ended
         lines = os.pread(self._said.fileno(), 64 << 10, 0).decode(errors="replace").strip().splitlines()
-        # Of several machines on the way, the first that fails says why; those after it only that nobody answers.
+        # With several jump hosts, the first failure has the reason. The later hosts only report no answer.
         return next((line for line in lines if any(known in line for known in _REFUSALS)), lines[-1] if lines else "")
 
     def close(self) -> None:
-        """End the client with the machines on the way."""
+        """End the client, and with it the connections on the way."""
         super().close()
         if self._process.poll() is None:
             with contextlib.suppress(ProcessLookupError):
@@ -73,14 +112,14 @@ class ProxySocket(HeardSocket):
 
 
 def open_proxy(access: SSHAccess) -> ProxySocket:
-    """Start the client; whether it gets through shows when the machine answers. `explain_proxy` says why it did not.
+    """Start the client. A failure shows when the machine does not answer; `explain_proxy` then returns the reason.
 
     Raises:
-        PermanentInfraError: there is no such client here.
+        PermanentInfraError: the client is not installed.
     """
     ours, theirs = socket.socketpair()
     with theirs:
-        said = tempfile.TemporaryFile()  # noqa: SIM115 - gone with the socket
+        said = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the socket
         try:
             end = theirs.fileno()
             process = subprocess.Popen(
@@ -97,33 +136,33 @@ def open_proxy(access: SSHAccess) -> ProxySocket:
 def explain_proxy(
     access: SSHAccess, proxy: ProxySocket, reason: str
 ) -> NodeUnreachableError | LoginError | NameUnknownError:
-    """The error for a machine that did not answer through others, in the words of the client."""
+    """Return the error for a machine that did not answer through jump hosts, with the client's message."""
     problem = proxy.problem() or reason
     if any(known in problem for known in _REFUSALS):
         there = f" -F {access.ssh_config}" if access.ssh_config else ""
         way = f"no way through {access.proxy_jump} ({problem}): try `{PROGRAM}{there} -J {access.proxy_jump} ...`"
-        refusal = LoginError(access.address, f"{way} in a terminal, without being asked anything")
+        refusal = LoginError(access.address, f"{way} in a terminal; it must work without a question")
         return NameUnknownError(str(refusal)) if _NO_NAME in problem else refusal
     if _NO_GREETING in problem:
-        problem += ", as a server ends the connections of an address that it has banned (PerSourcePenalties)"
+        problem += "; a server ends connections like this after it has banned an address (PerSourcePenalties)"
     return NodeUnreachableError(access.address, f"through {access.proxy_jump}: {problem}")
 
 
 def proxy_command(access: SSHAccess) -> list[str]:
-    """The client's command line, whose input and output are those of the machine's SSH port."""
+    """Return the client's command line. Its standard input and output lead to the machine's SSH port."""
     host = f"[{access.host}]" if ":" in access.host else access.host
     return _command_to(access.proxy_jump.split(","), f"{host}:{access.port}", access.ssh_config)
 
 
 def proxy_option(access: SSHAccess) -> str:
-    """The same as OpenSSH's option ProxyCommand wants it."""
+    """Return the command line in the format of OpenSSH's option ProxyCommand."""
     return _as_option(proxy_command(access))
 
 
 def _command_to(hops: Sequence[str], target: str, config: str) -> list[str]:
     *earlier, last = hops
     options = dict(_OPTIONS)
-    if earlier:  # not by -J, which neither quotes the configuration's path nor hands these options on
+    if earlier:  # -J would neither quote the configuration's path nor pass these options on
         options["ProxyCommand"] = _as_option(_command_to(earlier, _NEXT, config))
     words = [PROGRAM, *(["-F", str(Path(config).expanduser())] if config else [])]
     words += [word for name, value in options.items() for word in ("-o", f"{name}={value}")]
@@ -131,5 +170,5 @@ def _command_to(hops: Sequence[str], target: str, config: str) -> list[str]:
 
 
 def _as_option(words: Sequence[str]) -> str:
-    """A command line for a shell, which runs it after percent signs are read."""
+    """Return a command line for a shell, in which OpenSSH first expands percent signs."""
     return shlex.join(word if word == _NEXT else word.replace("%", "%%") for word in words)

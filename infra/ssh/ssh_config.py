@@ -1,10 +1,10 @@
-"""What OpenSSH's configuration says about a machine that is called by a name there, as `ssh -G` reads it.
+"""Look up a machine's name in OpenSSH's configuration with `ssh -G`.
 
     Host box                      box ──> HostName, Port, User, IdentityFile, IdentityAgent, ProxyJump,
         HostName 10.0.0.7                 HostKeyAlias, UserKnownHostsFile, GlobalKnownHostsFile
 
-Read anew wherever a machine is logged in to for the first time in a run: what it says then is what counts. The other
-settings of OpenSSH are not read, and one of them, ProxyCommand, is refused: without it nothing could be reached.
+The lookup happens at a run's first login to the machine. Other settings of OpenSSH are ignored. ProxyCommand is an
+error, because the machine is unreachable without its proxy.
 """
 
 import getpass
@@ -18,42 +18,42 @@ from pathlib import Path
 
 from rollouts.infra.errors import PermanentInfraError
 from rollouts.infra.node import NO_AGENT
+from rollouts.infra.ssh.proxy_jump import PROGRAM
 
-PROGRAM = "ssh"
 TIMEOUT_S = 15.0
-"""A configuration may run commands to find out what applies (Match exec)."""
+"""The configuration may run commands (Match exec)."""
 _USUAL_KEY = re.compile(r"~/\.ssh/id_(dsa|rsa|xmss|(ecdsa|ed25519)(_sk)?)")
-"""A key that OpenSSH names where its configuration names none."""
+"""A key that OpenSSH lists if the configuration names no key."""
 
 _FILES_OF_KEYS = ("userknownhostsfile", "globalknownhostsfile")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConfiguredHost:
-    """How a machine is reached."""
+    """The SSH settings of a machine."""
 
     host: str
     port: int
     user: str
     key_files: tuple[str, ...]
-    """The keys that it names and that are there, in its order; none takes those of the agent and of ~/.ssh."""
+    """Existing key files that the configuration names, in its order; empty uses the keys of the agent and of ~/.ssh."""
     known_hosts: tuple[str, ...]
     host_key_alias: str
-    """The name of its key there; empty where its address is that."""
+    """The name of its host key in known_hosts; empty uses its address."""
     agent: str
-    """The socket of the SSH agent, or "none"; empty where it is not named."""
+    """The socket of the SSH agent, or "none"; empty if the configuration names none."""
     proxy_jump: str
-    """Machines on the way there, with commas between them; empty where there are none."""
+    """Jump hosts, separated by commas; empty for a direct connection."""
 
 
 def read_ssh_config(name: str, config: str) -> ConfiguredHost:
-    """The settings that apply to a name; to one that nothing is said about, those of a host that is called so.
+    """Return the settings for a name. Without an entry for it, the name is the host name.
 
     Args:
-        config: file in place of ~/.ssh/config and that of the system; empty takes these.
+        config: file to read instead of ~/.ssh/config and the system's configuration; empty reads these.
 
     Raises:
-        PermanentInfraError: there is no such client here, it refuses its configuration, or that names a ProxyCommand.
+        PermanentInfraError: the client is not installed, it rejects its configuration, or that sets a ProxyCommand.
     """
     command = [PROGRAM, "-G", *(["-F", str(Path(config).expanduser())] if config else []), "--", name]
     try:
@@ -66,15 +66,15 @@ def read_ssh_config(name: str, config: str) -> ConfiguredHost:
         ) from error
     if completed.returncode != 0:
         said = completed.stderr.strip().splitlines() or [f"it ended with {completed.returncode}"]
-        raise PermanentInfraError(f"node.host {name!r}: `{PROGRAM} -G {name}` says {said[0]}")
+        raise PermanentInfraError(f"node.host {name!r}: `{PROGRAM} -G {name}` failed: {said[0]}")
     settings: dict[str, list[str]] = {}
     for line in completed.stdout.splitlines():
         key, _, value = line.partition(" ")
         settings.setdefault(key, []).append(value)
     if settings.get("proxycommand", ["none"]) != ["none"]:
         raise PermanentInfraError(
-            f"node.host {name!r}: OpenSSH's configuration reaches it by a ProxyCommand, which is not run here: give "
-            "the machines on the way as ProxyJump, or as node.proxy_jump"
+            f"node.host {name!r}: OpenSSH's configuration reaches it by a ProxyCommand, which is not supported: give "
+            "the jump hosts as ProxyJump, or as node.proxy_jump"
         )
     jump = settings.get("proxyjump", ["none"])[0]
     host, port, user = (settings[each][0] for each in ("hostname", "port", "user"))
@@ -85,7 +85,7 @@ def read_ssh_config(name: str, config: str) -> ConfiguredHost:
         host=host,
         port=int(port),
         user=user,
-        # Of a key that the agent has alone there is the public half.
+        # If only the agent has a private key, its public half is in the .pub file.
         key_files=tuple(str(key) for key in keys if key.is_file() or Path(f"{key}.pub").is_file()),
         known_hosts=tuple(path for name in _FILES_OF_KEYS for path in settings.get(name, [""])[0].split()),
         host_key_alias=settings.get("hostkeyalias", [""])[0],
@@ -95,17 +95,17 @@ def read_ssh_config(name: str, config: str) -> ConfiguredHost:
 
 
 def _read_agent(named: str) -> str:
-    """The socket of IdentityAgent, which may be that of a variable."""
+    """Return the socket of IdentityAgent, which may be given as an environment variable."""
     if named == "SSH_AUTH_SOCK":
         return ""
     return os.environ.get(named[1:], NO_AGENT) if named.startswith("$") else named
 
 
 def _expand(path: str, tokens: Mapping[str, str]) -> str:
-    """A path with what its percent signs and ${variables} stand for, which `ssh -G` leaves as they are.
+    """Expand the percent signs and ${variables} of a path, which `ssh -G` does not expand.
 
     Args:
-        tokens: those that tell of the machine; what tells of this one is known here.
+        tokens: the percent signs that depend on the machine; percent signs of this machine are added here.
     """
     this_host = socket.gethostname()
     of_this_machine = {"%": "%", "d": str(Path.home()), "i": str(os.getuid()), "u": getpass.getuser()}

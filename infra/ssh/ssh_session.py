@@ -1,19 +1,21 @@
 """The session of a machine that is reached over SSH.
 
-Not here: who answers its requests, over which connection (agents.py), the node's side of each (node_agent.py).
+Not here: agents and connections (agents.py), the node's side of a request (node_agent.py).
 """
 
 import contextlib
 import errno
 import hashlib
+import logging
 import shlex
+import socket
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from io import FileIO
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from rollouts.infra.chunks import SHA256, Chunk
@@ -40,19 +42,18 @@ from rollouts.infra.session import (
     split_lines,
 )
 from rollouts.infra.ssh import openssh
-from rollouts.infra.ssh.agent_call import AgentCall, JsonObject
+from rollouts.infra.ssh.agent_call import AgentCall, JsonObject, ParallelWrite
 from rollouts.infra.ssh.agents import ANSWER_MARGIN_S, PIECES, Agents, Purpose
+from rollouts.infra.ssh.connection import SSHChannel
 from rollouts.infra.ssh.host_keys import HostKeyEvidence
-from rollouts.infra.ssh.parallel_write import ParallelWrite
-from rollouts.infra.ssh.tunnel import forwarded_port
 
 _MAX_STDERR_BYTES = 64 << 10
 _INLINE_BYTES = 256 << 10
-"""Input up to this size fits into the channel's window, so that sending it cannot wait for the output to be read."""
+"""Input up to this size fits into the channel's window, so that sending it cannot wait until output is read."""
 
 
 class SSHSession:
-    """A session on a machine that is reached over SSH; may be used by several threads."""
+    """A session on a machine that is reached over SSH. It may be used by several threads."""
 
     def __init__(
         self,
@@ -65,8 +66,8 @@ class SSHSession:
         """Nothing is connected before the first request.
 
         Args:
-            programs_dir: absolute directory on the node for programs of ours, named by their content.
-            find_access: asked before every connection where the node's address may change.
+            programs_dir: absolute directory on the node for our programs. Their names contain a digest.
+            find_access: called before every connection, if the node's address may change.
         """
         self.agents = Agents(access, python=python, find_access=find_access)
         self._python = python
@@ -79,7 +80,7 @@ class SSHSession:
 
     @property
     def host_key_evidence(self) -> HostKeyEvidence:
-        """Why the host's key was believed; connects if need be."""
+        """The reason for accepting the host's key; connects if needed."""
         return self.agents.connection("control").host_key_evidence
 
     def run(
@@ -112,7 +113,7 @@ class SSHSession:
     def _program_request(
         self, source: Path, arguments: Sequence[str], *, timeout_s: float | None, keep_open: bool
     ) -> tuple[JsonObject, list[str]]:
-        """The request to run a program of ours, and the command that it stands for."""
+        """Return the request to run one of our programs, and the equivalent command line."""
         text = read_program(source)
         program = _program_name(source, text)
         self.agents.programs[program] = text
@@ -171,7 +172,7 @@ class SSHSession:
     def pour_program(
         self, source: Path, arguments: Sequence[str], *, stdin: bytes, into: FileIO, max_bytes: int
     ) -> Iterator[Iterator[JsonObject]]:
-        # No agent: the client writes everything that its command says into the file.
+        # Not through an agent: OpenSSH's client writes all output of its command into the file.
         with self._program_beside(
             source, arguments, stdin=subprocess.PIPE, stdout=into, stderr=subprocess.PIPE
         ) as process:
@@ -199,9 +200,9 @@ class SSHSession:
         stdout: int | FileIO,
         stderr: int,
     ) -> AbstractContextManager[subprocess.Popen[bytes]]:
-        """The client that runs a program of ours without an agent."""
-        if (client := self.agents.openssh("bulk")) is None:  # any more
-            raise TransientInfraError(f"no client on this machine takes files to and from {self.agents.address}")
+        """Run one of our programs through OpenSSH's client, without an agent."""
+        if (client := self.agents.openssh("bulk")) is None:  # it became unusable after `can_pour`
+            raise TransientInfraError(f"OpenSSH's client cannot copy files to and from {self.agents.address}")
         command = shlex.join([self._python, ISOLATED, self.place_program(source), *arguments])
         return client.running(f"exec {command}", stdin=stdin, stdout=stdout, stderr=stderr)
 
@@ -212,7 +213,7 @@ class SSHSession:
         threading.Thread(target=self._log_in_ahead, args=(num_chunks,), daemon=True).start()
 
     def _log_in_ahead(self, num_chunks: int) -> None:
-        with contextlib.suppress(InfraError):  # who needs the connection says what is wrong with it
+        with contextlib.suppress(InfraError):  # the later use of the connection reports its problem
             if self.agents.connection("control").is_far:
                 for purpose in PIECES[:num_chunks]:
                     self.agents.make_ready(purpose)
@@ -220,7 +221,7 @@ class SSHSession:
     def write_chunks(
         self, directory: str, chunks: Sequence[Chunk], *, digest: str = SHA256
     ) -> dict[tuple[str, int], str]:
-        # What a distant node is sent is limited by the window of each connection.
+        # The window of each connection limits what a distant node receives.
         purposes: Sequence[Purpose] = PIECES if self.agents.connection("control").is_far else ("bulk",)
         writing = ParallelWrite(
             lambda number, request: self.agents.ask(purposes[number], request),
@@ -247,7 +248,7 @@ class SSHSession:
             content = bytearray()
             for _, chunk in call.frames():
                 content += chunk
-                if len(content) > MAX_READ_BYTES + 1:  # it was asked for no more
+                if len(content) > MAX_READ_BYTES + 1:  # more than requested
                     raise _too_large(path)
         if "problem" in call.answer:
             if call.answer["errno"] == errno.ENOENT:
@@ -273,9 +274,7 @@ class SSHSession:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.agents.close()
 
     @contextlib.contextmanager
@@ -283,7 +282,7 @@ class SSHSession:
         self, request: JsonObject, argv: Sequence[str], stdin: bytes, purpose: Purpose
     ) -> Iterator[Iterator[bytes]]:
         with self.agents.ask(purpose, request) as call:
-            if purpose == "control":  # most calls come beside a log that is followed
+            if purpose == "control":  # a followed log occupies this agent, and most requests come meanwhile
                 self.agents.make_ready("control")
             call.send_input([stdin], in_background=len(stdin) > _INLINE_BYTES)
             yield self._stdout_of(call, argv)
@@ -302,7 +301,7 @@ class SSHSession:
         if "problem" in answer:
             raise PermanentInfraError(f"{argv[0]} cannot be run on {self.agents.address}: {answer['problem']}")
         if not isinstance(exit_code := answer["exit_code"], int):
-            raise PermanentInfraError(f"{self.agents.address} answers {str(exit_code)[:80]!r} as an exit code")
+            raise PermanentInfraError(f"{self.agents.address} sent {str(exit_code)[:80]!r} as an exit code")
         return exit_code
 
     def _write(self, path: str, content: bytes) -> None:
@@ -334,3 +333,80 @@ def _refusal(answer: JsonObject, path: str, num_bytes: int) -> InfraError:
 def _run_request(argv: Sequence[str], *, timeout_s: float | None, keep_open: bool) -> JsonObject:
     assert not isinstance(argv, str), "a command is a list of arguments"
     return {"verb": "run", "argv": list(argv), "timeout_s": timeout_s, "keep_open": keep_open}
+
+
+# ── forwarded ports ──
+
+
+_PIECE_BYTES = 64 << 10
+_PASSING = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.ECONNABORTED)
+"""Temporary reasons why `accept` fails, for example too many open files."""
+_PAUSE_S = 0.5
+
+logger = logging.getLogger(__name__)
+
+
+@contextlib.contextmanager
+def forwarded_port(open_channel: Callable[[], SSHChannel]) -> Iterator[int]:
+    """Yield the local port. If a connection cannot be forwarded, it is closed, as by a missing server.
+
+    Raises:
+        PermanentInfraError: the node never forwards connections to this port.
+    """
+    early: list[SSHChannel] = []
+    with contextlib.suppress(TransientInfraError):  # no program listens yet
+        early.append(open_channel())  # used by the first connection, because some servers accept only one
+
+    def next_channel() -> SSHChannel:
+        with contextlib.suppress(IndexError):
+            if not (channel := early.pop()).has_ended:
+                return channel
+            channel.close()
+        return open_channel()
+
+    with socket.create_server((LOOPBACK, 0)) as server:
+        threading.Thread(target=_accept, args=(server, next_channel), daemon=True).start()
+        try:
+            yield server.getsockname()[1]
+        finally:
+            with contextlib.suppress(OSError):
+                server.shutdown(socket.SHUT_RDWR)  # close() alone does not wake up the thread that accepts
+            for unused in early:
+                unused.close()
+
+
+def _accept(server: socket.socket, open_channel: Callable[[], SSHChannel]) -> None:
+    while True:
+        try:
+            client, _ = server.accept()
+        except OSError as error:
+            if error.errno not in _PASSING:  # the block ended
+                return
+            logger.warning("a connection to a port of a node waits: %s", error.strerror)
+            time.sleep(_PAUSE_S)
+            continue
+        threading.Thread(target=_pass_on, args=(client, open_channel), daemon=True).start()
+
+
+def _pass_on(client: socket.socket, open_channel: Callable[[], SSHChannel]) -> None:
+    with client:
+        try:
+            channel = open_channel()
+        except InfraError as error:
+            logger.debug("a connection was not passed on: %s", error)
+            return
+        threading.Thread(target=_send, args=(client, channel), daemon=True).start()
+        try:
+            with contextlib.suppress(OSError):
+                while piece := channel.receive(_PIECE_BYTES):
+                    client.sendall(piece)
+                client.shutdown(socket.SHUT_RDWR)
+        finally:
+            channel.close()
+
+
+def _send(client: socket.socket, channel: SSHChannel) -> None:
+    with contextlib.suppress(OSError, NodeUnreachableError):
+        while piece := client.recv(_PIECE_BYTES):
+            channel.send(piece)
+    channel.end_input()

@@ -1,1 +1,1 @@
-"""Object stores: what lies there, fetching and publishing it, also from a node without credentials."""
+"""Object stores: list, download and publish objects, also directly from a node without credentials."""

@@ -1,46 +1,128 @@
-"""Let a node fetch files from an object store, or send some there, so that none of their bytes pass this machine.
+"""Let a node transfer files from or to an object store directly, so that their bytes do not pass this machine.
 
-    here    presigned URLs ──> standard input of node_transfer.py on the node <── pieces, some at a time ──> the store
-    fetched   into .<name>.incoming-<random>, compared with the files here, renamed: as copies from here are (push.py)
-    sent      parts are put together from here, or given up; what came of it the publication compares, as always
+    here    presigned URLs ──> standard input of node_transfer.py on the node <── several pieces at a time ──> the store
+    fetched   into .<name>.incoming-<random>, compared with the files here, then renamed, as for copies (push.py)
+    sent      uploads in parts are completed or aborted from here; the publication checks the result, as always
 
-No credential is on the node, and its URLs are good for single objects and an hour. Not here: making them
-(presigned.py), what is done where a node cannot (tasks/upload_inputs.py, tasks/sync.py).
+The node gets no credentials. A presigned URL is valid for one object and one hour, and is a secret for that time. Not
+here: the alternatives for nodes without access to the store (tasks/upload_inputs.py, tasks/sync.py).
 """
 
 import json
+import logging
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
-from rollouts.infra.errors import StoreUnavailableError
+from rollouts.infra.errors import InfraError, StoreUnavailableError
 from rollouts.infra.session import Session, read_answer
 from rollouts.infra.stores import node_transfer
-from rollouts.infra.stores.object_store import ObjectStore
-from rollouts.infra.stores.presigned import LIFETIME_S, PresignedUpload, presigned_get
+from rollouts.infra.stores.object_store import ObjectStore, part_bytes
 from rollouts.infra.stores.publication import CHECKPOINT_FOLDER, MANIFEST, digest_folder, find_missing
 from rollouts.infra.sync import receiver
 from rollouts.infra.sync.push import list_files, publish_filled
 
+# ── presigned URLs ──
+
+
+_LIFETIME_S = 3600
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PresignedPiece:
+    """A piece of a file, and the URL for its upload."""
+
+    offset: int
+    length: int
+    url: str
+
+
+def can_presign(store: ObjectStore) -> bool:
+    """Return whether the store signs URLs: only S3 and stores with its API."""
+    return store.protocol == "s3"
+
+
+def presigned_get(store: ObjectStore, name: str) -> str:
+    return store.sign("get_object", name, _LIFETIME_S)
+
+
+class _PresignedUpload:
+    """An object that another machine uploads. It exists when `complete` has returned.
+
+    Leaving the block earlier aborts the upload, because S3 charges for parts of incomplete uploads.
+    """
+
+    def __init__(self, store: ObjectStore, name: str, size: int) -> None:
+        """A large object is started as an upload in parts, with the same parts as in ObjectStore.upload."""
+        self._store = store
+        self._name = name
+        self._size = size
+        self._part_size = part_bytes(size)
+        self._upload_id = ""
+        if size >= 2 * self._part_size:
+            self._upload_id = str(store.call_s3("create_multipart_upload", name)["UploadId"])
+
+    @property
+    def pieces(self) -> list[PresignedPiece]:
+        if not self._upload_id:
+            url = self._store.sign("put_object", self._name, _LIFETIME_S)
+            return [PresignedPiece(offset=0, length=self._size, url=url)]
+        return [
+            PresignedPiece(
+                offset=index * self._part_size,
+                length=min(self._part_size, self._size - index * self._part_size),
+                url=self._store.sign(
+                    "upload_part", self._name, _LIFETIME_S, UploadId=self._upload_id, PartNumber=index + 1
+                ),
+            )
+            for index in range(math.ceil(self._size / self._part_size))
+        ]
+
+    def complete(self, etags: Sequence[str]) -> None:
+        if self._upload_id:
+            parts = [{"PartNumber": number, "ETag": etag} for number, etag in enumerate(etags, 1)]
+            self._store.call_s3(
+                "complete_multipart_upload",
+                self._name,
+                UploadId=self._upload_id,
+                MultipartUpload={"Parts": parts},
+            )
+        self._upload_id = ""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if not self._upload_id:
+            return
+        try:
+            self._store.call_s3("abort_multipart_upload", self._name, UploadId=self._upload_id)
+        except InfraError as problem:
+            logger.warning("parts of %s/%s were left behind: %s", self._store.url, self._name, problem)
+
+
 PROBE_S = 5.0
-"""A store that has not answered a node within this time is out of its reach."""
+"""A store that did not answer the node within this time counts as unreachable from there."""
 ANSWER_MARGIN_S = 60.0
 
 
 def fetch_on_node(
     session: Session, store: ObjectStore, keys: Mapping[str, str], files: Mapping[str, Path], destination: str
 ) -> int:
-    """Let a folder appear on the node, whose files it fetches from the store; returns how many bytes that were.
+    """Create a folder on the node with files that the node downloads from the store; returns the number of bytes.
 
     Args:
-        keys: what the files are called in the store, by their names below the folder.
-        files: the same files here, with which they are compared.
+        keys: names of the objects in the store, by the names of the files in the folder.
+        files: the same files here, for comparison.
 
     Raises:
-        StoreUnavailableError: the node cannot fetch them; nothing is left of what it has.
-        TransientInfraError: what it fetched is something else; nothing is left of it.
+        StoreUnavailableError: the node cannot download them; its incomplete folder was removed.
+        TransientInfraError: the downloaded content differs; the folder was removed.
     """
     sizes = {name: path.stat().st_size for name, path in files.items()}
 
@@ -54,23 +136,23 @@ def fetch_on_node(
 
 
 def send_checkpoint_from_node(session: Session, store: ObjectStore, checkpoint: Path, source: str) -> int:
-    """Let the node send the files of a checkpoint that the store lacks; returns how many bytes that were.
+    """Let the node upload the files of a checkpoint that the store lacks; returns the number of bytes.
 
-    They come to lie where `publish_run` puts them; the manifest, which says that they are whole, is left to it.
+    They get the same names as in `publish_run`. The manifest, which marks them as complete, is left to that function.
 
     Args:
         checkpoint: the same files here.
-        source: where they lie on the node.
+        source: their directory on the node.
 
     Raises:
-        StoreUnavailableError: the node cannot send them, or the store does not take them.
+        StoreUnavailableError: the node cannot send them, or the store refuses them.
     """
     files = {name: checkpoint / name for name in list_files(checkpoint)}
     place, digests = digest_folder(store, CHECKPOINT_FOLDER, files)
     sizes = {name: digests[name].size for name in find_missing(store, place, digests) if Path(name).name != MANIFEST}
     with ExitStack() as under_way:
         uploads = {
-            name: under_way.enter_context(PresignedUpload(store, f"{place}/{name}", size))
+            name: under_way.enter_context(_PresignedUpload(store, f"{place}/{name}", size))
             for name, size in sizes.items()
         }
         pieces = {name: upload.pieces for name, upload in uploads.items()}
@@ -83,12 +165,12 @@ def send_checkpoint_from_node(session: Session, store: ObjectStore, checkpoint: 
 
 # Any: requests and answers are JSON objects.
 def _call(session: Session, arguments: Sequence[str], request: Mapping[str, Any]) -> dict[str, Any]:
-    limits = {"probe_s": PROBE_S, "limit_s": LIFETIME_S}
+    limits = {"probe_s": PROBE_S, "limit_s": _LIFETIME_S}
     completed = session.run_program(
         Path(node_transfer.__file__),
         arguments,
         stdin=json.dumps({**limits, **request}).encode(),
-        timeout_s=PROBE_S + LIFETIME_S + ANSWER_MARGIN_S,
+        timeout_s=PROBE_S + _LIFETIME_S + ANSWER_MARGIN_S,
         check=False,
     )
     answer = read_answer(completed)

@@ -1,12 +1,12 @@
-"""Fetch a folder or file from an object store: verified, all at once, going on where an earlier try broke off.
+"""Download a folder or file from an object store, verified and all at once. An interrupted download continues.
 
-    what is published, or a folder, or one object ──> files with sizes and digests        (find_wanted)
-    pieces, some at a time, in order              ──> .<name>.incoming-<digest>/          a file there is whole
-                                                      .<name>.incoming-<digest>/.parts/   files that grow
-    every file compared                           ──> <name>                              renamed
+    a publication, a folder or one object ──> files with sizes and digests        (find_wanted)
+    several pieces at a time, in order    ──> .<name>.incoming-<digest>/          complete files
+                                              .<name>.incoming-<digest>/.parts/   incomplete files
+    all files checked                     ──> <name>                              renamed
 
-A file is compared by the sha256 that a manifest lists; where there is none, by the store's MD5, if it keeps one of the
-whole file, and always by its size and by the object being still the same when all is here.
+A file is checked by the sha256 of a manifest. Without a manifest, it is checked by the store's MD5, if the store has
+one of the whole file. Its size is always checked, and also that the object did not change during the download.
 
 Not here: single objects (object_store.py), manifests (publication.py).
 """
@@ -41,7 +41,7 @@ from rollouts.infra.sync import receiver
 
 PIECE_BYTES = 8 << 20
 NUM_STREAMS = 8
-"""So many pieces are asked for at a time."""
+"""Number of pieces that are downloaded at a time."""
 _INCOMING = ".incoming-"
 _PARTS = ".parts"
 _HASH_BYTES = 4 << 20
@@ -49,20 +49,20 @@ _HASH_BYTES = 4 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WantedFile:
-    """A file to be fetched."""
+    """A file to download."""
 
     name: str
-    """Where it comes to lie, below the folder."""
+    """Its path below the folder."""
     key: str
     """Its name in the store."""
     size: int
     sha256: str = ""
-    """Its digest by a manifest; empty where none lists it."""
+    """Its digest in a manifest; empty if no manifest lists it."""
     md5: str = ""
-    """Its digest by the store, hex; empty where a manifest lists it, or the store has none of the whole file."""
+    """The store's digest of the whole file, in hex; empty if a manifest lists the file, or the store has none."""
     identity: str = ""
-    """What the store calls its content; empty where a manifest lists it. It need not be a digest, and is not compared
-    with what was fetched, only with what the store says afterwards."""
+    """The store's identifier of the content; empty if a manifest lists the file. It need not be a digest, so it is only
+    compared with the store's identifier after the download."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,11 +73,11 @@ class _Piece:
 
 
 def find_wanted(store: ObjectStore) -> list[WantedFile]:
-    """The files that a URL means: of a publication those of its checkpoint; else all below it, or the object itself.
+    """Return the files of a URL: the checkpoint of a publication, or all objects below the URL, or the object itself.
 
     Raises:
-        ObjectMissingError: there is nothing.
-        PermanentInfraError: a name that is refused.
+        ObjectMissingError: the store has nothing there.
+        PermanentInfraError: a file name is refused.
     """
     if (publication := read_publication(store)) is not None:
         start = len(publication.checkpoint) + 1
@@ -102,14 +102,14 @@ def find_wanted(store: ObjectStore) -> list[WantedFile]:
         if key in listed:
             size, sha256 = listed[key]
             wanted.append(WantedFile(name=name, key=key, size=size, sha256=sha256))
-        elif not listed or key == MANIFEST:  # what a manifest does not list is no part of its folder
+        elif not listed or key == MANIFEST:  # files that the manifest does not list do not belong to its folder
             md5 = "" if "-" in there.md5 else there.md5
             wanted.append(WantedFile(name=name, key=key, size=there.size, identity=there.identity, md5=md5))
     return wanted
 
 
 def _list_with_itself(store: ObjectStore) -> dict[str, StoredObject]:
-    """All below a URL, and under "" the object of that very name; drivers leave it out if there is a folder, too."""
+    """List all objects below a URL, and the object at the URL itself, which drivers omit if it is also a folder."""
     objects = store.list()
     if objects and "" not in objects and (itself := store.find("")) is not None:
         return {"": itself, **objects}
@@ -117,43 +117,43 @@ def _list_with_itself(store: ObjectStore) -> dict[str, StoredObject]:
 
 
 def _without_markers(store: ObjectStore, objects: Mapping[str, StoredObject]) -> dict[str, StoredObject]:
-    """The objects without those of no bytes that mark a folder, which some tools leave.
+    """Return the objects without the empty ones that mark a folder, which some tools create.
 
     Raises:
-        PermanentInfraError: an object and a folder have the same name; a disk has room for one of them.
+        PermanentInfraError: an object and a folder have the same name, which a disk does not allow.
     """
     folders = {folder: key for key in objects for folder in _folders_of(key)}
     for key in sorted(objects.keys() & folders.keys()):
         if objects[key].size:
             raise PermanentInfraError(
-                f"{store.url_of(key)} is an object, and also a folder with {folders[key]}, which cannot both lie on a "
-                "disk: rename or remove one of them, or give the URL of what is wanted of the folder"
+                f"{store.url_of(key)} is an object, and also a folder with {folders[key]}, which a disk does not "
+                "allow: rename or remove one of them, or give the URL of the wanted object in the folder"
             )
     return {key: there for key, there in objects.items() if key not in folders}
 
 
 def _folders_of(key: str) -> list[str]:
-    """The folders that an object's name leads through, from "" on; none for the object at the URL itself."""
+    """Return the folders of an object's name, from "" on; empty for the object at the URL itself."""
     parts = key.split("/")[:-1]
     return ["/".join(parts[:depth]) for depth in range(len(parts) + 1)] if key else []
 
 
 def digest_of(wanted: Sequence[WantedFile]) -> str:
-    """One digest for what is to be fetched: another one when anything of it changes."""
+    """Return a digest of the files to download, which changes with any of them."""
     parts = [[each.name, each.size, each.sha256 or each.identity] for each in wanted]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
 def download(store: ObjectStore, wanted: Sequence[WantedFile], target: Path) -> None:
-    """Let the files appear at `target`: the file itself where the URL names an object, else a folder of them.
+    """Create `target` from the files: one file if the URL names an object, else a folder.
 
-    Nothing is done when it exists. Of several processes that fetch the same, one works. What broke off of something
-    else that was to lie there is removed.
+    An existing target is kept. If several processes download the same files, one of them works. Interrupted downloads
+    of other content for this target are removed.
 
     Raises:
-        StoreUnavailableError: the connection broke, or an object changed meanwhile; the next call goes on from there.
-        ObjectDamagedError: an object is not what its manifest lists.
-        DiskFullError: there is no room here.
+        StoreUnavailableError: the connection broke, or an object changed meanwhile; the next call continues.
+        ObjectDamagedError: an object differs from its manifest.
+        DiskFullError: this disk has no room.
         PermanentInfraError: the target cannot be written.
     """
     prefix = f".{target.name[:60]}{_INCOMING}"
@@ -176,12 +176,13 @@ def download(store: ObjectStore, wanted: Sequence[WantedFile], target: Path) -> 
 
 
 def is_being_fetched(folder: Path) -> bool:
-    """True while a process fetches something into the folder."""
     for lock in folder.glob(f".*{_INCOMING}*.lock"):
         with suppress(FileNotFoundError):
             descriptor = os.open(lock, os.O_RDONLY)
             try:
-                fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared: looking disturbs no other look
+                fcntl.flock(
+                    descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB
+                )  # shared, so that checks do not disturb each other
             except BlockingIOError:
                 return True
             finally:
@@ -190,7 +191,7 @@ def is_being_fetched(folder: Path) -> bool:
 
 
 def _remove_left(folder: Path, prefix: str) -> None:
-    """Remove what broke off of something else: of what the store had before, which nobody fetches any more."""
+    """Remove interrupted downloads of earlier content, which no process downloads any more."""
     for left in folder.glob(f"{glob.escape(prefix)}*"):
         if left.is_dir() and not is_locked(_lock_of(left), fcntl.LOCK_EX):
             shutil.rmtree(left, ignore_errors=True)
@@ -202,7 +203,6 @@ def _lock_of(incoming: Path) -> Path:
 
 
 def _fill(store: ObjectStore, wanted: Sequence[WantedFile], incoming: Path) -> None:
-    """Bring every file that is not there yet into the directory."""
     _make_own(incoming)
     (incoming / _PARTS).mkdir(exist_ok=True)
     missing = [each for each in wanted if not (incoming / each.name).is_file()]
@@ -210,9 +210,9 @@ def _fill(store: ObjectStore, wanted: Sequence[WantedFile], incoming: Path) -> N
     if shutil.disk_usage(incoming).free < needed:
         raise DiskFullError(str(incoming.parent), needed)
     damaged = _fetch(store, missing, incoming, {})
-    damaged = _fetch(store, list(damaged), incoming, damaged)  # what an earlier try left may have been the damage
+    damaged = _fetch(store, list(damaged), incoming, damaged)  # an earlier download may have left the damaged part
     compared = [each for each in list(damaged) or wanted if each.identity]
-    there = store.list() if compared else {}  # of a folder of thousands a few requests, not one each
+    there = store.list() if compared else {}  # one listing instead of a request per object
     for each in compared:
         if each.key not in there or there[each.key].identity != each.identity:
             raise StoreUnavailableError(f"{store.url}/{each.key} changed while it was fetched: try again")
@@ -225,10 +225,10 @@ def _fill(store: ObjectStore, wanted: Sequence[WantedFile], incoming: Path) -> N
 
 
 def _make_own(incoming: Path) -> None:
-    """Make the folder that takes in files, or take the one of an earlier try: whole files in it are not compared again.
+    """Create the folder for incoming files, or reuse the folder of an earlier try, whose files are not checked again.
 
     Raises:
-        PermanentInfraError: another user made it, as anybody can in /tmp.
+        PermanentInfraError: another user created it, which is possible in /tmp.
     """
     incoming.mkdir(exist_ok=True)
     status = incoming.lstat()
@@ -239,10 +239,10 @@ def _make_own(incoming: Path) -> None:
 def _fetch(
     store: ObjectStore, files: Sequence[WantedFile], incoming: Path, before: Mapping[WantedFile, str]
 ) -> dict[WantedFile, str]:
-    """Fetch files, some pieces at a time; returns those that are not what they should be, and the digests of what came.
+    """Download files, several pieces at a time; returns the wrong files with the digests of their content.
 
     Args:
-        before: the same of the try before.
+        before: the result of the previous try.
     """
     damaged = {}
     pieces = [piece for file in files for piece in _pieces_of(file, _part_of(file, incoming))]
@@ -265,13 +265,13 @@ def _fetch(
 
 
 def _appending(part: Path, store: ObjectStore, piece: _Piece) -> BinaryIO:
-    """The file to which a piece is appended; who may read a file where it comes from may read it here, at most."""
+    """Open the file to which a piece is appended. Its permissions are at most those of the source."""
     mode = PRIVATE if part.exists() else store.copy_mode(piece.file.key)
     return os.fdopen(os.open(part, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, mode), "ab")
 
 
 def _pieces_of(file: WantedFile, part: Path) -> list[_Piece]:
-    """What is missing of a file; of one that is all there, or empty, an empty piece at its end."""
+    """Return the missing pieces of a file; for a complete or empty file, one empty piece at its end."""
     there = part.stat().st_size if part.exists() else 0
     if there > file.size:
         part.unlink()
@@ -284,7 +284,7 @@ def _pieces_of(file: WantedFile, part: Path) -> list[_Piece]:
 
 @contextmanager
 def _in_order(store: ObjectStore, pieces: Sequence[_Piece]) -> Iterator[Iterator[bytes]]:
-    """The contents of pieces, in their order, while those after them are on their way."""
+    """Yield the contents of pieces in their order, while the next pieces are being downloaded."""
     pool = ThreadPoolExecutor(NUM_STREAMS, thread_name_prefix="download")
 
     def contents() -> Iterator[bytes]:
@@ -307,15 +307,15 @@ def _part_of(file: WantedFile, incoming: Path) -> Path:
 
 
 def _is_right(file: WantedFile, digest: str, before: str | None) -> bool:
-    """Whether what has come of a file, and the time before, is what it should be by its digest."""
+    """Return whether the downloaded content has the right digest; `before` is the digest of the previous try."""
     if file.sha256:
         return digest == file.sha256
-    # What only looks like an MD5 (object_store.py) is none when the same comes twice.
+    # The store's value may only look like an MD5 (object_store.py). The same content twice then counts as right.
     return file.md5 in ("", digest) or digest == before
 
 
 def _hash_durable(part: Path, file: WantedFile) -> str:
-    """The digest of what has come of a file, of the kind that is known of it, once it survives a power cut."""
+    """Return the digest of the downloaded content, of the kind that is known of the file, after an fsync."""
     digest = hashlib.sha256() if file.sha256 else hashlib.md5(usedforsecurity=False)
     is_known = file.sha256 or file.md5
     with part.open("rb") as content:
@@ -331,4 +331,4 @@ def _check_name(name: str, store: ObjectStore) -> None:
     except receiver.CopyError as error:
         raise PermanentInfraError(f"{store.url}: {error.message}") from error
     if name.partition("/")[0] == _PARTS:
-        raise PermanentInfraError(f"{store.url}: the file name {name!r} is refused: files grow in {_PARTS}")
+        raise PermanentInfraError(f"{store.url}: the file name {name!r} is refused: {_PARTS} is for incomplete files")

@@ -1,7 +1,7 @@
-"""Sort what the drivers of object stores raise by what the caller can do about it, and say it in one sentence.
+"""Convert errors of the object stores' drivers to InfraErrors with one sentence for the user.
 
-The drivers are optional packages and raise errors of several libraries below them, so that classes are told apart by
-name. Not here: what is asked of a store (object_store.py).
+The drivers are optional packages and raise errors of several other libraries. These error classes cannot be imported
+here, so they are recognized by name. Not here: requests to stores (object_store.py).
 """
 
 import asyncio
@@ -20,13 +20,13 @@ from rollouts.infra.errors import (
     StoreUnavailableError,
 )
 
-CREDENTIALS = {
+_CREDENTIALS = {
     "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE",
     "gs": "GOOGLE_APPLICATION_CREDENTIALS",
 }
-"""The environment variables in which a driver looks for credentials, by protocol."""
-ENDPOINTS = {"s3": "AWS_ENDPOINT_URL"}
-"""The environment variable that names another server than the usual one, by protocol."""
+"""Environment variables with a driver's credentials, by protocol."""
+_ENDPOINTS = {"s3": "AWS_ENDPOINT_URL"}
+"""Environment variable with the address of another server, by protocol."""
 
 _NO_CREDENTIALS = {
     "NoCredentialsError",
@@ -68,7 +68,7 @@ _PASSING = {
 }
 _PASSING_ERRNOS = {errno.EBUSY, errno.EREMOTEIO, errno.ETIMEDOUT, errno.ENETUNREACH, errno.EHOSTUNREACH}
 _FULL = re.compile("quota|storage ?full", re.IGNORECASE)
-"""What the codes of stores without room have in common; each has its own, with its own status."""
+"""Common part of the error codes of full stores. Each store has its own code and status."""
 _RANGE_NOT_SATISFIABLE = 416
 _NO_ROOM = 507
 _MAX_SHOWN_CHARACTERS = 200
@@ -76,56 +76,55 @@ _MAX_SHOWN_CHARACTERS = 200
 
 @contextmanager
 def sorted_failures(url: str) -> Iterator[None]:
-    """Raise what goes wrong inside as an error of ours about the URL."""
+    """Raise exceptions of the block as InfraErrors about the URL."""
     try:
         yield
     except InfraError:
         raise
-    except Exception as error:  # botocore's errors and aiohttp's have no common root
+    except Exception as error:  # the errors of botocore and aiohttp have no common base class
         raise sort_failure(error, url) from error
 
 
 def sort_failure(error: Exception, url: str) -> InfraError:
-    """The error of ours that a driver's error about a URL means."""
+    """Return the InfraError for a driver's error about a URL."""
     protocol, _, place = url.partition("://")
-    variables = CREDENTIALS.get(protocol, f"the credentials of {protocol}")
+    variables = _CREDENTIALS.get(protocol, f"the credentials of {protocol}")
     names = {cls.__name__ for cls in type(error).__mro__}
     code, status = _answer_of(error)
     reason = _reason(error)
     if code == "NoSuchBucket":
         return missing_bucket(url)
     if names & _NO_CREDENTIALS:
-        return StoreRefusedError(f"{url} needs credentials, and none are found ({reason}): set {variables}")
+        return StoreRefusedError(f"{url} needs credentials, but none were found ({reason}): set {variables}")
     if code == "RequestTimeTooSkewed":
         return StoreRefusedError(f"{url} is refused because the clock of this machine is wrong ({reason}): set it")
-    if code == "InvalidObjectState":  # a rule of the bucket's owner may have moved it
-        return StoreRefusedError(f"{url} lies in an archive, where it cannot be read: restore it first")
+    if code == "InvalidObjectState":  # a rule of the bucket's owner may have archived it
+        return StoreRefusedError(f"{url} is archived and cannot be read: restore it first")
     if _FULL.search(code) or status == _NO_ROOM:
         return StoreRefusedError(f"{url} cannot be written, because the store has no room left ({code or reason})")
     if isinstance(error, PermissionError) or code in _REFUSED_CODES or status in (401, 403):
-        return StoreRefusedError(f"{url} is refused ({code or reason}): check {variables}, and what they may do there")
+        return StoreRefusedError(f"{url} is refused ({code or reason}): check {variables}, and their permissions there")
     if isinstance(error, FileNotFoundError | NotADirectoryError) or status == 404:
         return ObjectMissingError(f"there is nothing at {url}")
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return DiskFullError(place, 0)
-    if status == _RANGE_NOT_SATISFIABLE:  # only what was listed is asked for, so it had more then
+    if status == _RANGE_NOT_SATISFIABLE:  # the requested range was listed before, so the object was longer then
         return StoreUnavailableError(f"{url} has become shorter: try again")
     is_passing = code in _PASSING_CODES or status == 429 or status >= 500 or bool(names & _PASSING)
     is_passing |= isinstance(error, ConnectionError | TimeoutError | asyncio.TimeoutError)
     if is_passing or (isinstance(error, OSError) and error.errno in _PASSING_ERRNOS):
-        where = f"the network and {ENDPOINTS[protocol]}" if protocol in ENDPOINTS else "the network"
+        where = f"the network and {_ENDPOINTS[protocol]}" if protocol in _ENDPOINTS else "the network"
         return StoreUnavailableError(f"{url} does not answer ({reason}): check {where}, then try again")
     return PermanentInfraError(f"{url} cannot be used: {reason}")
 
 
 def missing_bucket(url: str) -> StoreRefusedError:
-    """The error about a URL whose bucket does not exist."""
     bucket = url.partition("://")[2].partition("/")[0]
     return StoreRefusedError(f"there is no bucket {bucket} for {url}: create it, or correct the URL")
 
 
 def _answer_of(error: Exception) -> tuple[str, int]:
-    """The store's own code for what is wrong, and the status of its answer; "" and 0 where it did not answer."""
+    """Return the store's error code and the HTTP status of its answer; "" and 0 without an answer."""
     cause: BaseException | None = error
     while cause is not None:
         response = getattr(cause, "response", None)

@@ -1,11 +1,12 @@
-"""Objects below a URL: find, read and write them, each compared with what was meant to lie there.
+"""List, read and write objects below a URL. Every upload is verified.
 
     s3://bucket/folder   gs://bucket/folder   file:///folder
 
-Not here: folders that are published (publication.py) or fetched (download.py), what a failure means (object_errors.py),
-a folder of this machine (shared_folder.py).
-Only this file knows fsspec, whose drivers are optional packages. They find credentials by themselves, in environment
-variables and the files of the providers' own tools; nothing here sees one.
+Only this file uses fsspec, whose drivers are optional packages. They find credentials in environment variables and in
+the files of the providers' own tools; this code never sees them.
+
+Not here: publications (publication.py), downloads (download.py), errors of drivers (object_errors.py), a folder of this
+machine (shared_folder.py).
 """
 
 import asyncio
@@ -33,22 +34,22 @@ from rollouts.infra.stores.object_errors import missing_bucket, sorted_failures
 from rollouts.infra.stores.shared_folder import READABLE, SharedFolder
 
 PART_BYTES = 16 << 20
-"""What is larger than two of these goes to S3 in parts, several at a time; so many of them are in memory then."""
-PARTS_AT_ONCE = 10
-MAX_PARTS = 10_000
-"""S3 takes no more."""
+"""Objects of at least twice this size go to S3 in parts. Several parts are in memory and sent at a time."""
+_PARTS_AT_ONCE = 10
+_MAX_PARTS = 10_000
+"""S3's limit."""
 MAX_OBJECTS = 10_000
-"""A folder of more is taken for a mistake in its URL."""
-MAX_SMALL_BYTES = 16 << 20
+"""A folder with more objects is treated as a mistake in the URL."""
+_MAX_SMALL_BYTES = 16 << 20
 ANSWER_S = 120.0
-"""A store that takes nothing of what is sent for so long, and the time that MIN_BYTES_PER_S needs, does not answer. The
-drivers wait without end for a server that is there and does not read; what they do try again takes 80 s."""
+"""Time without progress of an upload, besides the time that MIN_BYTES_PER_S needs, until the store counts as
+unreachable. The drivers wait forever for a server that does not read. Their own retries take 80 s."""
 MIN_BYTES_PER_S = 100_000
 EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
 """Extras of this project that install a driver, by protocol."""
 FOLDER = "file"
-PROTOCOLS = (*EXTRAS, FOLDER)
-"""fsspec has drivers for more, which read local files by other names, web pages or the memory of this process."""
+_PROTOCOLS = (*EXTRAS, FOLDER)
+"""fsspec has more drivers, for example for web pages and for local files by other names. They are refused."""
 
 _URL = re.compile(r"(?P<protocol>[a-z][a-z0-9+.-]*)://(?P<place>/?[^\s/?#@:]+(?::\d+)?(?:/[^?#\x00-\x1f\x7f]*)?)")
 _MD5 = re.compile(r"[0-9a-f]{32}(-\d+)?")
@@ -56,55 +57,55 @@ _HASH_BYTES = 4 << 20
 
 
 def is_url(text: str) -> bool:
-    """True for what names a place in an object store rather than a path or a hub's name."""
+    """Return whether a text is a URL of an object store, not a path or a hub's name."""
     return "://" in text
 
 
 def check_url(url: str) -> str:
-    """The URL of a folder or object as it is, without a slash at its end.
+    """Return the URL of a folder or object, without a slash at its end.
 
     Raises:
-        ValueError: it is none, or it holds more than a place; it is not repeated, because that may be a password.
+        ValueError: the text is not a URL, or has more than a place. The message omits it, as it may contain a password.
     """
     protocol, _, place = url.partition("://")
-    if re.fullmatch(r"[a-z][a-z0-9+.-]*", protocol) and protocol not in PROTOCOLS:
-        raise ValueError(f"expected one of {', '.join(f'{each}://' for each in PROTOCOLS)}, found {protocol}://")
+    if re.fullmatch(r"[a-z][a-z0-9+.-]*", protocol) and protocol not in _PROTOCOLS:
+        raise ValueError(f"expected one of {', '.join(f'{each}://' for each in _PROTOCOLS)}, found {protocol}://")
     if protocol == FOLDER and not place.startswith("/"):
         raise ValueError("expected three slashes before a folder of this machine, as in file:///srv/models")
     leads_elsewhere = {".", ".."} & set(url.split("/"))
     if not _URL.fullmatch(url) or "::" in url or leads_elsewhere or url != url.strip():
         raise ValueError(
             "expected a URL like s3://bucket/folder, without user, password, query or parts like `..`: "
-            "credentials belong into environment variables"
+            "credentials belong in environment variables"
         )
     return url.rstrip("/")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredObject:
-    """What a store says about one object."""
+    """A store's description of one object."""
 
     size: int
-    """Bytes."""
+    """Size in bytes."""
     identity: str
-    """Another one after every change of the content: an entity tag, a generation, or a time."""
+    """Changes with the content: an entity tag, a generation, or a time."""
     md5: str
-    """The digest of the content, hex; of an object sent in parts that of their digests, a dash and their number. Empty
-    where the store keeps none."""
+    """The content's MD5 in hex. For an upload in parts: the MD5 of the parts' MD5s, a dash, and the number of parts.
+    Empty if the store has none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileDigest:
-    """What a local file holds."""
+    """Size and digests of a local file."""
 
     size: int
     sha256: str
     md5: str
-    """As a store with entity tags of MD5 would give it; see StoredObject."""
+    """In the format of StoredObject.md5."""
 
 
 class _Progress(fsspec.callbacks.Callback):  # type: ignore[misc]  # fsspec has no types
-    """When a store has last taken something."""
+    """Records when a store last accepted data."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -115,13 +116,13 @@ class _Progress(fsspec.callbacks.Callback):  # type: ignore[misc]  # fsspec has 
 
 
 class ObjectStore:
-    """A folder in an object store, or one object; may be used by several threads."""
+    """A folder in an object store, or one object. It may be used by several threads."""
 
     def __init__(self, url: str) -> None:
-        """Nothing is asked of the store yet.
+        """The store is not contacted here.
 
         Raises:
-            StoreRefusedError: the URL is none, or its driver is not installed.
+            StoreRefusedError: the URL is invalid, or its driver is not installed.
         """
         try:
             self.url = check_url(url)
@@ -133,44 +134,42 @@ class ObjectStore:
 
     @property
     def name(self) -> str:
-        """The last part of the URL."""
         return self.url.rpartition("/")[2]
 
     def list(self, folder: str = "") -> dict[str, StoredObject]:
-        """The objects below a folder, by their names in this store; the store itself, under "", if it is one object.
+        """Return the objects below a folder by their names in this store. The store itself has the name "".
 
         Raises:
-            StoreRefusedError: it may not be listed, or holds more than MAX_OBJECTS.
-            PermanentInfraError: a folder of this machine holds something that is no file, or a link that leaves it.
+            StoreRefusedError: listing is refused, or the folder has more than MAX_OBJECTS objects.
+            PermanentInfraError: a folder of this machine contains something else than files, or a link that leaves it.
         """
         root = self._key(folder)
-        enough = {"max_items": MAX_OBJECTS + 1} if self.protocol == "s3" else {}  # others list all, however many
+        enough = {"max_items": MAX_OBJECTS + 1} if self.protocol == "s3" else {}  # other drivers have no limit
         with sorted_failures(self.url_of(folder)):
-            found: Mapping[str, Any] = self._fs.find(root, detail=True, **enough)  # Any: drivers say what they like
+            found: Mapping[str, Any] = self._fs.find(root, detail=True, **enough)  # Any: differs between drivers
         if len(found) > MAX_OBJECTS:
             raise StoreRefusedError(f"{self.url_of(folder)} holds more than {MAX_OBJECTS} objects: name a folder in it")
         start = len(self._root) + 1
         return {key[start:]: _describe(info) for key, info in sorted(found.items()) if not key.endswith("/")}
 
     def find(self, name: str) -> StoredObject | None:
-        """One object; None where there is none."""
         try:
             with sorted_failures(self.url_of(name)):
                 try:
                     info = self._fs.info(self._key(name))
                 except OSError as error:
                     if self.protocol == "s3" and error.errno == errno.EINVAL:
-                        self._fs.cat_file(self._key(name), start=0, end=1)  # says why, which an answer to HEAD cannot
+                        self._fs.cat_file(self._key(name), start=0, end=1)  # raises the reason, which HEAD cannot have
                     raise
         except ObjectMissingError:
             return None
         return None if info["type"] == "directory" else _describe(info)
 
     def read(self, name: str, start: int, end: int) -> bytes:
-        """The bytes of an object from `start` up to `end`.
+        """Return the bytes of an object from `start` up to `end`.
 
         Raises:
-            StoreUnavailableError: the transfer broke, or there are fewer.
+            StoreUnavailableError: the transfer broke, or the object is shorter.
         """
         if start == end:
             return b""
@@ -181,12 +180,12 @@ class ObjectStore:
         return content
 
     def read_small(self, name: str) -> bytes | None:
-        """The content of an object of at most MAX_SMALL_BYTES; None where there is none."""
+        """Return the content of an object of at most _MAX_SMALL_BYTES; None if it does not exist."""
         there = self.find(name)
         if there is None:
             return None
-        if there.size > MAX_SMALL_BYTES:
-            raise StoreRefusedError(f"{self.url_of(name)} is not what it is called: it has {there.size} bytes")
+        if there.size > _MAX_SMALL_BYTES:
+            raise StoreRefusedError(f"{self.url_of(name)} has {there.size} bytes, too many for a file of this name")
         return self.read(name, 0, there.size)
 
     def write(self, name: str, content: bytes) -> None:
@@ -199,93 +198,91 @@ class ObjectStore:
                 self._fs.pipe_file(key, content)
 
     def upload(self, name: str, path: Path, digest: FileDigest) -> None:
-        """Write or replace an object by a file, and compare what lies there then with the digest.
+        """Write or replace an object by a file, and verify the stored object.
 
         Raises:
-            StoreUnavailableError: it did not arrive whole, or the file changed meanwhile, or is gone.
+            StoreUnavailableError: it did not arrive completely, or the file changed or was removed meanwhile.
         """
         part_size, key = part_bytes(digest.size), self._key(name)
-        options = {"chunksize": part_size, "max_concurrency": PARTS_AT_ONCE} if self.protocol == "s3" else {}
+        options = {"chunksize": part_size, "max_concurrency": _PARTS_AT_ONCE} if self.protocol == "s3" else {}
         with self._failures_to_write(name):
             try:
                 if self._fs.async_impl:
                     progress = _Progress()
                     sending = self._fs._put_file(str(path), key, callback=progress, **options)
-                    self._send(sending, min(digest.size, PARTS_AT_ONCE * part_size), progress)
+                    self._send(sending, min(digest.size, _PARTS_AT_ONCE * part_size), progress)
                 else:
                     self._fs.put_file(str(path), key)
-            except FileNotFoundError as error:  # of the file, or of the bucket
+            except FileNotFoundError as error:  # the file or the bucket does not exist
                 if path.exists():
                     raise
                 raise StoreUnavailableError(f"{path} was removed while it was sent to {self.url}") from error
         there = self.find(name)
         if there is None or not self.holds(name, there, digest):
-            raise StoreUnavailableError(f"{self.url_of(name)} is not {path}, which was sent there: publish it again")
+            raise StoreUnavailableError(f"{self.url_of(name)} differs from {path}, which was sent: publish it again")
 
     def holds(self, name: str, there: StoredObject, digest: FileDigest) -> bool:
-        """True when an object is the file with this digest; reads it where the store's own digest does not say so."""
+        """Return whether an object is the file with this digest; read it if the store's digest does not confirm it."""
         if there.size != digest.size:
             return False
         if there.md5 == digest.md5:
             return True
-        # An entity tag need not be an MD5: of what S3 encrypts with keys of KMS or of a customer it looks like one.
+        # An entity tag need not be an MD5: with encryption by KMS or customer keys, S3's tags only look like one.
         sha256 = hashlib.sha256()
         for start in range(0, there.size, PART_BYTES):
             sha256.update(self.read(name, start, min(start + PART_BYTES, there.size)))
         return sha256.hexdigest() == digest.sha256
 
     def copy_mode(self, name: str) -> int:
-        """Permissions of a copy before the umask: those of the file, if the store is a folder of this machine."""
+        """Return a copy's permissions before the umask: those of the file, if the store is a folder of this machine."""
         if not isinstance(self._fs, SharedFolder):
             return READABLE
         with sorted_failures(self.url_of(name)):
             return self._fs.copy_mode(self._key(name))
 
     def remove(self, name: str) -> None:
-        """Delete one object."""
         with sorted_failures(self.url_of(name)):
             self._fs.rm_file(self._key(name))
 
     def digest(self, path: Path) -> FileDigest:
-        """The digests of a local file, with an MD5 as this store would give it."""
-        return digest_file(path, in_parts=self.protocol == "s3")
+        """Return the digests of a local file, with an MD5 in the format of this store."""
+        return _digest_file(path, in_parts=self.protocol == "s3")
 
     def call_s3(self, method: str, name: str, **parameters: Any) -> Mapping[str, Any]:  # Any: S3's API
-        """What S3 answers to a method of its API, which is called on one object."""
         bucket, key, _ = self._fs.split_path(self._key(name))
         with sorted_failures(self.url_of(name)):
             answer: Mapping[str, Any] = self._fs.call_s3(method, Bucket=bucket, Key=key, **parameters)
         return answer
 
     def sign(self, method: str, name: str, lifetime_s: int, **parameters: Any) -> str:  # Any: S3's API
-        """A URL by which whoever has it may call a method of S3's API on one object, for so long: a secret."""
+        """Return a secret URL for one method of S3's API on one object, valid for `lifetime_s`."""
         with sorted_failures(self.url_of(name)):
             return str(self._signing_fs.url(self._key(name), expires=lifetime_s, client_method=method, **parameters))
 
     @cached_property
     def _signing_fs(self) -> Any:  # Any: fsspec has no types
-        """A driver of its own: the usual one signs URLs in the old way, which most servers do not take any more."""
+        """A separate driver: the default one signs URLs by an old method that most servers refuse."""
         return _open_driver(self.url, self.protocol, config_kwargs={"signature_version": "s3v4"})[0]
 
     def _send(self, sending: Coroutine[Any, Any, None], num_bytes_at_once: int, progress: "_Progress") -> None:
-        """Wait for a driver that sends something, as long as it gets on.
+        """Wait for a sending driver as long as it makes progress.
 
         Raises:
-            TimeoutError: the store takes nothing.
+            TimeoutError: the store accepts no data.
         """
         limit_s = ANSWER_S + num_bytes_at_once / MIN_BYTES_PER_S
         future = asyncio.run_coroutine_threadsafe(sending, self._fs.loop)
         try:
             while wait([future], timeout=1.0).not_done:
                 if time.monotonic() > progress.at + limit_s:
-                    raise TimeoutError(f"it took nothing for {limit_s:.0f} s")
+                    raise TimeoutError(f"it accepted no data for {limit_s:.0f} s")
             future.result()
         finally:
             future.cancel()
 
     @contextmanager
     def _failures_to_write(self, name: str) -> Iterator[None]:
-        """`sorted_failures`, where what is missing is the bucket; not every driver says so."""
+        """Convert errors of writing. A missing object then means a missing bucket, which not every driver reports."""
         url = self.url_of(name)
         try:
             with sorted_failures(url):
@@ -297,20 +294,20 @@ class ObjectStore:
         return f"{self._root}/{name}" if name else self._root
 
     def url_of(self, name: str) -> str:
-        """The URL of one object; of the store itself for ""."""
+        """Return the URL of one object; of the store itself for ""."""
         return f"{self.url}/{name}" if name else self.url
 
 
 def part_bytes(size: int) -> int:
-    """How large the parts are in which an object of this size goes to S3."""
-    return max(PART_BYTES, math.ceil(size / MAX_PARTS))
+    """Return the size of the parts in which an object of this size goes to S3."""
+    return max(PART_BYTES, math.ceil(size / _MAX_PARTS))
 
 
-def digest_file(path: Path, *, in_parts: bool) -> FileDigest:
-    """The digests of a file, read once.
+def _digest_file(path: Path, *, in_parts: bool) -> FileDigest:
+    """Return the digests of a file, which is read once.
 
     Args:
-        in_parts: whether a large file is sent in parts, each with a digest of its own.
+        in_parts: whether a large file is sent in parts, each with its own digest.
     """
     size = path.stat().st_size
     part_size = part_bytes(size) if in_parts and size >= 2 * part_bytes(size) else max(size, 1)
@@ -332,15 +329,15 @@ def digest_file(path: Path, *, in_parts: bool) -> FileDigest:
 
 
 def _open_driver(url: str, protocol: str, **more_options: Any) -> tuple[Any, str]:  # Any: fsspec has no types
-    """The driver of a protocol, and what it calls the place.
+    """Return the driver of a protocol, and its name for the place.
 
     Raises:
-        StoreRefusedError: it is not installed, or there is none.
+        StoreRefusedError: the driver is not installed.
     """
     if protocol == FOLDER:
         root = url.partition("://")[2]
         return SharedFolder(root), root
-    if protocol in ("gs", "gcs"):  # it warns with every request where it may not ask for the kind of a bucket
+    if protocol in ("gs", "gcs"):  # it warns on every request if it may not read the bucket's type
         logging.getLogger("gcsfs").setLevel(logging.ERROR)
     try:
         fsspec.get_filesystem_class(protocol)
@@ -352,8 +349,8 @@ def _open_driver(url: str, protocol: str, **more_options: Any) -> tuple[Any, str
     return driver, str(root).rstrip("/")
 
 
-def _describe(info: Mapping[str, Any]) -> StoredObject:  # Any: drivers say what they like
-    """What the drivers say, which is worded differently by each."""
+def _describe(info: Mapping[str, Any]) -> StoredObject:  # Any: differs between drivers
+    """Convert a driver's description of an object; each driver uses other words."""
     known = ("ETag", "etag", "generation", "md5Hash", "mtime", "LastModified")
     identity = next((f"{key} {info[key]}" for key in known if info.get(key)), "")
     md5 = str(info.get("ETag") or "").strip('"')

@@ -1,14 +1,16 @@
-"""Publish folders in an object store so that readers find all of a publication, verified, or the one before.
+"""Publish folders in an object store, and checkpoints of a running training.
+
+Readers of a publication find either a complete, verified one or the previous one.
 
     <url>/<run name>/
-      publication.json            written last, in one step; readers go by it: folders, and size and sha256 of files
-      checkpoints/<digest>/       a checkpoint as it lies in the run directory, its manifest.json after its other files
+      publication.json            written last, atomically; lists the folders, and size and sha256 of their files
+      checkpoints/<digest>/       the files of the run directory's checkpoint, its manifest.json last
       runs/<run id>-<digest>/     report.html, run.json, config.toml
 
-Folders are named by their content and never change, so that an interrupted publication leaves the one before as it was,
-goes on where it was, and a second one sends only what is not there. Nothing is deleted here.
+Folders are named by a digest of their content and never change. An interrupted publication therefore leaves the
+previous one intact, and the next attempt sends only the missing files. Nothing is deleted here.
 
-Not here: single objects (object_store.py), fetching (download.py).
+Not here: single objects (object_store.py), downloads (download.py).
 """
 
 import hashlib
@@ -19,13 +21,21 @@ import re
 import secrets
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rollouts.infra.errors import ObjectDamagedError, StoreRefusedError, StoreUnavailableError, TransientInfraError
+from rollouts.infra.errors import (
+    InfraError,
+    ObjectDamagedError,
+    StoreRefusedError,
+    StoreUnavailableError,
+    TransientInfraError,
+)
 from rollouts.infra.foreign_text import shown_line
+from rollouts.infra.repeating import repeating
 from rollouts.infra.run_ids import short_id
 from rollouts.infra.stores.object_store import MAX_OBJECTS, FileDigest, ObjectStore
 from rollouts.infra.sync import receiver
@@ -35,12 +45,12 @@ FORMAT = 1
 PUBLICATION, MANIFEST = "publication.json", "manifest.json"
 CHECKPOINT_FOLDER = "checkpoints/{digest}"
 PROBE = ".write-probe"
-DIGEST_CHARS = 16
-MAX_SIZE = (1 << 63) - 1
-"""Bytes of a file."""
+_DIGEST_CHARS = 16
+_MAX_SIZE = (1 << 63) - 1
+"""Limit of a file's size in bytes."""
 MAX_SHOWN_CHARACTERS = 200
-NOT_OF_OURS = (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError)
-"""What reading something else than a manifest raises."""
+_NOT_OF_OURS = (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError)
+"""Exceptions while parsing something else than a manifest."""
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 logger = logging.getLogger(__name__)
@@ -48,19 +58,19 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SentFolder:
-    """A folder that lies in the store now."""
+    """A folder that was uploaded to the store."""
 
     folder: str
     """Its name in the store."""
     files: Mapping[str, FileDigest]
     """Its files, by their paths below the folder."""
     num_sent_bytes: int
-    """What was not there before."""
+    """Bytes that the store did not have before."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Publication:
-    """What the newest publication of a run's name holds."""
+    """The newest publication of a run's name."""
 
     run_id: str
     checkpoint: str
@@ -74,12 +84,12 @@ class Publication:
 
 
 def check_writable_store(store: ObjectStore) -> None:
-    """Return if objects can be written and read there: writes one, and removes it where that is allowed.
+    """Return if the store accepts writes. A test object is written, read, and removed if permitted.
 
     Raises:
         StoreRefusedError, StoreUnavailableError: one sentence.
     """
-    probe = f"{PROBE}-{secrets.token_hex(4)}"  # runs of one name may begin at once
+    probe = f"{PROBE}-{secrets.token_hex(4)}"  # runs of the same name may start at once
     content = f"{time.time_ns()}".encode()
     try:
         store.write(probe, content)
@@ -87,22 +97,22 @@ def check_writable_store(store: ObjectStore) -> None:
     except (StoreRefusedError, StoreUnavailableError) as error:
         raise type(error)(str(error).replace(probe, PROBE)) from error
     if not is_right:
-        raise StoreRefusedError(f"{store.url}/{PROBE} is not what was written: does somebody else write there?")
+        raise StoreRefusedError(f"{store.url}/{PROBE} is not what was written: does another program write there?")
     try:
         store.remove(probe)
-    except StoreRefusedError as error:  # publishing never removes anything
+    except StoreRefusedError as error:  # permission to delete is not needed: publishing never deletes
         logger.info("%s was left behind: %s", probe, error)
 
 
 def publish_run(store: ObjectStore, *, run_id: str, checkpoint: Path, records: Mapping[str, Path]) -> int:
-    """Make a checkpoint and the records of its run the publication of a store; returns how many bytes were sent.
+    """Publish a checkpoint and the records of its run in a store; returns how many bytes were sent.
 
     Raises:
-        TransientInfraError: the connection broke, or a file changed meanwhile; the next call goes on from there.
-        PermanentInfraError: the store refuses, or the checkpoint holds something else than plain files.
+        TransientInfraError: the connection broke, or a file changed meanwhile; the next call continues.
+        PermanentInfraError: the store refuses, or the checkpoint contains something else than plain files.
     """
-    sent = send_folder(store, CHECKPOINT_FOLDER, {name: checkpoint / name for name in list_files(checkpoint)})
-    noted = send_folder(store, f"runs/{short_id(run_id)}-{{digest}}", records)
+    sent = _send_folder(store, CHECKPOINT_FOLDER, {name: checkpoint / name for name in list_files(checkpoint)})
+    noted = _send_folder(store, f"runs/{short_id(run_id)}-{{digest}}", records)
     files = {f"{each.folder}/{name}": digest for each in (sent, noted) for name, digest in each.files.items()}
     content = {
         "format": FORMAT,
@@ -116,11 +126,11 @@ def publish_run(store: ObjectStore, *, run_id: str, checkpoint: Path, records: M
     return sent.num_sent_bytes + noted.num_sent_bytes
 
 
-def send_folder(store: ObjectStore, folder: str, files: Mapping[str, Path]) -> SentFolder:
-    """Bring files to a folder of the store, each compared afterwards; what lies there already is not sent again.
+def _send_folder(store: ObjectStore, folder: str, files: Mapping[str, Path]) -> SentFolder:
+    """Upload files to a folder of the store and verify each; files that are already there are not sent again.
 
     Args:
-        folder: its name; "{digest}" in it becomes the beginning of a digest of all files.
+        folder: its name; "{digest}" in it is replaced by the beginning of a digest of all files.
     """
     try:
         place, digests = digest_folder(store, folder, files)
@@ -134,14 +144,14 @@ def send_folder(store: ObjectStore, folder: str, files: Mapping[str, Path]) -> S
 
 
 def digest_folder(store: ObjectStore, folder: str, files: Mapping[str, Path]) -> tuple[str, dict[str, FileDigest]]:
-    """What a folder of these files is called in the store, and their digests; see `send_folder`."""
+    """Return the name of a folder of these files in the store, and their digests; see `_send_folder`."""
     digests = {name: store.digest(path) for name, path in sorted(files.items())}
     total = hashlib.sha256("".join(f"{name}\0{each.sha256}\n" for name, each in digests.items()).encode())
-    return folder.format(digest=total.hexdigest()[:DIGEST_CHARS]), digests
+    return folder.format(digest=total.hexdigest()[:_DIGEST_CHARS]), digests
 
 
 def find_missing(store: ObjectStore, place: str, digests: Mapping[str, FileDigest]) -> list[str]:
-    """The files that are not in a folder of the store as they should be, in the order in which they are sent."""
+    """Return the files that are missing or different in a folder of the store, in upload order."""
     there = store.list(place)
     in_order = sorted(digests, key=lambda name: (Path(name).name == MANIFEST, name))
     return [
@@ -152,20 +162,20 @@ def find_missing(store: ObjectStore, place: str, digests: Mapping[str, FileDiges
 
 
 def read_publication(store: ObjectStore) -> Publication | None:
-    """The publication of a store; None where there is none.
+    """Return the publication of a store; None without one.
 
     Raises:
-        ObjectDamagedError: it is none of this format.
+        ObjectDamagedError: publication.json is damaged or has another format.
     """
     content = store.read_small(PUBLICATION)
     return None if content is None else parse_publication(content, f"{store.url}/{PUBLICATION}")
 
 
 def parse_publication(content: bytes, url: str) -> Publication:
-    """The publication that a manifest describes.
+    """Parse a publication.json.
 
     Raises:
-        ObjectDamagedError: it is none of this format, or names files that leave their folder.
+        ObjectDamagedError: it has another format, or names files that leave their folder.
     """
     try:
         raw = json.loads(content, object_pairs_hook=_named_once)
@@ -184,23 +194,25 @@ def parse_publication(content: bytes, url: str) -> Publication:
             raise ValueError(f"published_at is {published_at}")
         return Publication(run_id=_text(raw["run_id"]), files=files, published_at=published_at, **folders)
     except receiver.CopyError as error:
-        raise ObjectDamagedError(f"{url} is no publication ({error.message}): publish again, or remove it") from error
-    except NOT_OF_OURS as error:
+        raise ObjectDamagedError(
+            f"{url} is not a publication ({error.message}): publish again, or remove it"
+        ) from error
+    except _NOT_OF_OURS as error:
         reason = shown_line(f"{error}")[:MAX_SHOWN_CHARACTERS]
-        raise ObjectDamagedError(f"{url} is no publication ({reason}): publish again, or remove it") from error
+        raise ObjectDamagedError(f"{url} is not a publication ({reason}): publish again, or remove it") from error
 
 
 def read_manifest_digests(store: ObjectStore) -> dict[str, tuple[int, str]]:
-    """Size and sha256 of the files that a checkpoint's manifest.json lists; {} if it is something else.
+    """Return size and sha256 of the files in a checkpoint's manifest.json; {} if it is something else.
 
     Raises:
-        ObjectDamagedError: it lists digests, and a file that leaves its folder, or whose size or digest is none.
+        ObjectDamagedError: it lists digests, but also an invalid size or digest, or a file that leaves its folder.
     """
     content = store.read_small(MANIFEST)
     try:
         listed = json.loads(content or b"{}").get("files", {})
         has_digests = any("sha256" in entry for entry in listed.values())
-    except NOT_OF_OURS:
+    except _NOT_OF_OURS:
         return {}
     if not has_digests:
         return {}
@@ -210,31 +222,66 @@ def read_manifest_digests(store: ObjectStore) -> dict[str, tuple[int, str]]:
             receiver.check_name(name)
     except receiver.CopyError as error:
         raise ObjectDamagedError(f"{store.url}/{MANIFEST}: {error.message}") from error
-    except NOT_OF_OURS as error:
+    except _NOT_OF_OURS as error:
         reason = shown_line(f"{error}")[:MAX_SHOWN_CHARACTERS]
         raise ObjectDamagedError(f"{store.url}/{MANIFEST} is damaged ({reason}): publish it again") from error
     return files
 
 
 def _named_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:  # Any: JSON
-    """An object of JSON; ValueError for a name that is there twice, of which readers take different ones."""
+    """Return a JSON object; ValueError for a repeated name, because readers differ in which value they use."""
     named = dict(pairs)
     if len(named) < len(pairs):
         [(name, _)] = Counter(name for name, _ in pairs).most_common(1)
-        raise ValueError(f"{name!r} is there twice")
+        raise ValueError(f"{name!r} occurs twice")
     return named
 
 
 def _size_and_digest(entry: Mapping[str, Any]) -> tuple[int, str]:  # Any: JSON
     size, sha256 = entry["size"], _text(entry["sha256"])
-    if type(size) is not int or not 0 <= size <= MAX_SIZE:
-        raise ValueError(f"no file has the size {size!r}")
+    if type(size) is not int or not 0 <= size <= _MAX_SIZE:
+        raise ValueError(f"a file cannot have the size {size!r}")
     if not _SHA256.fullmatch(sha256):
-        raise ValueError(f"{sha256!r} is no sha256")
+        raise ValueError(f"{sha256!r} is not a sha256")
     return size, sha256
 
 
 def _text(value: Any) -> str:  # Any: JSON
     if not isinstance(value, str):
-        raise TypeError(f"{value!r} is no text")
+        raise TypeError(f"{value!r} is not a text")
     return value
+
+
+# ── checkpoints of a running training ──
+
+
+_UPLOAD_INTERVAL_S = 30.0
+
+
+@contextmanager
+def checkpoints_published(checkpoints: Path, url: str, *, interval_s: float = _UPLOAD_INTERVAL_S) -> Iterator[None]:
+    """Publish new checkpoints of the folder while the block runs. Failures are logged, and the next round tries again.
+
+    Leaving the block waits until the newest checkpoint is published. Leaving it by an exception does not wait.
+    """
+    published = ""
+
+    def publish() -> None:
+        nonlocal published
+        newest = _newest_checkpoint(checkpoints)
+        if newest is None or newest.name == published:
+            return
+        try:
+            _send_folder(ObjectStore(url), newest.name, {name: newest / name for name in list_files(newest)})
+            published = newest.name
+        except (InfraError, OSError) as error:  # OSError: the training deleted the checkpoint meanwhile
+            logger.warning("%s was not published: %s", newest, error)
+
+    with repeating(publish, interval_s=interval_s, thread_name=f"publication of {checkpoints}", once_more=True):
+        yield
+
+
+def _newest_checkpoint(checkpoints: Path) -> Path | None:
+    """Return the last complete checkpoint of a folder; None without one."""
+    whole = [path.parent for path in checkpoints.glob(f"step_*/{MANIFEST}")]
+    return max(whole, key=lambda path: (len(path.name), path.name), default=None)

@@ -5,8 +5,6 @@
 A link that leaves the folder would hand out whatever this user may read: keys, other runs, private data. It is refused,
 except in the layout of a hub's cache, where snapshots link to blobs. A file or folder that is swapped for a link after
 the check is not followed either. The class has the methods of fsspec's drivers that object_store.py calls.
-
-Not here: what the objects are (object_store.py).
 """
 
 import errno
@@ -39,16 +37,15 @@ class SharedFolder:
     async_impl = False
 
     def __init__(self, root: str) -> None:
-        """Nothing is opened yet."""
         self._root = Path(root)
 
     def find(self, key: str, *, detail: bool) -> dict[str, Described]:
-        """The files below a folder by their paths, or the file itself; {} if there is nothing.
+        """Return the files below a folder by their paths, or the file itself; {} if it does not exist.
 
         Raises:
-            PermanentInfraError: there is something else than files, or a link that leaves the folder.
+            PermanentInfraError: the folder contains something else than files, or a link that leaves the folder.
         """
-        assert detail, "no caller asks for names alone"
+        assert detail, "drivers are always asked for details"
         try:
             described = self.info(key)
             return {key: described} if described["type"] == "file" else dict(self._files_below(key))
@@ -56,12 +53,11 @@ class SharedFolder:
             return {}
 
     def info(self, key: str) -> Described:
-        """Type, size, time of change and permissions of a file or folder."""
         with self._located(key) as (folder, name):
             return _describe(_checked_status(folder, name, key))
 
     def copy_mode(self, key: str) -> int:
-        """Permissions of a copy: no more users may read it than can reach and read the file from the root on."""
+        """Return the permissions of a copy. It is readable only for users with access to the file, from the root on."""
         real, top = self._real(key), self._real(str(self._root))
         mode = int(self.info(key)["mode"])
         for folder in real.parents:
@@ -72,7 +68,7 @@ class SharedFolder:
         return mode & READABLE | PRIVATE
 
     def cat_file(self, key: str, start: int, end: int) -> bytes:
-        """The bytes of a file from `start` up to `end`; fewer if the file ends before."""
+        """Return the bytes of a file from `start` up to `end`; fewer if the file ends earlier."""
         with self._located(key) as (folder, name):
             expected = _checked_status(folder, name, key)
             descriptor = os.open(name, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW, dir_fd=folder)
@@ -91,7 +87,7 @@ class SharedFolder:
             file.write(content)
 
     def put_file(self, path: str, key: str) -> None:
-        """Write or replace a file by a copy, with the permissions of the original at most."""
+        """Write or replace a file by a copy, whose permissions are at most those of the original."""
         with Path(path).open("rb") as source:
             mode = os.fstat(source.fileno()).st_mode & READABLE | PRIVATE
             with self._replacing(key, mode) as file:
@@ -99,7 +95,6 @@ class SharedFolder:
                     file.write(piece)
 
     def rm_file(self, key: str) -> None:
-        """Remove a file."""
         with self._located(key) as (folder, name):
             os.unlink(name, dir_fd=folder)
 
@@ -132,7 +127,7 @@ class SharedFolder:
 
     @contextmanager
     def _replacing(self, key: str, mode: int) -> Iterator[BinaryIO]:
-        """A new file that gets its name when the block succeeds. Readers see the old file or the whole new file."""
+        """Yield a new file that gets its name when the block succeeds. Readers see the old or the whole new file."""
         with self._located(key, is_created=True) as (folder, name):
             partial = f"{name}.{secrets.token_hex(8)}.partial"
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
@@ -146,7 +141,7 @@ class SharedFolder:
 
     @contextmanager
     def _located(self, key: str, *, is_created: bool = False) -> Iterator[tuple[int, str]]:
-        """A descriptor of the folder that a file lies in, and the file's name there."""
+        """Yield a descriptor of a file's folder, and the file's name there."""
         real = self._real(key)
         descriptor = os.open("/", _PASSED)
         try:
@@ -162,10 +157,10 @@ class SharedFolder:
             os.close(descriptor)
 
     def _real(self, key: str) -> Path:
-        """The path of a file or folder without links.
+        """Return the path of a file or folder without links.
 
         Raises:
-            PermanentInfraError: it leaves the folder; the root itself may not leave the folder that it lies in.
+            PermanentInfraError: the path leaves the folder, or the root leaves its parent folder.
         """
         is_root = key == str(self._root)
         within = real_path(self._root.parent) if is_root else self._real(str(self._root))
@@ -177,11 +172,11 @@ class SharedFolder:
 
 
 def real_path(path: Path, *, within: Path | None = None, num_links: int = 0) -> Path:
-    """The absolute path without links; what does not exist stays as it is.
+    """Return the absolute path without links. Parts that do not exist stay as they are.
 
     Args:
         within: the folder in which the links of all users are followed. Elsewhere a link that leaves its own folder is
-            followed if this user or root made it.
+            followed if this user or root created it.
 
     Raises:
         PermanentInfraError: another user's link leaves its folder.
@@ -210,20 +205,22 @@ def _status_of(path: Path) -> os.stat_result | None:
 
 
 def _is_beneath(path: Path, folder: Path) -> bool:
-    """True in the folder, and for a blob of the hub's cache of which the folder is a snapshot."""
+    """Return whether the path is in the folder, or is a blob of the hub's cache if the folder is a snapshot there."""
     snapshot = _SNAPSHOT.fullmatch(str(folder))
     return path.is_relative_to(folder) or (snapshot is not None and path.parent == Path(snapshot["cached"], "blobs"))
 
 
 def _leaving_link(path: Path, target: Path) -> PermanentInfraError:
     return PermanentInfraError(
-        f"{path} is a link that leaves its folder, to {target}, and is not followed: put the file itself there, or "
-        "give the URL of what it leads to"
+        f"{path} is a link to {target}, outside of its folder, and is not followed: put the file itself there, or "
+        "give the URL of the link's target"
     )
 
 
 def _no_file(key: str) -> PermanentInfraError:
-    return PermanentInfraError(f"file://{key} is no file, and no link to one: remove it, or name something else")
+    return PermanentInfraError(
+        f"file://{key} is neither a file nor a link to a file: remove it, or name something else"
+    )
 
 
 def _checked_status(folder: int, name: str, key: str) -> os.stat_result:

@@ -1,7 +1,4 @@
-"""The files of a run directory that the supervisor reads and writes; the package's head lists them.
-
-Not here: what they mean together (status.py).
-"""
+"""Read and write the files of a run directory. The package's docstring lists them."""
 
 from __future__ import annotations
 
@@ -18,39 +15,37 @@ JsonObject = dict[str, Any]
 
 INTERNAL_DIR = ".job"
 POLL_S = 0.1
-"""So often it is looked at what may have changed, here and in the modules that use this one."""
+"""Polling interval of the supervisor's modules, in seconds."""
 READ_BYTES = 256 << 10
 
 
 def internal_path(run_dir: str, name: str) -> Path:
-    """A file that only this program reads and writes."""
     return Path(run_dir, INTERNAL_DIR, name)
 
 
 def exit_path(run_dir: str, attempt: int) -> Path:
-    """Where the record of an attempt's end appears."""
     return Path(run_dir, f"exit-{attempt}.json")
 
 
 def latest_attempt(run_dir: str) -> int:
-    """The number of the last attempt; 0 before the first."""
+    """Return the number of the last attempt; 0 before the first."""
     numbers = [int(path.stem.removeprefix("meta-")) for path in Path(run_dir, INTERNAL_DIR).glob("meta-*.json")]
     return max(numbers, default=0)
 
 
 def read_stop_state(run_dir: str, attempt: int) -> JsonObject:
-    """What the program of an attempt says of its end: its process, how long it needs, which step is saved."""
+    """Return the program's stop.json (process, needed time, saved step) if it belongs to this attempt; else empty."""
     said = read_json(Path(run_dir, "stop.json")) or {}
     return said if said.get("attempt") == attempt else {}
 
 
 def granted_path(run_dir: str, attempt: int) -> Path:
-    """Where the program finds how many seconds it has to save and end."""
+    """Return the path of the file that tells the program its seconds for saving."""
     return Path(run_dir, f"stop-{attempt}")
 
 
 def granted_s(run_dir: str, attempt: int) -> float:
-    """How many seconds the program of an attempt has to save and end; 0 if it was not told to."""
+    """Return the seconds that the program of an attempt has for saving; 0 if it was not asked to end."""
     try:
         return float(granted_path(run_dir, attempt).read_text())
     except (OSError, ValueError):
@@ -58,16 +53,15 @@ def granted_s(run_dir: str, attempt: int) -> float:
 
 
 def parse_object(text: bytes) -> JsonObject | None:
-    """The JSON object in a text, or None."""
+    """Parse a JSON object; None for anything else."""
     try:
         document = json.loads(text)
-    except (ValueError, RecursionError):  # the latter of thousands of brackets
+    except (ValueError, RecursionError):  # RecursionError: thousands of nested brackets
         return None
     return document if isinstance(document, dict) else None
 
 
 def read_json(path: Path) -> JsonObject | None:
-    """The JSON object in a file; None when it is absent, half-written or something else."""
     try:
         return parse_object(path.read_bytes())
     except OSError:
@@ -75,7 +69,7 @@ def read_json(path: Path) -> JsonObject | None:
 
 
 def write_json(run_dir: str, name: str, document: Mapping[str, Any]) -> None:
-    """Write a JSON object atomically and durably to a file of the run directory."""
+    """Write a JSON object to a file of the run directory, atomically and with fsync."""
     part = internal_path(run_dir, f"{Path(name).name}.{os.getpid()}.part")
     try:
         with part.open("w") as file:
@@ -88,7 +82,6 @@ def write_json(run_dir: str, name: str, document: Mapping[str, Any]) -> None:
 
 
 def file_size(path: Path) -> int:
-    """The size in bytes; 0 when there is no such file."""
     try:
         return path.stat().st_size
     except FileNotFoundError:
@@ -96,7 +89,7 @@ def file_size(path: Path) -> int:
 
 
 def read_from(path: Path, offset: int, max_bytes: int) -> bytes:
-    """The bytes of a file from an offset on; empty when there are none, or no file."""
+    """Return bytes of a file from an offset on; empty at its end or without such a file."""
     try:
         with path.open("rb") as file:
             file.seek(offset)
@@ -106,7 +99,7 @@ def read_from(path: Path, offset: int, max_bytes: int) -> bytes:
 
 
 def read_text(path: Path) -> str:
-    """The text of a file; empty when there is none, or none for us."""
+    """Return the text of a file; empty if it is missing or unreadable."""
     try:
         return path.read_text(encoding="utf-8")
     except OSError:
@@ -114,11 +107,11 @@ def read_text(path: Path) -> str:
 
 
 def append_event(run_dir: str, attempt: int, event: str, **details: Any) -> None:  # Any: JSON
-    """Append an event, as the program will; on a full disk it is left out."""
+    """Append an event to the program's events. On a full disk it is dropped."""
     path = Path(run_dir, "events.jsonl")
     line = {"event": event, "attempt": attempt, "time": round(time.time(), 3), **details}
     with contextlib.suppress(OSError), path.open("a+b") as file:
         file.seek(0)
         content = file.read()
-        file.truncate(content.rfind(b"\n") + 1)  # an attempt that was killed may have torn its last line
+        file.truncate(content.rfind(b"\n") + 1)  # a killed attempt may have left an incomplete last line
         file.write(json.dumps(line).encode() + b"\n")

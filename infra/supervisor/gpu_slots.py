@@ -1,4 +1,4 @@
-"""The GPUs of this machine, each of which one job, or one group of jobs, has at a time."""
+"""Locks of this machine's GPUs: one job, or one group of jobs, uses a GPU at a time."""
 
 from __future__ import annotations
 
@@ -23,31 +23,31 @@ from rollouts.infra.supervisor.processes import find_processes
 from rollouts.infra.supervisor.spec import FIRST_GPU, JobSpec
 
 GPU_LOCKS_VARIABLE = "ROLLOUTS_GPU_LOCKS"
-"""Another folder for the locks of GPUs, for instance one that containers share."""
+"""Environment variable with another folder for the GPU locks, for example one that containers share."""
 GPU_FILES_NEW_S = 3600.0
-"""So often the files of locks that are held are touched: what is old is removed from /tmp, usually after ten days."""
+"""Interval for touching held lock files. Systems remove old files from /tmp, usually after ten days."""
 NVIDIA_SMI_TIMEOUT_S = 30.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class GPUSlot:
-    """A GPU that one job, or one group of jobs, has at a time."""
+    """A GPU, used by a single job or group of jobs at a time."""
 
     name: str
-    """The same for every job of the machine: its UUID, or its number where nvidia-smi tells none."""
+    """The GPU's name for all jobs of the machine: its UUID, or its number if nvidia-smi reports no UUID."""
     label: str
-    """What people call it."""
+    """The GPU's name in messages."""
 
 
 def find_gpu_slots(wanted: Sequence[str], visible: str | None) -> list[GPUSlot]:
-    """The GPUs that a spec means on this machine, in the order in which every job takes them.
+    """Return the GPUs of a spec on this machine, sorted in the order in which every job takes them.
 
     Args:
-        visible: CUDA_VISIBLE_DEVICES of a program that is told of no GPUs; None where it is not set.
+        visible: CUDA_VISIBLE_DEVICES of a program without assigned GPUs; None if it is not set.
     """
     if not wanted:
         return []
-    uuids = list_gpu_uuids()
+    uuids = _list_gpu_uuids()
     first = "0" if visible is None else visible.split(",")[0].strip()
     slots = {}
     for each in wanted:
@@ -61,12 +61,12 @@ def find_gpu_slots(wanted: Sequence[str], visible: str | None) -> list[GPUSlot]:
 
 
 def _is_meant(uuid: str, gpu: str) -> bool:
-    """Whether a GPU is called so in CUDA_VISIBLE_DEVICES, which takes the beginning of a UUID, too."""
+    """Return whether a name in CUDA_VISIBLE_DEVICES means this GPU. It may be the beginning of a UUID."""
     return gpu.startswith("GPU-") and uuid.startswith(gpu)
 
 
-def list_gpu_uuids() -> list[str]:
-    """The UUIDs of the machine's GPUs, by number; none where nvidia-smi does not tell them."""
+def _list_gpu_uuids() -> list[str]:
+    """Return the UUIDs of the machine's GPUs by number; empty if nvidia-smi does not report them."""
     if shutil.which("nvidia-smi") is None:
         return []
     query = ["nvidia-smi", "--query-gpu=uuid", "--format=csv,noheader"]
@@ -79,19 +79,19 @@ def list_gpu_uuids() -> list[str]:
 
 
 class GPUSlots:
-    """The GPUs of a job, each with a lock that it holds until the last of its processes is gone.
+    """The GPUs of a job. The job holds a lock on each of them until the last of its processes is gone.
 
-    A lock is the flock of a file. It is taken for ever by the supervisor and handed down to the program and what that
-    forks, so it stays when the supervisor is killed and the GPU is still in use, and the kernel gives it up whatever
-    happens. What the file says, in JSON, is for people, and names the group.
+    A lock is the flock of a file. The supervisor takes it, and the program and its children inherit it. It therefore
+    survives a killed supervisor whose GPU is still in use, and the kernel frees it in any case. The file's JSON names
+    the group and describes the holder for messages.
 
         shared lock      held by each job of the group that the file names
-        exclusive lock   taken for a moment, to see that nobody holds it
-        mutex            held while all of that is looked at and changed
+        exclusive lock   taken for a moment, to check that no job holds the file
+        mutex            held while locks are checked and changed
 
-    Every job takes its GPUs in the same order and keeps those that it has while it waits for the next one, so a job
-    that wants several gets them, and two never wait for each other. Jobs that need each other are one group, each of
-    which takes the GPUs of all.
+    Every job takes its GPUs in the same order and keeps them while it waits for the rest. So jobs with several GPUs
+    get all of them in the end, and two jobs never wait for each other. Jobs that need each other form a group, in which
+    each job takes the GPUs of the whole group.
     """
 
     def __init__(self, spec: JobSpec, slots: Sequence[GPUSlot]) -> None:
@@ -103,19 +103,18 @@ class GPUSlots:
 
     @property
     def descriptors(self) -> tuple[int, ...]:
-        """The open files that hold the locks."""
         return tuple(self._held.values())
 
     def take(self) -> str:
-        """Take what can be had; returns a sentence about the first GPU that another job has, empty when all are ours.
+        """Take all free GPUs; returns a sentence about the first GPU that another job holds, empty if all are taken.
 
         Raises:
-            OSError: the folder of locks, or a file there, cannot be written.
+            OSError: the folder of locks or a lock file cannot be written.
         """
         missing = [slot for slot in self._slots if slot.name not in self._held]
         if not missing:
             return ""
-        folder = open_gpu_locks_folder()
+        folder = _open_gpu_locks_folder()
         with locked(folder / "mutex"):
             for slot in missing:
                 descriptor = os.open(folder / f"{slot.name}.json", os.O_RDWR | os.O_CREAT, 0o600)
@@ -131,8 +130,8 @@ class GPUSlots:
         return ""
 
     def keep_files(self) -> None:
-        """Let nobody take the files of the locks for old ones, now and then: beside one that has no name another job
-        would make its own."""
+        """Touch the lock files regularly, because cleaners of /tmp remove old files. Another job would then create and
+        lock a new file."""
         if time.monotonic() < self._touched_at + GPU_FILES_NEW_S:
             return
         self._touched_at = time.monotonic()
@@ -141,27 +140,27 @@ class GPUSlots:
                 os.utime(descriptor)
 
     def release(self) -> None:
-        """Give up the supervisor's own hold."""
+        """Close the supervisor's own copies of the locks."""
         for descriptor in self._held.values():
             os.close(descriptor)
         self._held.clear()
 
     def _find_holder(self, descriptor: int) -> str:
-        """Who else has the GPU; empty when it is ours from now on."""
+        """Return a description of the GPU's other holder; empty if the lock was taken."""
         found = parse_object(os.pread(descriptor, READ_BYTES, 0)) or {}
         is_ours = found.get("group") == self._group
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             if not is_ours:
-                return f"held by {describe_gpu_holder(found)}"
+                return f"held by {_describe_gpu_holder(found)}"
             others = [job for job in found["jobs"] if job != self._spec.run_dir]
             since = found["since"]
         else:
             left = [] if is_ours else [pid for job in found.get("jobs", []) for pid in find_processes(job)]
-            if left:  # a killed supervisor leaves processes that did not inherit its lock
+            if left:  # processes of a killed supervisor that did not inherit its lock
                 processes = ", ".join(str(pid) for pid in left)
-                return f"used by processes {processes}, which are left of {describe_gpu_holder(found)}"
+                return f"used by processes {processes}, which are left of {_describe_gpu_holder(found)}"
             others = []
             since = datetime.now(timezone.utc).isoformat(timespec="seconds")  # noqa: UP017 - Python 3.10 has no datetime.UTC
         holder = {
@@ -173,30 +172,30 @@ class GPUSlots:
         }
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, json.dumps(holder).encode() + b"\n", 0)
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)  # others take the mutex before they look
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)  # without a gap: other jobs check only with the mutex
         return ""
 
 
-def describe_gpu_holder(holder: Mapping[str, Any]) -> str:
-    """For people who wait: what the file of a GPU's lock says."""
+def _describe_gpu_holder(holder: Mapping[str, Any]) -> str:
+    """Describe the holder in a lock file, for the messages of waiting jobs."""
     if not holder:
         return "a job that is just taking it"
     run = f"run {holder['run']} " if holder["run"] else ""
     return f"{run}(job {holder['jobs'][-1]}) since {holder['since']}"
 
 
-def open_gpu_locks_folder() -> Path:
-    """The folder with the locks of this machine's GPUs for all runs of this user.
+def _open_gpu_locks_folder() -> Path:
+    """Return the folder of GPU locks, which all runs of this user on this machine share.
 
     Raises:
-        OSError: it cannot be made, or somebody else made it.
+        OSError: the folder cannot be created, or another user created it.
     """
     folder = Path(os.environ.get(GPU_LOCKS_VARIABLE) or f"/tmp/rollouts-gpus-{os.getuid()}")
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
         raise PermissionError(
-            f"{folder}, where locks of GPUs are kept, is not a folder of yours: remove it, or name another one in "
+            f"{folder}, the folder of GPU locks, is not a folder of yours: remove it, or name another one in "
             f"{GPU_LOCKS_VARIABLE}"
         )
     return folder

@@ -1,7 +1,4 @@
-"""The processes of a job, found by their parents and by a variable of their environment, and how to end them.
-
-Not here: the one that the supervisor starts itself (program.py).
-"""
+"""Find the processes of a job by their parents and by an environment variable, and end them."""
 
 from __future__ import annotations
 
@@ -21,19 +18,19 @@ from rollouts.infra.supervisor.spec import JobError
 
 JOB_VARIABLE = "ROLLOUTS_JOB"
 UNKILLABLE_AFTER_S = 10.0
-"""Leftovers that SIGKILL has not ended by then are counted and left to the kernel."""
+"""Seconds after SIGKILL until surviving processes are given up."""
 _PR_SET_CHILD_SUBREAPER = 36
 
 
 def find_processes(
     run_dir: str, *, supervisor: int | None = None, group: int | None = None, group_started: str = ""
 ) -> list[int]:
-    """All live processes of the job except this one.
+    """Return all live processes of the job except this one.
 
     Args:
-        supervisor: where /proc exists, its descendants are found too, whatever they did to their environment.
-        group: where there is no /proc, the process group that stands for the job.
-        group_started: the start of the process that leads the group; empty if it is not known.
+        supervisor: include its descendants, even if they changed their environment. Needs /proc.
+        group: the process group of the job, for systems without /proc.
+        group_started: start time of the group's leader; empty if unknown.
     """
     if not Path("/proc/self/environ").exists():
         return find_group(group, started=group_started)
@@ -49,7 +46,7 @@ def find_processes(
             parents[pid] = int(parent)
             if cookie in (directory / "environ").read_bytes().split(b"\0"):
                 marked.add(pid)
-        except OSError:  # ended while we looked, or somebody else's
+        except OSError:  # it ended meanwhile, or belongs to another user
             continue
     if supervisor is not None:
         marked |= {pid for pid in parents if _descends_from(pid, supervisor, parents)}
@@ -68,9 +65,9 @@ def _descends_from(pid: int, ancestor: int, parents: Mapping[int, int]) -> bool:
 
 
 def find_group(group: int | None, *, started: str = "") -> list[int]:
-    """The live processes of a process group, by the table that every system prints.
+    """Return the live processes of a process group, from the output of `ps`.
 
-    None if the process that leads the group has another start than `started`: the number was given again.
+    Empty if the group's leader has a different start time than `started`, because its number was reused.
     """
     if group is None or (started and read_start(group) not in ("", started)):
         return []
@@ -82,7 +79,7 @@ def find_group(group: int | None, *, started: str = "") -> list[int]:
 
 
 def read_start(pid: int) -> str:
-    """The start of a process, as its system says it; empty if there is no such process."""
+    """Return the start time of a process as the system reports it; empty if the process does not exist."""
     if Path("/proc/self/stat").exists():
         try:
             return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[19].decode()
@@ -93,19 +90,18 @@ def read_start(pid: int) -> str:
 
 
 def find_recorded(run_dir: str, meta: Mapping[str, Any]) -> list[int]:
-    """The live processes of an attempt whose supervisor is gone, by what it recorded in this boot."""
+    """Return the live processes of an attempt whose supervisor is gone, from its record of this boot."""
     return find_processes(run_dir, group=meta.get("pid"), group_started=meta.get("pid_started", ""))
 
 
 def send_signal(pids: list[int], number: signal.Signals) -> None:
-    """Send a signal to those of the processes that still exist."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)
 
 
 def end_orphans(run_dir: str, grace_s: float) -> None:
-    """End what is left of a job whose supervisor is gone: SIGTERM, and SIGKILL after `grace_s`."""
+    """End the remaining processes of a job whose supervisor is gone: SIGTERM, then SIGKILL after `grace_s`."""
     meta = read_json(internal_path(run_dir, f"meta-{latest_attempt(run_dir)}.json")) or {}
     if meta.get("boot_id") != read_boot_id():
         return
@@ -120,13 +116,13 @@ def end_orphans(run_dir: str, grace_s: float) -> None:
 
 
 def become_subreaper() -> None:
-    """Make orphans among our descendants our children, so that they can be found and waited for (Linux)."""
+    """On Linux, adopt orphaned descendants, so that they can be found and waited for."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def read_boot_id() -> str:
-    """Changes with every boot of the machine; empty where the system does not say."""
+    """Return the id of the machine's current boot; empty if the system does not report it."""
     if sys.platform == "linux":
         return read_text(Path("/proc/sys/kernel/random/boot_id")).strip()
     else:  # noqa: RET505 - the type checker knows only one of the two systems at a time
@@ -135,7 +131,7 @@ def read_boot_id() -> str:
 
 
 def count_oom_kills(membership: Path = Path("/proc/self/cgroup"), mount: Path = Path("/sys/fs/cgroup")) -> int:
-    """How many processes the kernel has killed in our control group for want of memory; 0 where it does not count.
+    """Return how many processes of our control group the kernel killed for lack of memory; 0 if it does not count.
 
     A container often sees its own group at the root of the mount, whatever the path says.
     """

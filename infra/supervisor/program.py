@@ -1,26 +1,281 @@
-"""One start of the program, from its spawn to the end of its last process."""
+"""One start of the program: its environment, its output, requests to end it, and its end."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import dataclasses
+import errno
 import math
 import os
+import select
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
-from rollouts.infra.supervisor.files import internal_path
-from rollouts.infra.supervisor.output import CappedLog, ProgramOutput
-from rollouts.infra.supervisor.processes import UNKILLABLE_AFTER_S, count_oom_kills, find_processes, send_signal
+from rollouts.infra.supervisor.files import POLL_S, READ_BYTES, granted_path, internal_path, read_stop_state
+from rollouts.infra.supervisor.processes import (
+    JOB_VARIABLE,
+    UNKILLABLE_AFTER_S,
+    count_oom_kills,
+    find_processes,
+    send_signal,
+)
 from rollouts.infra.supervisor.spec import JobSpec
-from rollouts.infra.supervisor.stop_requests import Grant, StopRequests
-from rollouts.infra.supervisor.variables import build_environment
+
+if TYPE_CHECKING:
+    from typing import Self  # missing in Python 3.10, which nodes may have
+
+
+# ── environment ──
+
+
+ATTEMPT_VARIABLE = "ROLLOUTS_ATTEMPT"
+_INHERITED_NAMES = """
+    PATH HOME USER LOGNAME SHELL LANG LANGUAGE TZ TMPDIR XDG_CACHE_HOME
+    PYTHONPATH ROLLOUTS_CODE_PATH VIRTUAL_ENV
+    CONDA_PREFIX LD_LIBRARY_PATH DYLD_LIBRARY_PATH OMP_NUM_THREADS MKL_NUM_THREADS
+    HF_HOME HF_HUB_CACHE HF_HUB_OFFLINE HF_ENDPOINT HF_DATASETS_OFFLINE TRANSFORMERS_OFFLINE
+    SSL_CERT_FILE SSL_CERT_DIR REQUESTS_CA_BUNDLE
+    http_proxy https_proxy no_proxy all_proxy HTTP_PROXY HTTPS_PROXY NO_PROXY ALL_PROXY
+"""
+# PIP_ and UV_: a machine may configure its package index only by variables.
+_INHERITED_PREFIXES = ("LC_", "CUDA_", "NVIDIA_", "NCCL_", "GLOO_", "TORCH_", "TRITON_", "PIP_", "UV_")
+_FOLDER_LISTS = ("PATH", "PYTHONPATH", "ROLLOUTS_CODE_PATH", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "SSL_CERT_DIR")
+_PATHS = ("TMPDIR", "XDG_CACHE_HOME", "HF_HOME", "HF_HUB_CACHE", "SSL_CERT_FILE", "REQUESTS_CA_BUNDLE")
+
+
+def build_environment(inherited: Mapping[str, str], spec: JobSpec, attempt: int) -> dict[str, str]:
+    """Return the program's environment: basic inherited variables, those of the spec, and the job's identity."""
+    inherited_names = set(_INHERITED_NAMES.split())
+    kept = {
+        name: value
+        for name, value in inherited.items()
+        if name in inherited_names or name.startswith(_INHERITED_PREFIXES)
+    }
+    return {
+        "PYTHONUNBUFFERED": "1",
+        "PYTHONUTF8": "1",  # the same behavior in every locale
+        "SPT_NOENV": "1",  # otherwise setproctitle, which engines use, overwrites the variable that marks our processes
+        **kept,
+        **spec.env,
+        JOB_VARIABLE: spec.run_dir,
+        ATTEMPT_VARIABLE: str(attempt),
+    }
+
+
+def with_absolute_paths(variables: Mapping[str, str], folder: Path) -> dict[str, str]:
+    """Return the variables that contain relative paths, resolved against `folder`, for a process in another folder.
+
+    An empty part of PYTHONPATH or PATH means the folder itself. Paths that begin with ~ or $ stay as they are.
+    """
+
+    def absolute(path: str) -> str:
+        return path if path.startswith(("/", "~", "$")) else str(folder / path)
+
+    lists = {
+        name: os.pathsep.join(map(absolute, variables[name].split(os.pathsep)))
+        for name in _FOLDER_LISTS
+        if variables.get(name)
+    }
+    return lists | {name: absolute(variables[name]) for name in _PATHS if variables.get(name)}
+
+
+# ── output ──
+
+
+_LOG_TAIL_BYTES = 64 << 10
+
+
+class CappedLog:
+    """The log file of a job. It takes up to a number of bytes; of further output it keeps only the end.
+
+    A full disk loses log, but no job fails because of it.
+    """
+
+    def __init__(self, path: Path, max_bytes: int) -> None:
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        self._max_bytes = max_bytes
+        self._max_tail_bytes = min(_LOG_TAIL_BYTES, max_bytes // 4)
+        self._room = max_bytes - self._max_tail_bytes
+        self._tail = bytearray()
+        self._num_left_out = 0
+        self._is_capped = False
+        self._is_at_line_start = True
+
+    def write(self, chunk: bytes) -> None:
+        """Append the program's output, up to the limit."""
+        head, rest = chunk[: self._room], chunk[self._room :]
+        self._room -= len(head)
+        self._append(head)
+        if rest and not self._is_capped:
+            self._is_capped = True
+            self.note(f"the log has reached {self._max_bytes} bytes: from here on only its end is kept")
+        self._tail += rest
+        num_too_many = max(0, len(self._tail) - self._max_tail_bytes)
+        self._num_left_out += num_too_many
+        del self._tail[:num_too_many]
+
+    def note(self, sentence: str) -> None:
+        line_break = b"" if self._is_at_line_start else b"\n"
+        self._append(line_break + f"[supervisor] {sentence}\n".encode())
+
+    def _append(self, content: bytes) -> None:
+        rest = content
+        while rest:
+            try:
+                rest = rest[os.write(self._descriptor, rest) :]
+            except OSError as error:
+                if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                    raise
+                return
+        if content:
+            self._is_at_line_start = content.endswith(b"\n")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._num_left_out:
+            self.note(f"{self._num_left_out} bytes are left out here")
+        self._append(bytes(self._tail))
+        os.close(self._descriptor)
+
+
+class _ProgramOutput:
+    """The pipe with the program's output, which is copied to the log."""
+
+    def __init__(self, descriptor: int, log: CappedLog) -> None:
+        self._descriptor = descriptor
+        self._log = log
+        self._is_open = True
+
+    def pump(self, wait_s: float = POLL_S) -> bool:
+        """Wait a moment for output and move it to the log; returns whether there was any."""
+        if not self._is_open:
+            time.sleep(wait_s)
+            return False
+        if not select.select([self._descriptor], [], [], wait_s)[0]:
+            return False
+        chunk = os.read(self._descriptor, READ_BYTES)
+        self._log.write(chunk)
+        if not chunk:
+            self._is_open = False
+            os.close(self._descriptor)
+        return bool(chunk)
+
+    def drain(self) -> None:
+        """Move the rest of the output after the program's end, and close the pipe."""
+        for _ in range(1024):  # a process that survived SIGKILL may write forever
+            if not self.pump(wait_s=0):
+                break
+        if self._is_open:
+            self._is_open = False
+            os.close(self._descriptor)
+
+
+# ── reasons to end it ──
+
+
+class Grant(NamedTuple):
+    """Time that a program gets for saving its state."""
+
+    pid: int
+    """The process that gets SIGTERM. The program may need its other processes for saving."""
+    seconds: float
+
+
+class StopRequests:
+    """Watches for reasons to end a job from outside: a cancel request, its time limit, its lease.
+
+    Time is measured by the monotonic clock, which stops while a machine sleeps: after a laptop wakes up, its jobs have
+    the same time left as before.
+
+    A reached limit is noted in a file, so that a start does not attach to a job that is about to end. A start first
+    renews the lease and then looks for the note. This class first writes the note and then checks the lease again. So
+    a start that finds no note has renewed the lease in time.
+    """
+
+    def __init__(self, spec: JobSpec, attempt: int) -> None:
+        self._cancel_path = internal_path(spec.run_dir, f"cancel-{attempt}")
+        self._ending_path = internal_path(spec.run_dir, f"ending-{attempt}")
+        self._deadline = time.monotonic() + spec.timeout_s if spec.timeout_s > 0 else math.inf
+        self._lease_path = internal_path(spec.run_dir, "lease")
+        self._lease_s = spec.lease_s if spec.lease_s > 0 else math.inf
+        self._lease_stamp = 0.0
+        self._renewed = time.monotonic()
+        self._spec, self._attempt = spec, attempt
+        self._granted: Grant | None = None
+
+    @property
+    def grace_s(self) -> float:
+        """The grace time of the cancel request, or else of the spec."""
+        return self._limits[0]
+
+    @property
+    def _limits(self) -> tuple[float, float]:
+        """The grace time of the job, and its limit for a program that requests time for saving."""
+        with contextlib.suppress(OSError, ValueError):
+            grace_s, max_grace_s = map(float, self._cancel_path.read_text().split())
+            return grace_s, max_grace_s
+        return self._spec.grace_s, self._spec.max_grace_s
+
+    def grant(self) -> Grant | None:
+        """Grant the time that the program requests for saving, and write it down for the program; None without request.
+
+        Later calls never return more time: a later request for the same end may leave less.
+        """
+        said = read_stop_state(self._spec.run_dir, self._attempt)
+        if self._granted is None and not isinstance(said.get("pid"), int):
+            return None
+        wanted = self._granted or Grant(said["pid"], float(said.get("grace_s", 0.0)))
+        granted = Grant(wanted.pid, min(wanted.seconds, self._limits[1]))
+        if granted != self._granted:
+            with contextlib.suppress(OSError):  # on a full disk the program assumes its requested time
+                granted_path(self._spec.run_dir, self._attempt).write_text(f"{granted.seconds:g}")
+            self._granted = granted
+        return granted
+
+    def find(self) -> str:
+        """Return why the job has to end now; empty if it may continue."""
+        if self._cancel_path.exists():
+            return "cancelled"
+        if time.monotonic() >= self._deadline:
+            self._note_ending()
+            return "timeout"
+        if not self._has_lapsed():
+            return ""
+        self._note_ending()
+        if self._has_lapsed():
+            return "lease_expired"
+        self._ending_path.unlink(missing_ok=True)
+        return ""
+
+    def _has_lapsed(self) -> bool:
+        with contextlib.suppress(FileNotFoundError):
+            stamp = self._lease_path.stat().st_mtime
+            if stamp != self._lease_stamp:
+                self._lease_stamp, self._renewed = stamp, time.monotonic()
+        return time.monotonic() >= self._renewed + self._lease_s
+
+    def _note_ending(self) -> None:
+        with contextlib.suppress(OSError):  # on a full disk the job must end, too
+            self._ending_path.touch()
+
+    def wait(self, pause_s: float) -> str:
+        """Wait until the time is up or the job has to end; return the reason for the end, or empty."""
+        until = time.monotonic() + pause_s
+        while not (reason := self.find()) and time.monotonic() < until:
+            time.sleep(POLL_S)
+        return reason
+
 
 LEFTOVER_GRACE_S = 2.0
-"""What outlives the program itself gets this long between SIGTERM and SIGKILL."""
+"""Seconds between SIGTERM and SIGKILL for processes that outlive the program."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -30,9 +285,9 @@ class Program:
 
     process: subprocess.Popen[bytes]
     output_fd: int
-    """The reading end of the pipe to which it writes."""
+    """Reading end of the pipe with its output."""
     oom_kills_before: int
-    """The kernel's count of out-of-memory kills when it was started."""
+    """The kernel's number of out-of-memory kills before the start."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,24 +295,24 @@ class Ending:
     """How one start of the program ended."""
 
     code: int
-    """The exit code; 128 + the signal's number when a signal ended it."""
+    """The exit code; 128 + the signal's number if a signal ended it."""
     signal: int | None
     oom: bool
-    """The kernel killed it because the node, or its container, was out of memory."""
+    """Whether the kernel killed it because the node or its container was out of memory."""
     stopped_by: str
-    """"cancelled", "timeout", "lease_expired", or "" when it ended by itself."""
+    """"cancelled", "timeout", "lease_expired", or "" if it ended by itself."""
     leftover_processes: int
-    """Processes of the job that were still alive when the program had ended, and were killed."""
+    """Processes of the job that outlived the program and were killed."""
 
 
 def spawn_program(spec: JobSpec, attempt: int, gpu_locks: Sequence[int] = ()) -> Program:
-    """Start the program in a session of its own; on Linux the kernel kills it when this process dies.
+    """Start the program in a new session. On Linux the kernel kills it when this process dies.
 
     Args:
-        gpu_locks: open files that it inherits.
+        gpu_locks: open files that the program inherits.
 
     Raises:
-        OSError: its executable cannot be run.
+        OSError: the executable cannot be run.
     """
     supervisor_pid = os.getpid()
     libc = ctypes.CDLL(None) if sys.platform == "linux" else None
@@ -65,10 +320,10 @@ def spawn_program(spec: JobSpec, attempt: int, gpu_locks: Sequence[int] = ()) ->
     def die_with_supervisor() -> None:
         if libc is not None:
             libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != supervisor_pid:  # it died before the line above
+        if os.getppid() != supervisor_pid:  # the supervisor died before the line above
             os._exit(125)
 
-    # Not the run directory: files in it may come from another machine, and Python imports from where it stands.
+    # Not the run directory: its files may come from another machine, and Python imports from its working directory.
     work_dir = internal_path(spec.run_dir, "work")
     work_dir.mkdir(exist_ok=True)
     output_fd, program_fd = os.pipe()
@@ -96,12 +351,12 @@ def spawn_program(spec: JobSpec, attempt: int, gpu_locks: Sequence[int] = ()) ->
 def watch_program(
     program: Program, spec: JobSpec, log: CappedLog, requests: StopRequests, on_look: Callable[[], None] = lambda: None
 ) -> Ending:
-    """Collect the program's output until it and all its processes have ended; end them when that is requested.
+    """Collect the program's output until all its processes have ended; end them when that is requested.
 
     Args:
         on_look: called several times a second.
     """
-    output = ProgramOutput(program.output_fd, log)
+    output = _ProgramOutput(program.output_fd, log)
     wait_status: int | None = None
     stopped_by = ""
     told_at = kill_at = math.inf
@@ -111,13 +366,13 @@ def watch_program(
         on_look()
         output.pump()
         if wait_status is None:
-            wait_status = reap_children(program.process)
+            wait_status = _reap_children(program.process)
         if wait_status is None and not stopped_by:
             stopped_by = requests.find()
         if wait_status is None and not stopped_by:
             continue
-        # The program may have ended since it was looked for above, for instance while a cancel request was read.
-        if (ended := reap_children(program.process)) is not None:
+        # The program may have ended since the check above, for example while a cancel request was read.
+        if (ended := _reap_children(program.process)) is not None:
             wait_status = ended
         processes = find_processes(spec.run_dir, supervisor=os.getpid(), group=program.process.pid)
         now = time.monotonic()
@@ -150,8 +405,8 @@ def watch_program(
     )
 
 
-def reap_children(process: subprocess.Popen[bytes]) -> int | None:
-    """Take note of every ended child, adopted ones too; returns the wait status of `process` if it was among them."""
+def _reap_children(process: subprocess.Popen[bytes]) -> int | None:
+    """Reap every ended child, also adopted ones; return the wait status of `process` if it has ended."""
     found: int | None = None
     while True:
         try:

@@ -1,4 +1,4 @@
-"""What a client asks for: the command, its place and its limits."""
+"""The specification of a job: its command, its directory and its limits."""
 
 from __future__ import annotations
 
@@ -8,55 +8,55 @@ from collections.abc import Mapping
 from typing import Any
 
 FIRST_GPU = "first"
-"""Stands for the GPU that a program takes that is told of none; for nothing where there is no GPU."""
+"""Placeholder for the default GPU of a program without an assignment. On a machine without GPUs it means no GPU."""
 
 
 class JobError(Exception):
-    """A verb cannot be carried out; its one sentence reaches the caller."""
+    """A verb cannot be carried out. Its message, one sentence, reaches the caller."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class JobSpec:
-    """What is to be run, where, and within which limits."""
+    """The program to run, its directory, and its limits."""
 
     run_dir: str
-    """Absolute path of the run directory: the identity of the job and its working directory."""
+    """Absolute path of the run directory, which identifies the job."""
     argv: tuple[str, ...]
     job: Mapping[str, Any]
-    """The content of job.json; holds no secrets."""
+    """The content of job.json. It contains no secrets."""
     env: Mapping[str, str] = dataclasses.field(default_factory=dict, repr=False)
-    """Added to a minimal inherited environment; the only way for secrets, never written to disk."""
+    """Variables added to a minimal inherited environment. Secrets are passed only here and never written to disk."""
     timeout_s: float = 0.0
-    """The whole attempt ends after this time; 0 is no limit."""
+    """Time limit of the whole attempt; 0: no limit."""
     grace_s: float = 30.0
-    """Between SIGTERM and SIGKILL when the job is ended from outside."""
+    """Seconds between SIGTERM and SIGKILL when the job is ended from outside."""
     max_grace_s: float = 600.0
-    """The most between the two for a program that says in stop.json how long it needs to save what it has."""
+    """Limit of that time for a program that requests a time for saving in stop.json."""
     max_restarts: int = 0
-    """How often, within an attempt, a program that ended with another code than 0 is started again in a row."""
+    """How often in a row the program is restarted within an attempt after an exit code other than 0."""
     healthy_s: float = 3600.0
-    """A program that ran for so long before it ended is one that was not restarted yet: its restarts begin anew."""
+    """A program that ran for this many seconds resets the count of restarts."""
     restart_backoff_s: float = 1.0
-    """Pause before the first restart in a row; doubles with each, up to half a minute."""
+    """Pause before the first restart in a row, in seconds. It doubles with each restart, up to 30 s."""
     lease_s: float = 0.0
-    """The job ends when nobody has renewed its lease for this time; 0 is no lease."""
+    """The job ends if its lease was not renewed for this many seconds; 0: no lease."""
     max_log_bytes: int = 256 << 20
-    """What one attempt may add to log.txt; above it only the end of the output is kept."""
+    """Bytes that one attempt may add to log.txt. Further output is dropped except for its end."""
     gpus: tuple[str, ...] = ()
-    """What it was given, by number as nvidia-smi counts, or FIRST_GPU; the job begins when no other has any of them."""
+    """GPUs of the job: numbers as in nvidia-smi, or FIRST_GPU. The job starts when no other job has any of them."""
     gpu_group: str = ""
-    """Jobs with the same name here have their GPUs together; empty for one that shares with nobody."""
+    """Jobs with the same group share their GPUs; empty: the job shares its GPUs with no other job."""
     run_name: str = ""
-    """Who asked for it, for people whose jobs wait."""
+    """Name of the run, for the messages of other waiting jobs."""
 
 
 def parse_spec(text: bytes) -> JobSpec:
-    """The spec that a client sent, as `dataclasses.asdict` and JSON made it."""
+    """Parse a spec that a client made with `dataclasses.asdict` and JSON."""
     try:
         document = json.loads(text)
         spec = JobSpec(**{**document, "argv": tuple(document["argv"]), "gpus": tuple(document["gpus"])})
     except (ValueError, TypeError, KeyError) as error:
-        raise JobError(f"the spec on standard input is not one of this version: {error}") from error
+        raise JobError(f"the spec on standard input does not fit this version: {error}") from error
     if not spec.argv or spec.max_log_bytes <= 0:
         raise JobError("a job needs a command and room for its log: argv and max_log_bytes must not be empty")
     return spec

@@ -1,6 +1,6 @@
-"""Start a job's next attempt, or find the one that is under way, and detach its supervisor from whoever asked.
+"""Start a job's next attempt or find the running one, and detach its supervisor from the client.
 
-Not here: what the supervisor does then (supervise.py).
+Not here: the supervisor's work (supervise.py).
 """
 
 from __future__ import annotations
@@ -25,20 +25,19 @@ from rollouts.infra.supervisor.files import (
     write_json,
 )
 from rollouts.infra.supervisor.processes import become_subreaper, end_orphans
-from rollouts.infra.supervisor.program import LEFTOVER_GRACE_S
+from rollouts.infra.supervisor.program import LEFTOVER_GRACE_S, with_absolute_paths
 from rollouts.infra.supervisor.spec import JobError, JobSpec
 from rollouts.infra.supervisor.status import read_status, renew_lease
 from rollouts.infra.supervisor.supervise import supervise
-from rollouts.infra.supervisor.variables import with_absolute_paths
 
 ENDING_WAIT_S = 60.0
-"""A start waits this long for the end of an attempt, and longer if the attempt has time to save what it has."""
+"""Seconds that a start waits for the end of an attempt, in addition to the attempt's time for saving."""
 
 
 def start_job(spec: JobSpec) -> JsonObject:
-    """Start the next attempt, unless the job is finished or running; safe to call from many sides at once.
+    """Start the next attempt unless the job is finished or running. Concurrent calls start it once.
 
-    An attempt that is being ended is waited for, not attached to. One that has a lease keeps it by this.
+    If an attempt is being ended, the call waits for its end instead of attaching. It also renews the job's lease.
     """
     run_dir = spec.run_dir
     Path(run_dir).mkdir(parents=True, exist_ok=True)
@@ -46,10 +45,10 @@ def start_job(spec: JobSpec) -> JsonObject:
     began = time.monotonic()
     while True:
         with locked(internal_path(run_dir, "start.lock")) as start_lock:
-            status = renew_lease(run_dir)  # before the look below, see StopRequests
+            status = renew_lease(run_dir)  # before `is_ending` is read, see StopRequests
             if not status["is_ending"]:
-                return start_or_find(spec, status, start_lock)
-        # Outside the lock, which a second request to cancel needs: else that would end what is started here.
+                return _start_or_find(spec, status, start_lock)
+        # Outside the lock: a second cancel request needs the lock now, and must not end the attempt started here.
         limit_s = ENDING_WAIT_S + granted_s(run_dir, status["attempt"])
         if time.monotonic() >= began + limit_s:
             raise JobError(
@@ -59,8 +58,8 @@ def start_job(spec: JobSpec) -> JsonObject:
         time.sleep(POLL_S / 2)
 
 
-def start_or_find(spec: JobSpec, status: JsonObject, start_lock: int) -> JsonObject:
-    """The status of the next attempt, or the given one of a job that is finished or running.
+def _start_or_find(spec: JobSpec, status: JsonObject, start_lock: int) -> JsonObject:
+    """Return the status of the next attempt, or `status` if the job is finished or running.
 
     Args:
         start_lock: open file whose lock is held.
@@ -70,7 +69,7 @@ def start_or_find(spec: JobSpec, status: JsonObject, start_lock: int) -> JsonObj
         return {**status, "attached": True}
     write_json(run_dir, "job.json", spec.job)
     end_orphans(run_dir, LEFTOVER_GRACE_S)
-    # Taken before the fork, which shares it: there is no moment in which the job lives and nobody holds it.
+    # Taken before the fork, which inherits it, so that the lock is held in every moment of the job's life.
     with locked(internal_path(run_dir, "lock")):
         answer = detach(spec, status["attempt"] + 1, start_lock)
     if "error" in answer:
@@ -79,14 +78,14 @@ def start_or_find(spec: JobSpec, status: JsonObject, start_lock: int) -> JsonObj
 
 
 def detach(spec: JobSpec, attempt: int, start_lock: int) -> JsonObject:
-    """Fork the supervisor and return what it reports once the program is spawned (empty), or why it is not."""
+    """Fork the supervisor; return its report: empty after the program's start, or an error."""
     report_read, report_write = os.pipe()
     middle = os.fork()
     if middle == 0:
         os.setsid()
         if os.fork() == 0:
             os.close(report_read)
-            os.close(start_lock)  # shared with the starter, which must be able to give it up
+            os.close(start_lock)  # inherited; the starter must be able to release it
             _run_detached(spec, attempt, report_write)
         os._exit(0)
     os.close(report_write)
@@ -101,14 +100,14 @@ def detach(spec: JobSpec, attempt: int, start_lock: int) -> JsonObject:
 
 
 def _run_detached(spec: JobSpec, attempt: int, report_fd: int) -> None:
-    """Be the supervisor until the job has ended, and never return."""
+    """Act as the supervisor until the job has ended, and never return."""
     exit_code = 1
     try:
         for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGINT):
-            # At a shutdown we outlive the program for the moment that it takes to write down its end.
-            # A function, not SIG_IGN, because that would be passed on to the program.
+            # At a shutdown the supervisor outlives the program, to write its exit record.
+            # A function instead of SIG_IGN, because the program would inherit SIG_IGN.
             signal.signal(number, lambda *_: None)
-        with contextlib.suppress(FileNotFoundError):  # a folder that was removed: nothing is found there either
+        with contextlib.suppress(FileNotFoundError):  # the working directory was removed
             os.environ.update(with_absolute_paths(os.environ, Path.cwd()))
         os.chdir("/")
         own_output = internal_path(spec.run_dir, f"supervisor-{attempt}.txt")
@@ -120,8 +119,8 @@ def _run_detached(spec: JobSpec, attempt: int, report_fd: int) -> None:
         become_subreaper()
         supervise(spec, attempt, report_fd)
         exit_code = 0
-    except BaseException:  # noqa: BLE001 - the last frame of the process: what it does not write down is lost
-        with contextlib.suppress(OSError):  # a full disk takes none of it
+    except BaseException:  # noqa: BLE001 - the last frame of the process: an error that is not written here is lost
+        with contextlib.suppress(OSError):  # a full disk
             traceback.print_exc()
     finally:
         with contextlib.suppress(OSError):

@@ -1,20 +1,29 @@
-"""What is known about a job, and the lease by which somebody keeps it."""
+"""Status and lease of a job, and its log, metrics and events for a client that follows it."""
 
 from __future__ import annotations
 
 import base64
 import contextlib
 import fcntl
+import json
 import os
+import select
+import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from rollouts.infra.locks import is_locked
 from rollouts.infra.supervisor.files import (
+    INTERNAL_DIR,
+    POLL_S,
+    READ_BYTES,
     JsonObject,
     exit_path,
     file_size,
     internal_path,
     latest_attempt,
+    parse_object,
     read_from,
     read_json,
 )
@@ -22,14 +31,14 @@ from rollouts.infra.supervisor.processes import find_recorded, read_boot_id
 
 
 def is_supervised(run_dir: str) -> bool:
-    """True while a supervisor of this job lives (or one is just being started)."""
-    # Shared: looking never disturbs another look.
+    """Return whether a supervisor of this job lives or is just being started."""
+    # A shared lock, so that concurrent checks do not disturb each other.
     return is_locked(internal_path(run_dir, "lock"), fcntl.LOCK_SH)
 
 
 def read_status(run_dir: str) -> JsonObject:
-    """What is known about the job now; changes nothing."""
-    is_alive = is_supervised(run_dir)  # asked first: once it is gone, nothing below changes any more
+    """Return the job's current status; changes nothing."""
+    is_alive = is_supervised(run_dir)  # asked first: after its end nothing below changes any more
     attempt = latest_attempt(run_dir)
     meta = read_json(internal_path(run_dir, f"meta-{attempt}.json")) or {}
     exit_record = None if is_alive else read_json(exit_path(run_dir, attempt))
@@ -44,7 +53,7 @@ def read_status(run_dir: str) -> JsonObject:
         "exit": exit_record,
         "reason": "",
         "orphans": [],
-        "is_ending": is_alive and is_being_ended(run_dir, attempt),
+        "is_ending": is_alive and _is_being_ended(run_dir, attempt),
     }
     if is_alive:
         return {**status, "state": "RUNNING"}
@@ -60,20 +69,117 @@ def read_status(run_dir: str) -> JsonObject:
     return {**status, "state": "LOST", "reason": "its supervisor was killed", "orphans": orphans}
 
 
-def is_being_ended(run_dir: str, attempt: int) -> bool:
-    """Whether the end of an attempt has been asked for, or one of its limits is reached."""
+def _is_being_ended(run_dir: str, attempt: int) -> bool:
+    """Return whether the end of an attempt was requested, or one of its limits is reached."""
     return any(internal_path(run_dir, f"{reason}-{attempt}").exists() for reason in ("cancel", "ending"))
 
 
 def renew_lease(run_dir: str) -> JsonObject:
-    """Tell the supervisor that somebody still wants the job. Touching the file .job/lease does the same."""
+    """Renew the job's lease. Touching the file .job/lease has the same effect."""
     with contextlib.suppress(FileNotFoundError):
         os.utime(internal_path(run_dir, "lease"))
     return read_status(run_dir)
 
 
 def read_log_tail(run_dir: str, max_bytes: int) -> JsonObject:
-    """The last bytes of the log, in base64."""
     path = Path(run_dir, "log.txt")
     content = read_from(path, max(0, file_size(path) - max_bytes), max_bytes)
     return {"log": base64.b64encode(content).decode()}
+
+
+# ── following ──
+
+
+NO_LOG = -1
+"""Offset that stands for "do not follow the log"."""
+MAX_LINE_BYTES = 4 << 20
+_FOLLOWER_END_S = 3.0
+"""Time within which a client that stops following is gone."""
+
+
+@contextlib.contextmanager
+def marked_as_followed(run_dir: str, store: str = "") -> Iterator[None]:
+    """Hold a lock by which other stores see that a run of this store follows the job.
+
+    If the lock file cannot be created (full disk, no job yet), the job is followed without it.
+    """
+    descriptor = None
+    if store:
+        with contextlib.suppress(OSError):
+            descriptor = os.open(internal_path(run_dir, f"followed-{store}"), os.O_RDWR | os.O_CREAT, 0o600)
+            fcntl.flock(descriptor, fcntl.LOCK_SH)  # waits only for a short check by another process
+    try:
+        yield
+    finally:
+        if descriptor is not None:
+            os.close(descriptor)
+
+
+def is_followed_elsewhere(run_dir: str, store: str) -> bool:
+    """Return whether runs of other stores follow the job and keep following it."""
+    own = internal_path(run_dir, f"followed-{store}")
+    marks = [path for path in Path(run_dir, INTERNAL_DIR).glob("followed-*") if path != own]
+    # Two runs that are cancelled at once would otherwise each leave the job to the other.
+    deadline = time.monotonic() + _FOLLOWER_END_S
+    while is_followed := any(is_locked(path, fcntl.LOCK_EX) for path in marks):
+        if time.monotonic() >= deadline:
+            break
+        time.sleep(POLL_S)
+    return is_followed
+
+
+def follow_job(run_dir: str, log_offset: int, metrics_offset: int, events_offset: int) -> None:
+    """Print new output of the job as it appears, one JSON object per line, and its status at its end.
+
+    Ends early if standard input ends or the output is closed, because then the client is gone. The offset NO_LOG skips
+    the log.
+
+        {"log": base64, "offset": n}      {"metrics": {...}, "offset": n}      {"event": {...}, "offset": n}
+        {"skipped": "metrics.jsonl", "offset": n}: a line that is not a JSON object      {"status": {...}}
+
+    Each offset is the position after the delivered content, from which to continue after a broken connection.
+    """
+    while True:
+        is_running = is_supervised(run_dir)  # asked before reading, so that the last output is read after the end
+        before = (log_offset, metrics_offset, events_offset)
+        if log_offset != NO_LOG:
+            log_offset = _emit_log(Path(run_dir, "log.txt"), log_offset)
+        metrics_offset = _emit_records("metrics", Path(run_dir, "metrics.jsonl"), metrics_offset)
+        events_offset = _emit_records("event", Path(run_dir, "events.jsonl"), events_offset)
+        sys.stdout.flush()
+        if before != (log_offset, metrics_offset, events_offset):
+            continue
+        if not is_running:
+            emit({"status": read_status(run_dir)})
+            sys.stdout.flush()
+            return
+        is_readable = select.select([0], [], [], POLL_S)[0]
+        if is_readable and not os.read(0, READ_BYTES):
+            return
+
+
+def emit(message: JsonObject) -> None:
+    sys.stdout.write(json.dumps(message) + "\n")
+
+
+def _emit_log(path: Path, offset: int) -> int:
+    """Print the next piece of the log; returns the offset after it."""
+    content = read_from(path, offset, READ_BYTES) if file_size(path) > offset else b""
+    if content:
+        emit({"log": base64.b64encode(content).decode(), "offset": offset + len(content)})
+    return offset + len(content)
+
+
+def _emit_records(kind: str, path: Path, offset: int) -> int:
+    """Print the complete lines of a JSONL file from an offset on; returns the offset after the last of them."""
+    content = read_from(path, offset, MAX_LINE_BYTES) if file_size(path) > offset else b""
+    complete_bytes = content.rfind(b"\n") + 1
+    if complete_bytes == 0 and len(content) == MAX_LINE_BYTES:
+        emit({"skipped": path.name, "offset": offset + len(content)})  # the line is longer than any valid record
+        return offset + len(content)
+    position = offset
+    for line in content[:complete_bytes].split(b"\n")[:-1]:
+        position += len(line) + 1
+        record = parse_object(line)
+        emit({"skipped": path.name, "offset": position} if record is None else {kind: record, "offset": position})
+    return position

@@ -1,6 +1,6 @@
-"""Run an attempt to its end: wait for GPUs, run the program, again where it may be restarted, write down how it ended.
+"""Run an attempt to its end: wait for GPUs, run and restart the program, and write the exit record.
 
-Not here: one start of the program (program.py), who detached this process (start.py).
+Not here: one start of the program (program.py), the fork of this process (start.py).
 """
 
 from __future__ import annotations
@@ -27,26 +27,24 @@ from rollouts.infra.supervisor.files import (
     write_json,
 )
 from rollouts.infra.supervisor.gpu_slots import GPUSlots, find_gpu_slots
-from rollouts.infra.supervisor.output import CappedLog
 from rollouts.infra.supervisor.processes import read_boot_id, read_start
-from rollouts.infra.supervisor.program import Ending, Program, spawn_program, watch_program
+from rollouts.infra.supervisor.program import CappedLog, Ending, Program, StopRequests, spawn_program, watch_program
 from rollouts.infra.supervisor.spec import JobSpec
-from rollouts.infra.supervisor.stop_requests import StopRequests
 
 GPU_POLL_S = 0.5
-CANNOT_START_CODE = 127
-"""Of a program that could not be started when its GPUs were free; what a shell says of a missing command."""
+_CANNOT_START_CODE = 127
+"""Exit code for a program that could not be started when its GPUs were free; shells use it for missing commands."""
 MAX_BACKOFF_S = 30.0
-EXIT_RECORD_BYTES = 4096
+_EXIT_RECORD_BYTES = 4096
 
 
-def describe_program(program: Program) -> JsonObject:
-    """Fields of the record that tell the program's process among all that ever had its number in this boot."""
+def _describe_program(program: Program) -> JsonObject:
+    """Return fields that identify the program's process among all processes with this number in this boot."""
     return {"pid": program.process.pid, "pid_started": read_start(program.process.pid)}
 
 
 def supervise(spec: JobSpec, attempt: int, report_fd: int) -> None:
-    """Run the program, again where it may be restarted, and write exit-<n>.json when it has ended for good."""
+    """Run the program with its restarts, and write exit-<n>.json at its final end."""
     started_at, started = datetime.now(timezone.utc), time.monotonic()  # noqa: UP017 - Python 3.10 has no datetime.UTC
     log_path = Path(spec.run_dir, "log.txt")
     meta: JsonObject = {
@@ -60,11 +58,11 @@ def supervise(spec: JobSpec, attempt: int, report_fd: int) -> None:
         "waits_for": "",
     }
     try:
-        exit_fd = preallocate_exit_record(spec.run_dir, attempt)
+        exit_fd = _preallocate_exit_record(spec.run_dir, attempt)
         for name in ("lease", f"spare-{attempt}"):
             internal_path(spec.run_dir, name).touch()
-        write_meta(spec.run_dir, meta)
-        log = CappedLog(log_path, spec.max_log_bytes)  # before anybody hears of the start, and looks for it
+        _write_meta(spec.run_dir, meta)
+        log = CappedLog(log_path, spec.max_log_bytes)  # before the start is reported, because clients then read it
         slots = GPUSlots(spec, find_gpu_slots(spec.gpus, os.environ.get("CUDA_VISIBLE_DEVICES")))
         waits_for = slots.take()
         program = None if waits_for else spawn_program(spec, attempt, slots.descriptors)
@@ -73,16 +71,16 @@ def supervise(spec: JobSpec, attempt: int, report_fd: int) -> None:
             internal_path(spec.run_dir, name).unlink(missing_ok=True)
         report(report_fd, {"error": f"{spec.argv[0]} cannot be started: {error}"})
         return
-    update_meta(spec.run_dir, {**meta, **(describe_program(program) if program else {}), "waits_for": waits_for})
+    _update_meta(spec.run_dir, {**meta, **(_describe_program(program) if program else {}), "waits_for": waits_for})
     report(report_fd, {})
     with log:
-        started_program = program or wait_and_spawn(spec, meta, slots, waits_for, log)
+        started_program = program or _wait_and_spawn(spec, meta, slots, waits_for, log)
         if isinstance(started_program, Program):
-            ending, restarts = run_with_restarts(started_program, spec, meta, log, slots)
+            ending, restarts = _run_with_restarts(started_program, spec, meta, log, slots)
         else:
             ending, restarts = started_program, 0
     said = read_stop_state(spec.run_dir, attempt)
-    slots.release()  # before anybody hears of the end: the next job may want them at once
+    slots.release()  # before the end is visible, because the next job may take the GPUs at once
     record = {
         "attempt": attempt,
         "code": ending.code,
@@ -99,15 +97,16 @@ def supervise(spec: JobSpec, attempt: int, report_fd: int) -> None:
         "started_at": started_at.isoformat(),
         "ended_at": datetime.now(timezone.utc).isoformat(),  # noqa: UP017 - Python 3.10 has no datetime.UTC
     }
-    write_exit_record(spec.run_dir, attempt, exit_fd, record)
+    _write_exit_record(spec.run_dir, attempt, exit_fd, record)
 
 
-def wait_and_spawn(
+def _wait_and_spawn(
     spec: JobSpec, meta: JsonObject, slots: GPUSlots, waits_for: str, log: CappedLog
 ) -> Program | Ending:
-    """Start the program when the job's GPUs are free; how the job ended, when it was ended before that.
+    """Start the program when the job's GPUs are free; return the job's end if it is ended before.
 
-    The time limit does not count here. The lease does: nobody who is gone waits for a GPU.
+    The time limit does not apply while the job waits. The lease does, so that a job does not wait for a client that is
+    gone.
     """
     began = time.monotonic()
     requests = StopRequests(dataclasses.replace(spec, timeout_s=0.0), meta["attempt"])
@@ -117,20 +116,20 @@ def wait_and_spawn(
             if current != said:
                 said = current
                 log.note(current)
-                update_meta(spec.run_dir, {**meta, "waits_for": current})
+                _update_meta(spec.run_dir, {**meta, "waits_for": current})
                 append_event(spec.run_dir, meta["attempt"], "waits_for_gpus", message=current)
             if stopped_by := requests.wait(GPU_POLL_S):
                 log.note(f"{stopped_by} before its GPUs were free")
                 return _ending_without_program(128 + signal.SIGTERM, stopped_by)
             slots.keep_files()
             current = slots.take()
-        # Before the program is there, which appends to the same file.
+        # Before the program starts, because it appends to the same file.
         append_event(spec.run_dir, meta["attempt"], "has_gpus", waited_s=round(time.monotonic() - began, 1))
         program = spawn_program(spec, meta["attempt"], slots.descriptors)
     except OSError as error:
         log.note(f"{spec.argv[0]} cannot be started: {error}")
-        return _ending_without_program(CANNOT_START_CODE)
-    update_meta(spec.run_dir, {**meta, **describe_program(program)})
+        return _ending_without_program(_CANNOT_START_CODE)
+    _update_meta(spec.run_dir, {**meta, **_describe_program(program)})
     return program
 
 
@@ -139,7 +138,7 @@ def _ending_without_program(code: int, stopped_by: str = "") -> Ending:
     return Ending(code=code, signal=is_stopped, oom=False, stopped_by=stopped_by, leftover_processes=0)
 
 
-def run_with_restarts(
+def _run_with_restarts(
     program: Program, spec: JobSpec, meta: JsonObject, log: CappedLog, slots: GPUSlots
 ) -> tuple[Ending, int]:
     """Watch the program to its final end; returns that end and the number of restarts before it."""
@@ -163,42 +162,41 @@ def run_with_restarts(
             return ending, restarts
         restarts += 1
         in_a_row += 1
-        update_meta(spec.run_dir, {**meta, **describe_program(program), "restarts": restarts})
+        _update_meta(spec.run_dir, {**meta, **_describe_program(program), "restarts": restarts})
 
 
 def report(report_fd: int, answer: JsonObject) -> None:
-    """Tell the starter, who waits, that the program is spawned, or why it is not."""
+    """Report to the waiting starter that the program runs (empty answer), or an error."""
     with contextlib.suppress(BrokenPipeError), os.fdopen(report_fd, "w") as pipe:
         pipe.write(json.dumps(answer))
 
 
-def write_meta(run_dir: str, meta: JsonObject) -> None:
-    """Write down what a later look needs to know about a running attempt."""
+def _write_meta(run_dir: str, meta: JsonObject) -> None:
     write_json(run_dir, f"{INTERNAL_DIR}/meta-{meta['attempt']}.json", meta)
 
 
-def update_meta(run_dir: str, meta: JsonObject) -> None:
-    """Write it down if that is possible: a full disk is no reason to end a healthy program."""
+def _update_meta(run_dir: str, meta: JsonObject) -> None:
+    """Write the record if possible: a full disk must not end a healthy program."""
     try:
-        write_meta(run_dir, meta)
+        _write_meta(run_dir, meta)
     except OSError:
-        with contextlib.suppress(OSError):  # our own output may lie on the same disk
+        with contextlib.suppress(OSError):  # our own output may be on the same disk
             traceback.print_exc()
 
 
-def preallocate_exit_record(run_dir: str, attempt: int) -> int:
-    """Reserve the room of exit-<n>.json now, so that it can be written on a full disk; returns the open file."""
+def _preallocate_exit_record(run_dir: str, attempt: int) -> int:
+    """Reserve the space of exit-<n>.json, so that it can be written on a full disk; returns the open file."""
     path = internal_path(run_dir, f"exit-{attempt}.json")
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
-    os.write(descriptor, b" " * EXIT_RECORD_BYTES)
+    os.write(descriptor, b" " * _EXIT_RECORD_BYTES)
     os.fsync(descriptor)
     return descriptor
 
 
-def write_exit_record(run_dir: str, attempt: int, descriptor: int, record: JsonObject) -> None:
-    """Fill the reserved record and let it appear, complete, under its public name."""
+def _write_exit_record(run_dir: str, attempt: int, descriptor: int, record: JsonObject) -> None:
+    """Fill the reserved record, and rename it to its public name."""
     text = json.dumps(record, indent=2).encode() + b"\n"
-    assert len(text) <= EXIT_RECORD_BYTES, f"{len(text)} bytes, {EXIT_RECORD_BYTES} are reserved"
+    assert len(text) <= _EXIT_RECORD_BYTES, f"{len(text)} bytes, {_EXIT_RECORD_BYTES} are reserved"
     os.pwrite(descriptor, text, 0)
     os.ftruncate(descriptor, len(text))
     os.fsync(descriptor)

@@ -1,1 +1,1 @@
-"""Copies of directories between machines: verified, going on where they broke off, visible as a whole."""
+"""Copies of directories between machines: verified, resumed after a broken connection, and swapped in as a whole."""

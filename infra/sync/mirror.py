@@ -1,20 +1,20 @@
-"""Keep a directory of ours equal to a run directory on a node, while the job there runs and after it.
+"""Mirror a run directory of a node into a directory here, while the job runs and after it.
 
 Not here: the node's side (sender.py), copies in the other direction (push.py).
 
-    logs, metrics, events, …  what is new is appended; a reader here sees them grow
-    everything else           into .incoming/, only the chunks that differ from what the last try, or an older version,
-                              has left; each chunk's digest compared, renamed. A large one of which nothing is here is
-                              written by the program that receives it, without passing through this process
-    order                     a checkpoint's manifest after its other files, result.json after everything
-                              a checkpoint that is here in another version is replaced when all of the new one has come
-    checkpoints               only those with a manifest; those that the job has deleted are deleted here too, but none
-                              of a later step than its newest: those are of another node, and the only copy
+    logs, metrics, events, …  new content is appended; readers here see the files grow
+    other files               into .incoming/: only chunks that differ from an interrupted earlier try or an older
+                              version, each with its digest checked; then renamed. The receiving program itself writes a
+                              large new file, without passing its bytes through this process
+    order                     a checkpoint's manifest after its other files, result.json after all files
+                              another version of a checkpoint is replaced when all of its new files have arrived
+    checkpoints               only with a manifest. Checkpoints that the job deleted are deleted here, too. A later step
+                              than the job's newest is kept: another node wrote it, and this may be the only copy
 
-Whatever a reader finds here is whole, at any moment. A file counts as unchanged when size and time agree.
+Readers here see only complete files. A file counts as unchanged if size and modification time agree.
 
-A node may be anybody's, so only names that a job writes are taken: a stage that continues elsewhere brings its folder
-along, and `json.py` in it must not be there to be imported. Numbers and sizes of files have limits.
+A node may be untrusted, so only file names that a job writes are accepted. Otherwise a file like `json.py` could be
+imported when a stage resumes elsewhere in this folder. Number and size of files are limited.
 """
 
 import functools
@@ -42,7 +42,7 @@ from rollouts.infra.supervisor.files import parse_object
 from rollouts.infra.sync import receiver, sender
 
 LIST_TIMEOUT_S = 60.0
-PULL_INTERVAL_S = 10.0
+_PULL_INTERVAL_S = 10.0
 APPENDED = ("log.txt", "metrics.jsonl", "events.jsonl", "gpu_use.jsonl")
 MANIFEST, RESULT = "manifest.json", "result.json"
 STEP = re.compile(r"checkpoints/step_(\d+)")
@@ -50,20 +50,20 @@ JOB_FILES = re.compile(
     r"(job|result|rows)\.json|log\.txt|(metrics|events|gpu_use)\.jsonl|exit-[0-9]+\.json|finish-([0-9]+|asked)"
     r"|stop-[0-9]+|stop\.json|(engine-[0-9]+|router)\.txt|(samples|credit)/[^/\x00-\x1f]+\.jsonl|checkpoints(/[^/\x00-\x1f]+){2,4}"
 )
-"""What the files of a run directory are called (docs/run_directory.md)."""
+"""Names of the files of a run directory (docs/run_directory.md)."""
 MAX_FILES = 100_000
 MAX_TEXT_BYTES = 8 << 30
 """Largest file outside of checkpoints: logs, metrics, samples."""
 RESERVED_BYTES, RESERVED_SHARE = 1 << 30, 0.02
-"""A mirror leaves so many bytes of this machine's disk free, or this share of a small disk."""
+"""A mirror leaves this many bytes free on this machine's disk, or this share of a small disk."""
 INCOMING = ".incoming"
 LOCK = ".mirror.lock"
-MAX_HEAD_BYTES = 64 << 10
-MAX_NUMBER = 1 << 63
-"""Sizes and times of change of files are below it everywhere."""
+_MAX_HEAD_BYTES = 64 << 10
+_MAX_NUMBER = 1 << 63
+"""Upper bound of sizes and modification times on all file systems."""
 
 _READ_BYTES = 256 << 10
-"""So little that it is still in the processor's cache when it has been hashed."""
+"""Small enough that a piece is still in the processor's cache when it is written after hashing."""
 
 # Any: JSON objects have no better type at this edge.
 JsonObject = dict[str, Any]
@@ -72,23 +72,21 @@ logger = logging.getLogger(__name__)
 
 
 def is_job_file(name: str) -> bool:
-    """True if a job writes files of this name."""
     return JOB_FILES.fullmatch(name) is not None
 
 
 def pull_run(session: Session, source: str, target: Path, *, takes: Callable[[str], bool] = is_job_file) -> int:
-    """Fetch what is new in the run directory `source` on the node; returns how many files that was.
+    """Fetch new files and content of the run directory `source` on the node; returns the number of fetched files.
 
-    Of several processes that mirror into the same directory, one works at a time. Nothing there is touched when the
-    node has no such directory.
+    Only one process at a time mirrors into a directory. If the directory does not exist on the node, nothing changes.
 
     Args:
-        takes: which names are fetched; others are named in a warning.
+        takes: returns whether a name is fetched; other names are listed in a warning.
 
     Raises:
-        TransientInfraError: the connection broke, or a file arrived damaged; the next call goes on from there.
-        DiskFullError: there is no room here for what is new; none of it was fetched, unless a file grew meanwhile.
-        PermanentInfraError: a file name or size that is refused, or a file here that cannot be written.
+        TransientInfraError: the connection broke, or a file arrived damaged; the next call continues.
+        DiskFullError: this disk has no room for the new files. Nothing was fetched, unless a file grew meanwhile.
+        PermanentInfraError: a file name or size is refused, or a file here cannot be written.
     """
     try:
         target.mkdir(parents=True, exist_ok=True)
@@ -101,7 +99,7 @@ def pull_run(session: Session, source: str, target: Path, *, takes: Callable[[st
             _check_room(target, {name: there[name][0] for name in wanted})
             held: dict[str, Path] = {}
             damaged = _fetch(session, source, target, {name: there[name] for name in wanted}, digest, held)
-            # What was there before may have been of another file.
+            # The first try may have reused chunks of another file; those are dropped now.
             damaged = _fetch(session, source, target, {name: there[name] for name in damaged}, digest, held)
             if not damaged:
                 shutil.rmtree(target / INCOMING, ignore_errors=True)
@@ -113,10 +111,10 @@ def pull_run(session: Session, source: str, target: Path, *, takes: Callable[[st
 
 
 @contextmanager
-def mirrored(session: Session, source: str, target: Path, *, interval_s: float = PULL_INTERVAL_S) -> Iterator[None]:
-    """Mirror again and again, beside whatever the block does; failures are logged, and tried again.
+def mirrored(session: Session, source: str, target: Path, *, interval_s: float = _PULL_INTERVAL_S) -> Iterator[None]:
+    """Mirror regularly while the block runs. Failures are logged, and the next round tries again.
 
-    Leaving the block waits for the transfer under way; an exception, an interrupt above all, does not.
+    Leaving the block waits for a running transfer. Leaving it by an exception or an interrupt does not wait.
     """
 
     def pull() -> None:
@@ -130,14 +128,14 @@ def mirrored(session: Session, source: str, target: Path, *, interval_s: float =
 
 
 def is_behind(session: Session, source: str, target: Path) -> bool:
-    """Whether the last whole checkpoint of a run directory on the node is of an earlier step than ours, or none."""
+    """Return whether the node's last complete checkpoint is missing or of an earlier step than ours."""
     ours = [path.relative_to(target).as_posix() for path in target.glob(f"checkpoints/*/{MANIFEST}")]
     there, _ = _list(session, source, is_job_file)
     return _newest_step(there or ()) < _newest_step(ours)
 
 
 def _list(session: Session, source: str, takes: Callable[[str], bool]) -> tuple[dict[str, list[int]] | None, str]:
-    """Size and time of change of the node's files, of checkpoints only the whole ones; and what it can digest by."""
+    """Return sizes and modification times of the node's files, without incomplete checkpoints, and its digest."""
     listed = session.run_program(Path(sender.__file__), ["list", source], timeout_s=LIST_TIMEOUT_S, may_repeat=True)
     answer = read_answer(listed)
     digest = checked_digest(answer)
@@ -153,7 +151,9 @@ def _list(session: Session, source: str, takes: Callable[[str], bool]) -> tuple[
             receiver.check_name(name)
         except receiver.CopyError as error:
             raise PermanentInfraError(f"{source} on the node: {error.message}") from error
-        if any(part.startswith(".") for part in name.split("/")):  # sender.py names none: names of that kind are ours
+        if any(
+            part.startswith(".") for part in name.split("/")
+        ):  # sender.py lists none; such names are for our own use
             raise PermanentInfraError(f"{source} on the node: the file name {name!r} is refused: it begins with a dot")
         if not _are_size_and_time(found):
             raise PermanentInfraError(f"{source} on the node: {name} cannot have size and time {str(found)[:80]}")
@@ -171,32 +171,33 @@ def _list(session: Session, source: str, takes: Callable[[str], bool]) -> tuple[
 
 @functools.lru_cache
 def _warn_of_left_out(source: str, left_out: str) -> None:
-    """Warn once for each: the node is asked again and again, and answers the same."""
+    """Warn once per name: the node is asked repeatedly and answers the same."""
     logger.warning(
-        "%r on the node: %s is not copied: a job leaves no file of that name, or nobody may read it", source, left_out
+        "%r on the node: %s is not copied: jobs do not write files of that name, or the file is unreadable",
+        source,
+        left_out,
     )
 
 
 def _checkpoint_of(name: str) -> str | None:
-    """The checkpoint that a file belongs to, as checkpoints/<name>."""
     parts = PurePosixPath(name).parts
     return "/".join(parts[:2]) if parts[0] == "checkpoints" and len(parts) > 2 else None
 
 
 def _newest_step(files: Iterable[str]) -> int:
-    """The step of the last whole checkpoint among the files of a run directory; -1 if there is none."""
+    """Return the step of the last complete checkpoint among the files of a run directory; -1 without one."""
     manifests = (PurePosixPath(name) for name in files if PurePosixPath(name).name == MANIFEST)
     return max((_step_of(str(path.parent)) for path in manifests), default=-1)
 
 
 def _step_of(checkpoint: str) -> int:
-    """The step of a checkpoint, given as checkpoints/<name>; -1 for a name that tells none."""
+    """Return the step of a checkpoint, given as checkpoints/<name>; -1 for a name without a step."""
     named = STEP.fullmatch(checkpoint)
     return int(named[1]) if named else -1
 
 
 def _in_order(names: Mapping[str, object]) -> list[str]:
-    """So that what says that something is whole comes after it."""
+    """Sort names so that manifests and result.json come after the files whose completeness they confirm."""
     return sorted(names, key=lambda name: (name == RESULT, PurePosixPath(name).name == MANIFEST, name))
 
 
@@ -209,7 +210,7 @@ def _is_new(path: Path, size: int, modified_ns: int) -> bool:
 
 
 def _check_room(target: Path, sizes: Mapping[str, int]) -> None:
-    """Return if the disk here has room for what is missing of the files, and some to spare."""
+    """Return if this disk has room for the missing bytes of the files, and a reserve."""
     needed = sum(max(0, size - _size_of(_part_of(target, name))) for name, size in sizes.items())
     disk = shutil.disk_usage(target)
     reserved = min(RESERVED_BYTES, int(disk.total * RESERVED_SHARE)) if needed else 0
@@ -219,16 +220,16 @@ def _check_room(target: Path, sizes: Mapping[str, int]) -> None:
 
 def _remove_deleted_checkpoints(there: Mapping[str, object], target: Path) -> None:
     kept = {checkpoint for name in there if (checkpoint := _checkpoint_of(name))}
-    if not kept:  # a job that has not written any yet: ours are the only ones
+    if not kept:  # the job has not written any yet, so ours are the only checkpoints
         return
     newest = _newest_step(there)
     for path in (target / "checkpoints").glob("[!.]*"):
-        if path.is_symlink() or not path.is_dir():  # somebody else's, and where a link leads is not ours to clear
+        if path.is_symlink() or not path.is_dir():  # not written by us, and a link may lead to a user's files
             continue
         checkpoint = f"checkpoints/{path.name}"
-        # No job deletes its newest: what comes after it another node has written, and may have no more.
+        # Jobs never delete their newest checkpoint. Another node wrote later ones and may have lost them.
         if checkpoint not in kept and _step_of(checkpoint) <= newest:
-            # The manifest first: what is left of a checkpoint never looks whole.
+            # The manifest first, so that the rest of the checkpoint never looks complete.
             (path / MANIFEST).unlink(missing_ok=True)
             shutil.rmtree(path, ignore_errors=True)
 
@@ -241,12 +242,12 @@ def _fetch(
     algorithm: str,
     held: dict[str, Path],
 ) -> list[str]:
-    """Fetch the files with one call; returns those that arrived damaged.
+    """Fetch the files with one call; returns the names of damaged ones.
 
     Args:
-        names: with their sizes and times of change as they were listed.
-        held: whole files, and where they lie, of checkpoints of which another version is here, which stays whole until
-            all of the new one has come.
+        names: sizes and modification times of the files, as listed.
+        held: complete new files and their temporary paths. They belong to checkpoints whose old version here stays
+            until all new files have arrived.
     """
     if not names:
         return []
@@ -267,11 +268,11 @@ def _fetch(
                 raise TransientInfraError(f"{head} came from the node instead of {name}")
             if name == RESULT or PurePosixPath(name).name == MANIFEST:
                 _flush(changed)
-            may_appear = not any(_is_vouched_for(each, by=name) for each in damaged)
-            if _manifest_of(name) == name:  # of another one: the files before it, or left out, may be of the one listed
+            may_appear = not any(_is_confirmed(each, by=name) for each in damaged)
+            if _manifest_of(name) == name:  # if the manifest changed, files before it may belong to the listed version
                 may_appear &= [head["size"], head.get("modified_ns")] == list(names[name])
             if head["size"] is not None:
-                if head["size"] > names[name][0]:  # what was listed has room
+                if head["size"] > names[name][0]:  # room was checked for the listed size
                     _check_room(target, {name: head["size"]})
                 if name in poured:
                     is_right = _pour(session, source, head, part) and may_appear
@@ -293,7 +294,6 @@ def _fetch(
 
 @contextmanager
 def _stream_of(session: Session, source: str, parts: "Mapping[str, _Part]") -> Iterator["_ByteStream"]:
-    """What the node sends of some files, one after the other."""
     if not parts:
         yield _ByteStream(iter(()))
         return
@@ -309,14 +309,14 @@ def _line(content: Mapping[str, object]) -> bytes:
 
 
 def _manifest_of(name: str) -> str:
-    """The manifest of the checkpoint that a file belongs to; empty if it belongs to none."""
+    """Return the manifest of a file's checkpoint; empty if the file belongs to no checkpoint."""
     checkpoint = _checkpoint_of(name)
     return f"{checkpoint}/{MANIFEST}" if checkpoint else ""
 
 
 def _replace_checkpoint(held: dict[str, Path], target: Path, manifest: str) -> None:
-    """Put the files of a checkpoint that have come in the places of those of another version, the manifest last."""
-    # Ours first: what is a mixture for a moment, or until the next try, never looks whole.
+    """Replace a checkpoint's old version with the files that have arrived, the manifest last."""
+    # The old manifest goes first, so that a mixture of both versions never looks complete.
     (target / manifest).unlink(missing_ok=True)
     directories = set()
     for name in [each for each in held if _manifest_of(each) == manifest and each != manifest]:
@@ -331,16 +331,16 @@ def _let_appear(part: Path, path: Path) -> None:
     part.rename(path)
 
 
-def _is_vouched_for(name: str, *, by: str) -> bool:
-    """Whether a file says by being there that the other one is whole."""
+def _is_confirmed(name: str, *, by: str) -> bool:
+    """Return whether the presence of the file `by` confirms that the other file is complete."""
     place = PurePosixPath(by)
     return by == RESULT or (place.name == MANIFEST and PurePosixPath(name).is_relative_to(place.parent))
 
 
 def _flush(directories: set[Path]) -> None:
-    """Make what was renamed in these directories survive a power cut; once for many files, as it waits for the disk."""
+    """Make renames in these directories survive a power failure; once for many files, because fsync is slow."""
     for directory in directories:
-        if directory.is_dir():  # not where its only file is gone, or damaged
+        if directory.is_dir():  # missing if its only file was removed or arrived damaged
             receiver.flush_directory(directory)
     directories.clear()
 
@@ -351,15 +351,15 @@ def _is_head_of(name: str, head: Mapping[str, Any]) -> bool:  # Any: JSON
 
 
 def _are_size_and_time(found: Any) -> bool:  # Any: JSON
-    """Whether a node says, as size and time of change in nanoseconds since 1970, what a file can have."""
+    """Return whether a node's answer is a valid size and modification time in nanoseconds since 1970."""
     if not isinstance(found, list) or [type(number) for number in found] != [int, int]:
         return False
     size, modified_ns = found
-    return bool(0 <= size < MAX_NUMBER and -MAX_NUMBER <= modified_ns < MAX_NUMBER)
+    return bool(0 <= size < _MAX_NUMBER and -_MAX_NUMBER <= modified_ns < _MAX_NUMBER)
 
 
 def _part_of(target: Path, name: str) -> Path:
-    """Where a file grows: in its place, or beside it until it is whole."""
+    """Return the path at which a file grows: its final path, or a temporary one until it is complete."""
     if name in APPENDED:
         return target / name
     return target / INCOMING / hashlib.sha256(name.encode()).hexdigest()
@@ -370,27 +370,27 @@ def _size_of(path: Path) -> int:
 
 
 class _Part:
-    """What is here of a file that is to be fetched."""
+    """The local part of a file that is being fetched."""
 
     def __init__(self, path: Path, *, begins_as: Path, algorithm: str) -> None:
-        """Begin it, where it is not begun and large, as the version of it that is here."""
+        """Start a large file from its older version here, unless an earlier try exists."""
         self.path = path
         self.algorithm = algorithm
         self.is_in_place = path == begins_as
         path.parent.mkdir(parents=True, exist_ok=True)
         self.is_new = not path.exists() and not begins_as.exists()
-        """Nothing of it is here, of no version."""
+        """No version of the file is here."""
         if not path.exists() and begins_as.is_file() and _size_of(begins_as) > CHUNK_BYTES:
             shutil.copyfile(begins_as, path)
         self.size = _size_of(path)
         self.digests = receiver.hash_chunks(path, CHUNK_BYTES, algorithm) if self.size else []
-        """Of its chunks; the last one may be incomplete."""
+        """Digests of its chunks. The last chunk may be incomplete."""
 
 
 def _pour(session: Session, source: str, head: JsonObject, part: _Part) -> bool:
-    """Have a new file written by whoever receives it, and look at what it wrote: a copy less, of every byte.
+    """Let the receiving program write a new file directly, and check its chunks; this saves a copy of every byte.
 
-    False when it is not whole, or not what the node says that it is: what came of it is kept.
+    False if the file is incomplete or a digest differs. Received content is kept.
     """
     size = head["size"]
     request = {"chunk_bytes": CHUNK_BYTES, "digest": part.algorithm, **head}
@@ -403,13 +403,13 @@ def _pour(session: Session, source: str, head: JsonObject, part: _Part) -> bool:
             with session.pour_program(
                 program, ["pour", source], stdin=_line(request), into=file, max_bytes=size
             ) as said:
-                # One for each chunk, one at the end, and the end itself: who says more may never come to that.
+                # One object per chunk, one at the end, and the end itself. The limit stops a node that never ends.
                 for each in itertools.islice(said, -(-size // CHUNK_BYTES) + 2):
                     is_changed = each.get("is_changed", True)
                     digests += [each["digest"]] if "digest" in each else []
                     num_right += _count_right(file, size, digests, num_right, part.algorithm)
         except InfraError as error:
-            logger.info("%s does not come by itself: %s", head["name"], error)
+            logger.info("%s could not be received directly: %s", head["name"], error)
             return False
         num_right += _count_right(file, size, digests, num_right, part.algorithm)
         file.truncate(size)
@@ -421,9 +421,9 @@ def _pour(session: Session, source: str, head: JsonObject, part: _Part) -> bool:
 
 
 def _count_right(file: FileIO, size: int, digests: Sequence[object], first: int, algorithm: str) -> int:
-    """How many chunks from `first` on have their digest, of those that are written; a wrong one is the last looked at.
+    """Return how many written chunks from `first` on match their digests, up to the first that does not.
 
-    Their bytes are still in a cache when this is asked soon.
+    Soon after writing, the chunks are still in the page cache.
     """
     num_written = file.tell()
     number = first
@@ -435,7 +435,6 @@ def _count_right(file: FileIO, size: int, digests: Sequence[object], first: int,
 
 
 def _digest_of(file: FileIO, start: int, end: int, algorithm: str) -> str:
-    """The digest of a part of a file, which stands where it did."""
     digest = DIGESTS[algorithm]()
     while start < end and (piece := os.pread(file.fileno(), min(_READ_BYTES, end - start), start)):
         digest.update(piece)
@@ -444,19 +443,19 @@ def _digest_of(file: FileIO, start: int, end: int, algorithm: str) -> str:
 
 
 def _receive(stream: "_ByteStream", head: Mapping[str, Any], part: _Part, *, may_appear: bool) -> bool:  # Any: JSON
-    """Take one file; false when it is not what the node says that it is, or may not appear: its chunks are kept."""
+    """Receive one file. False if a digest differs or it may not appear yet; its chunks are kept."""
     wrong = []
     part.path.touch()
     with part.path.open("r+b") as file:
         for start in range(0, head["size"], CHUNK_BYTES):
             if not _receive_chunk(stream, file, start, min(CHUNK_BYTES, head["size"] - start), part):
                 wrong.append(start)
-        # Nothing wrong may be left where readers see it.
+        # Readers may see this file, so wrong content is cut off.
         file.truncate(wrong[0] if wrong and part.is_in_place else head["size"])
         file.flush()
         os.fsync(file.fileno())
     tail = stream.read_object() or {}
-    # What is appended meanwhile is left for the next time.
+    # Content that was appended meanwhile is fetched next time.
     if wrong or (tail.get("is_changed", True) and not part.is_in_place) or not may_appear:
         return False
     os.utime(part.path, ns=(head["modified_ns"], head["modified_ns"]))
@@ -464,11 +463,11 @@ def _receive(stream: "_ByteStream", head: Mapping[str, Any], part: _Part, *, may
 
 
 def _receive_chunk(stream: "_ByteStream", file: BinaryIO, start: int, num_bytes: int, part: _Part) -> bool:
-    """Take what is missing of a chunk; false when it is not what the node says that it is."""
+    """Receive the missing part of a chunk; returns whether its digest matches."""
     num_same = max(0, min(CHUNK_BYTES, part.size - start))
     if num_same and not (stream.read_object() or {}).get("is_same"):
         num_same = 0
-    # Of a file in its place what followed a chunk that differs is cut off below, whatever it was.
+    # In a growing file, everything after a differing chunk was cut off below.
     is_here = file.seek(0, os.SEEK_END) >= start + num_same
     if num_same >= num_bytes:
         return is_here and num_same == num_bytes
@@ -484,23 +483,23 @@ def _receive_chunk(stream: "_ByteStream", file: BinaryIO, start: int, num_bytes:
 
 
 class _ByteStream:
-    """JSON objects, a line each, and counted bytes from pieces of any size."""
+    """Reads lines of JSON and counted bytes from pieces of any size."""
 
     def __init__(self, chunks: Iterator[bytes]) -> None:
         self._chunks = chunks
         self._pending = b""
 
     def read_object(self) -> dict[str, Any] | None:  # Any: JSON
-        """The next line; None if it is no JSON object."""
+        """Return the JSON object of the next line; None if it is something else."""
         while b"\n" not in self._pending:
-            if len(self._pending) > MAX_HEAD_BYTES:
-                raise TransientInfraError("the node sends something else than lines")
+            if len(self._pending) > _MAX_HEAD_BYTES:
+                raise TransientInfraError("the node sent a line that is too long")
             self._pending += self._next()
         line, _, self._pending = self._pending.partition(b"\n")
         return parse_object(line)
 
     def read(self, num_bytes: int) -> Iterator[bytes]:
-        """The next bytes; none for a negative number."""
+        """Yield the next bytes; nothing for a negative number."""
         while num_bytes > 0:
             piece = self._pending or self._next()
             self._pending = piece[num_bytes:]
@@ -511,4 +510,4 @@ class _ByteStream:
         try:
             return next(self._chunks)
         except StopIteration as error:
-            raise TransientInfraError("the node sent less than it said") from error
+            raise TransientInfraError("the node sent less than announced") from error

@@ -1,14 +1,15 @@
-"""Copy files to a node so that their destination holds either all of them, verified, or what it held before.
+"""Copy files to a node. Their destination contains either all of them, verified, or its old content.
 
     source files ── chunk by chunk, hashed while read ──> .<name>.incoming-<copy>-<attempt>, hashed while written
                                                                ^
-    on the node: the old one, and what a copy that broke off has left ── files and chunks of the same digests are taken
-                         compared ──> old one aside, new one in its place, old one removed
+    on the node: the old destination, and interrupted copies ── files and chunks with the same digests are reused
+                         all checked ──> old directory renamed, new one in its place, old one deleted
 
-A large file of which nothing is there is read by the program that sends it, and hashed here beside that.
-A source file is read twice only as far as something is there that it may be: its chunks' digests tell. A copy whose
-connection breaks is the next copy's beginning, be it made by the same call or another process.
-Not here: the node's side (receiver.py), how bytes travel (session.py).
+The sending program itself reads a large new file, while this process hashes it. A source file is read twice only if the
+node may have parts of it, which digests of chunks decide. A copy after a broken connection continues from the
+interrupted one, in the same call or in another process.
+
+Not here: the node's side (receiver.py), the transport of bytes (session.py).
 """
 
 import json
@@ -39,13 +40,13 @@ from rollouts.infra.supervisor.files import parse_object
 from rollouts.infra.sync import receiver
 
 CALL_TIMEOUT_S = 3600.0
-"""The node hashes the whole directory within one call: about 1 GB/s."""
+"""The node hashes the whole directory within one call, at about 1 GB/s."""
 BATCH_BYTES = CHUNK_BYTES
-"""So much goes with one call, over the connection that is there; more has connections of its own."""
-MANY_BYTES = 32 << 20
-"""One connection to a distant node takes about as long for them as it takes to log in several times."""
+"""Up to this size, files go in one call over the present connection; larger amounts use separate connections."""
+_MANY_BYTES = 32 << 20
+"""Above this size, several connections to a distant node are worth their logins."""
 MAX_VAIN_ATTEMPTS = 4
-"""A copy whose connection breaks is gone on with until so many attempts in a row have brought nothing."""
+"""After broken connections, a copy continues until this many attempts in a row made no progress."""
 FIRST_PAUSE_S = 0.25
 
 logger = logging.getLogger(__name__)
@@ -53,28 +54,28 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishReport:
-    """What a copy came to."""
+    """The result of a copy."""
 
     num_files: int
     num_bytes: int
     num_sent_bytes: int
-    """What was neither at the destination nor left there by a copy that broke off."""
+    """Bytes that the node had neither at the destination nor from an interrupted copy."""
     was_identical: bool
-    """True when the destination held exactly this already, and nothing was written."""
+    """The destination already had the same content, and nothing was written."""
 
 
 def publish_directory(session: Session, source: Path, destination: str) -> PublishReport:
     """Copy the files below `source` to `destination` on the node, verified and all at once.
 
-    Empty directories are not copied. Of modes only two things are: the owner may execute a file, and only the owner may
-    read it. Whatever else lies in `destination` is replaced.
+    Empty directories are not copied. Two properties of modes are copied: whether the owner may execute a file, and
+    whether only the owner may read it. Other files at the destination are removed.
 
     Raises:
-        DiskFullError: the node has no room; nothing is left of the copy.
-        NodeUnreachableError: the connection broke again and again; the next call sends what has not arrived.
-        TransientInfraError: a file changed while it was read, or arrived damaged; the same. Or a job runs at the
-            destination.
-        PermanentInfraError: the source holds symbolic links, devices or unprintable names, or is empty.
+        DiskFullError: the node has no room; the copy was removed.
+        NodeUnreachableError: the connection broke repeatedly; the next call sends only the rest.
+        TransientInfraError: a file changed while it was read, or arrived damaged; the next call sends only the rest.
+            Or a job runs in the destination.
+        PermanentInfraError: the source contains symbolic links, devices or unprintable names, or is empty.
     """
     root = source.resolve()
     sizes = list_files(root)
@@ -83,13 +84,13 @@ def publish_directory(session: Session, source: Path, destination: str) -> Publi
 
 
 def publish_files(session: Session, files: Mapping[str, Path], destination: str) -> PublishReport:
-    """`publish_directory` for files from different places, by the names that they get below `destination`."""
+    """Copy files from different places as `publish_directory` does, by their names below `destination`."""
     sizes = {name: _checked_size(path, name) for name, path in sorted(files.items())}
     return _publish(session, files, sizes, destination)
 
 
 def has_files(session: Session, files: Mapping[str, Path], directory: str) -> bool:
-    """Whether all of the files are below a directory of the node, by their sizes: none is read."""
+    """Return whether a directory of the node has all of the files, compared only by size."""
     sizes = {name: _checked_size(path, name) for name, path in files.items()}
     request = json.dumps({"names": list(sizes)}).encode()
     there = _call(session, ["sizes", directory], stdin=request, may_repeat=True)["sizes"]
@@ -99,16 +100,16 @@ def has_files(session: Session, files: Mapping[str, Path], directory: str) -> bo
 def publish_filled(
     session: Session, destination: str, num_bytes: int, fill: Callable[[str], Mapping[str, Sequence[Any]]]
 ) -> None:
-    """Let a folder appear on the node with the files that somebody puts into a folder beside it, or nothing of them.
+    """Create a folder on the node from files that `fill` puts into a temporary folder; all of them or nothing.
 
     Args:
-        fill: gets that folder; returns size and sha256 of each file, None in place of a digest that was compared.
+        fill: gets the temporary folder; returns size and sha256 of each file, None for a digest that it has checked.
     """
     incoming = _incoming_of(destination, secrets.token_hex(8), 0)
     with _held_folder(session, destination, incoming, num_bytes, {}, digest=""):
         try:
             _commit(session, destination, incoming, fill(incoming), {})
-        except TransientInfraError:  # what the node fetched itself is not gone on with
+        except TransientInfraError:  # files that the node fetched itself cannot be reused
             _discard(session, incoming)
             raise
 
@@ -128,16 +129,16 @@ def _held_folder(
     *,
     digest: str,
 ) -> Iterator[dict[str, list[int]]]:
-    """A folder beside the destination, with the chunks of files that are there from the beginning.
+    """Create and lock a temporary folder beside the destination; yield the reused chunks by file.
 
-    It is locked while the block runs. When that fails and a retry may help, the folder stays, for the next copy.
+    If the block fails and a retry may help, the folder stays for the next copy.
     """
     program = [session.python, ISOLATED, session.place_program(Path(receiver.__file__))]
     arguments = ["prepare", destination, incoming, str(num_bytes)]
     request = json.dumps({"reused": reused, "chunk_bytes": CHUNK_BYTES, "digest": digest}).encode() + b"\n"
     try:
         with session.stream([*program, *arguments], stdin=request) as lines:
-            # An interpreter may say something before.
+            # Interpreters may print other lines first.
             answer = next((found for line in lines if (found := parse_object(line)) is not None), None)
             if answer is None:
                 raise TransientInfraError(f"the node prepared nothing for {destination}: copy again")
@@ -151,14 +152,14 @@ def _held_folder(
 
 
 def _publish(session: Session, files: Mapping[str, Path], sizes: Mapping[str, int], destination: str) -> PublishReport:
-    """Copy files, and go on with the copy where the connection breaks, as long as that brings something."""
+    """Copy files. After a broken connection the copy continues as long as attempts make progress."""
     place = PurePosixPath(destination)
     if not place.is_absolute() or ".." in place.parts:
         raise PermanentInfraError(f"the destination {destination} is not an absolute path without `..`")
     sources = {name: SourceFile(files[name], size) for name, size in sizes.items()}
     copy = secrets.token_hex(8)
     num_missing: list[float] = []
-    """Bytes that were not there when each attempt began to send; infinite if it did not come so far."""
+    """Missing bytes at the begin of each attempt; infinite if the attempt failed before that was known."""
     while True:
         incoming = _incoming_of(destination, copy, len(num_missing))
         num_missing.append(math.inf)
@@ -169,7 +170,7 @@ def _publish(session: Session, files: Mapping[str, Path], sizes: Mapping[str, in
             num_vain = len(num_missing) - num_missing.index(min(num_missing))
             if num_vain == MAX_VAIN_ATTEMPTS:
                 raise
-            logger.warning("the copy to %s broke off, and is gone on with: %s", destination, error)
+            logger.warning("the copy to %s was interrupted and continues: %s", destination, error)
             time.sleep(FIRST_PAUSE_S * 2.0**num_vain)
     num_bytes = sum(sizes.values())
     num_sent_bytes = int(next(each for each in num_missing if each < math.inf))
@@ -189,9 +190,9 @@ def _make_attempt(
     incoming: str,
     num_missing: list[float],
 ) -> bool:
-    """Copy files; notes as the last of `num_missing` how many bytes are sent; true when all was there already."""
+    """Copy files; sets the last item of `num_missing` to the bytes to send; returns whether nothing was missing."""
     sizes = {name: source.size for name, source in sources.items()}
-    if sum(sizes.values()) > MANY_BYTES:
+    if sum(sizes.values()) > _MANY_BYTES:
         session.expect_chunks(sum(source.num_chunks for source in sources.values()))
     wanted = json.dumps({"sizes": sizes, "chunk_bytes": CHUNK_BYTES}).encode()
     there = _call(session, ["describe", destination], stdin=wanted, may_repeat=True)
@@ -207,7 +208,7 @@ def _make_attempt(
     with _held_folder(session, destination, incoming, num_new_bytes, reused, digest=digest) as taken:
         missing = _missing_chunks(sources, taken)
         num_missing[-1] = sum(sources[name].length_of(number) for name, each in missing.items() for number in each)
-        # What did not come so is gone on with by chunks.
+        # Only in the first attempt: a direct transfer cannot continue, but single chunks can.
         for name in _fed_names(session, sources, missing) if len(num_missing) == 1 else ():
             _feed(session, name, sources[name], incoming, digest=digest)
             del missing[name]
@@ -224,7 +225,7 @@ def _make_attempt(
 
 
 def _missing_chunks(sources: Mapping[str, SourceFile], taken: Mapping[str, Sequence[int]]) -> dict[str, list[int]]:
-    """The numbers of the chunks to be sent, by the files that are not whole; none of an empty one."""
+    """Return the numbers of missing chunks by file. An empty file that is missing has an empty list."""
     missing = {}
     for name, source in sources.items():
         there = frozenset(taken.get(name, ()))
@@ -234,15 +235,14 @@ def _missing_chunks(sources: Mapping[str, SourceFile], taken: Mapping[str, Seque
 
 
 def _are_same(sources: Mapping[str, SourceFile], usable: Sequence[Sequence[Any]], destination: str) -> bool:
-    """Whether each file lies at the destination."""
     there = {name: tuple(digests) for directory, name, _, _, digests in usable if directory == destination}
     return all(there.get(name) == source.digests() for name, source in sources.items())
 
 
 def _choose_reused(sources: Mapping[str, SourceFile], usable: Sequence[Sequence[Any]]) -> dict[str, list[Any]]:
-    """What each file begins as: one of the same content, or one of its name that has chunks of it.
+    """Choose a file of the node to start each file from: one of the same content, or one of its name with equal chunks.
 
-    None is taken twice, and empty ones are sent. The entries are those of receiver.take_files.
+    Every file of the node is used at most once, and empty files are sent. Entries are those of receiver.take_files.
     """
     sizes = {size for _, _, size, _, _ in usable}
     by_content: dict[tuple[int, tuple[str, ...]], list[Sequence[Any]]] = {}
@@ -265,7 +265,7 @@ def _choose_reused(sources: Mapping[str, SourceFile], usable: Sequence[Sequence[
 
 
 def _reuse(there: Sequence[Any], source: SourceFile) -> list[Any]:
-    """A file of the node with the chunks that it has of ours."""
+    """Return an entry for a file of the node, with its chunks that equal ours."""
     directory, name, size, modified_ns, digests = there
     known = enumerate(digests[: source.num_chunks])
     chunks = [[number, digest] for number, digest in known if source.digest(number) == digest]
@@ -277,11 +277,11 @@ def _length_of(source: SourceFile, chunks: Sequence[Sequence[Any]]) -> int:
 
 
 def list_files(root: Path) -> dict[str, int]:
-    """Size of every file below a directory, by its relative path, sorted.
+    """Return the size of every file below a directory, by its relative path, sorted.
 
     Raises:
-        PermanentInfraError: there is none, or something other than plain files with printable names.
-        TransientInfraError: one is removed meanwhile.
+        PermanentInfraError: the directory is empty, or has other things than plain files with printable names.
+        TransientInfraError: a file was removed meanwhile.
     """
     sizes: dict[str, int] = {}
     for directory, directory_names, file_names in os.walk(root, onerror=_raise_unreadable):
@@ -300,7 +300,7 @@ def _raise_unreadable(error: OSError) -> None:
 
 
 def _checked_size(path: Path, name: str) -> int:
-    """The size of a plain file that may be copied under this name."""
+    """Return the size of a plain file, if it may be copied under this name."""
     status = _status_of(path)
     if not stat.S_ISREG(status.st_mode):
         raise PermanentInfraError(
@@ -327,10 +327,10 @@ def _check_nesting(root: Path, destination: str) -> None:
 
 
 def _send_batch(session: Session, sources: Mapping[str, SourceFile], incoming: str, *, digest: str) -> None:
-    """Send whole files with one call, because a call takes a round trip.
+    """Send whole small files with one call, because each call takes a round trip.
 
     Raises:
-        TransientInfraError: some arrived damaged.
+        TransientInfraError: some files arrived damaged.
     """
     if not sources:
         return
@@ -349,10 +349,10 @@ def _send_chunks(
     *,
     digest: str,
 ) -> None:
-    """Send chunks of files, by their numbers.
+    """Send chunks of files by their numbers.
 
     Raises:
-        TransientInfraError: some arrived damaged.
+        TransientInfraError: some chunks arrived damaged.
     """
     chunks = [Chunk(name, number, sources[name].read(number)) for name in numbers for number in numbers[name]]
     if not chunks:
@@ -362,41 +362,39 @@ def _send_chunks(
 
 
 def _fed_names(session: Session, sources: Mapping[str, SourceFile], missing: Mapping[str, Sequence[int]]) -> list[str]:
-    """The large files of which nothing is there, where whoever sends them can read them."""
+    """Return the large, completely missing files, if the sending program can read them directly."""
     large = [name for name, numbers in missing.items() if sources[name].size >= DIRECT_BYTES]
     large = [name for name in large if len(missing[name]) == sources[name].num_chunks]
     return large if large and session.can_pour else []
 
 
 def _feed(session: Session, name: str, source: SourceFile, incoming: str, *, digest: str) -> None:
-    """Have a file read by whoever sends it, beside us: a copy less, of every byte.
+    """Let the sending program read a file directly while we hash it; this saves a copy of every byte.
 
     Raises:
         NodeUnreachableError: the connection broke.
-        TransientInfraError: it changed meanwhile, or arrived damaged.
+        TransientInfraError: the file changed meanwhile, or arrived damaged.
     """
     arguments = ["accept_large", incoming, name, str(source.size), str(CHUNK_BYTES), digest]
     with source.open() as file, session.feed_program(Path(receiver.__file__), arguments, stdin=file) as lines:
-        source.digests()  # beside that
+        source.digests()  # hashed here during the transfer
         answers = [found for line in lines if (found := parse_object(line)) is not None]
     source.check()
     if not answers:
         raise TransientInfraError(f"{name} was not written: copy again")
     if answers[-1].get("kind") == "unheld":
-        raise NodeUnreachableError(incoming, "the connection that holds it broke")
+        raise NodeUnreachableError(incoming, "the connection that holds its lock broke")
     written = dict(enumerate(_checked(answers[-1])["digests"]))
     _check_digests({name: source}, {(name, number): written.get(number) for number in range(source.num_chunks)})
 
 
 def _check_digests(sources: Mapping[str, SourceFile], written: Mapping[tuple[str, int], str | None]) -> None:
-    """Return if all chunks were written as they are here."""
     wrong = sorted({name for (name, number), digest in written.items() if digest != sources[name].digest(number)})
     if wrong:
         raise TransientInfraError(f"{len(wrong)} files arrived damaged, the first is {wrong[0]!r}: copy again")
 
 
 def is_executable(path: Path) -> bool:
-    """Whether the owner of a file may execute it."""
     return bool(_mode_of(path) & stat.S_IXUSR)
 
 
@@ -423,7 +421,7 @@ def _commit(
 
 
 def _discard(session: Session, incoming: str) -> None:
-    """Remove what is left of a copy; on a lost node the next copy does it."""
+    """Remove an incomplete copy. If the node is lost, the next copy removes it."""
     try:
         _call(session, ["discard", incoming], may_repeat=True)
     except InfraError as error:
@@ -446,10 +444,9 @@ def _call(
 
 
 def _checked(answer: dict[str, Any]) -> dict[str, Any]:
-    """An answer that is no refusal."""
     if "error" in answer:
         if answer["kind"] == "disk_full":
-            raise DiskFullError("", 0)  # whoever knows how much was to be written says so
+            raise DiskFullError("", 0)  # callers that know the number of bytes replace it
         kind = TransientInfraError if answer["kind"] in ("damaged", "busy") else PermanentInfraError
         raise kind(answer["error"])
     return answer

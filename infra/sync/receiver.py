@@ -1,33 +1,32 @@
-"""Take in a copied directory on a node: make room for it, verify it, and let it appear as a whole.
+"""Receive a copied directory on a node: reserve room, verify the files, and swap the directory in as a whole.
 
-The node's side of push.py. Runs as `receiver.py VERB ...`; standard library only (with blake3 where that is installed)
-and one file, because it is sent to nodes by content. Each verb prints one JSON object; `{"error": sentence}` with exit
-code 1 when it refuses.
+The node's side of push.py. Runs as `receiver.py VERB ...`. It is one file and uses only the standard library (and
+blake3 if installed), because its text is sent to nodes. Each verb prints one JSON object. A refusal prints
+`{"error": sentence}` and has exit code 1.
 
-    describe DESTINATION                    (on stdin {"sizes": {name: size}, "chunk_bytes"} of what shall be there)
-                                            what lies there now, and what could be used again, with digests of its
+    describe DESTINATION                    (on stdin {"sizes": {name: size}, "chunk_bytes"} of the new files)
+                                            describe the destination and all reusable files with digests of their
                                             chunks: {"files": {name: size} or null, "digest": the name of the digest,
                                             "usable": [[directory, name, size, mtime_ns, [digest]]]}
-    sizes DIRECTORY                         (on stdin {"names": [name]}) the sizes of those files that are below it
-    prepare DESTINATION INCOMING BYTES      (a line {"reused", "chunk_bytes", "digest"} on stdin, see take_files) make
-                                            the directory INCOMING beside it, take those files and chunks into it, and
-                                            see whether the disk has room: {"taken": {name: [chunk number]}}. Goes on
-                                            until stdin ends: so long INCOMING is locked
+    sizes DIRECTORY                         (on stdin {"names": [name]}) the sizes of those files that exist
+    prepare DESTINATION INCOMING BYTES      (a line {"reused", "chunk_bytes", "digest"} on stdin, see take_files) create
+                                            the directory INCOMING beside it, take the reused files and chunks into it,
+                                            and check the disk's room: {"taken": {name: [chunk number]}}. Runs until
+                                            stdin ends, and locks INCOMING meanwhile
     accept INCOMING DIGEST                  (files on stdin) write small files, many with one call: {"digests": ...}
     accept_large INCOMING NAME SIZE CHUNK_BYTES DIGEST
-                                            (a file on stdin, and nothing else) write one large file: {"digests": [...]}
-                                            of its chunks; as long as INCOMING is locked
+                                            (a file on stdin, nothing else) write one large file: {"digests": [...]} of
+                                            its chunks. Stops when INCOMING is no longer locked
     commit DESTINATION INCOMING             (on stdin {"files": {name: [size, sha256]}, "executable": [name],
-                                            "private": [name]}) compare what has arrived, let the owner execute those,
-                                            and nobody else read these, then swap it in; a digest of null was compared
-                                            when the file was written, and is not taken again. The directory of a job
-                                            that runs is not replaced
-    discard INCOMING                        remove what has arrived
+                                            "private": [name]}) verify the received files, set the modes of executable
+                                            and private ones, and swap the directory in. A digest of null was verified
+                                            while the file was written. The directory of a running job is not replaced
+    discard INCOMING                        remove the received files
 
-Large files grow in INCOMING, their chunks in any order (node_agent.py). One that nobody holds a lock on is of a copy
-that broke off. The next copy to the same destination takes from it what is right, and removes the rest; one to another
-destination beside it removes it after a day. It is called .<name of DESTINATION>.incoming-<copy>-<attempt>: what an
-earlier attempt of a copy left counts as left even when the node has not noticed yet that its connection is gone.
+Large files grow in INCOMING, their chunks in any order (node_agent.py). An unlocked INCOMING belongs to an interrupted
+copy. The next copy to the same destination takes its correct parts and removes the rest. A copy to another destination
+beside it removes it after a day. Its name is .<name of DESTINATION>.incoming-<copy>-<attempt>: an earlier attempt of
+the same copy counts as interrupted even if the node has not noticed yet that its connection is gone.
 """
 
 import contextlib
@@ -48,26 +47,26 @@ from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
 INCOMING_MARK = ".incoming-"
-STALE_AFTER_S = 86400.0
-"""What a copy that broke off has left, and nobody has gone on with, is removed after this time."""
+_STALE_AFTER_S = 86400.0
+"""Leftovers of interrupted copies to other destinations are removed after this time."""
 _SPARE_BYTES = 16 << 20
 _READ_BYTES = 4 << 20
 _F_SETPIPE_SZ, _PIPE_BYTES = 1031, 1 << 20
 _PIECE_BYTES = 256 << 10
-"""So little that it is still in the processor's cache when it is hashed."""
+"""Small enough that a piece is still in the processor's cache when it is hashed after writing."""
 DIGESTS: dict[str, Callable[..., Any]] = {"sha256": hashlib.sha256}
-"""What this Python can digest chunks by, the best last."""
+"""Digests of chunks that this Python supports, the fastest last."""
 with contextlib.suppress(ImportError):
-    # In environments of ours; ten times as fast as sha256 where the processor has no instructions for that.
+    # Installed in our environments. Ten times as fast as sha256 on a processor without SHA instructions.
     DIGESTS["blake3"] = importlib.import_module("blake3").blake3
 
 
 ErrorKind = Literal["refused", "disk_full", "damaged", "busy", "unheld"]
-"""`busy`: somebody else is at work there; `unheld`: the connection of the copy that this belongs to broke."""
+"""`busy`: another process works in the directory; `unheld`: the connection that holds the copy's lock broke."""
 
 
 class CopyError(Exception):
-    """A verb cannot be carried out; `kind` sorts the reasons for the caller."""
+    """A verb cannot be carried out. `kind` is the reason as a code for the caller."""
 
     def __init__(self, message: str, kind: ErrorKind = "refused") -> None:
         super().__init__(message, kind)
@@ -76,27 +75,27 @@ class CopyError(Exception):
 
 
 def main(argv: list[str]) -> int:
-    """Carry out one verb; see the head of this file."""
+    """Carry out one verb; see the top of this file."""
     verb, parameters = argv[1], argv[2:]
     # Any: JSON
     answer: dict[str, Any] = {}
     try:
         if verb == "describe":
             request = json.loads(sys.stdin.buffer.read())
-            answer = describe_destination(Path(parameters[0]), request["sizes"], request["chunk_bytes"])
+            answer = _describe_destination(Path(parameters[0]), request["sizes"], request["chunk_bytes"])
         elif verb == "sizes":
-            answer = {"sizes": find_sizes(Path(parameters[0]), json.loads(sys.stdin.buffer.read())["names"])}
+            answer = {"sizes": _find_sizes(Path(parameters[0]), json.loads(sys.stdin.buffer.read())["names"])}
         elif verb == "prepare":
-            hold_directory(Path(parameters[0]), Path(parameters[1]), int(parameters[2]))
+            _hold_directory(Path(parameters[0]), Path(parameters[1]), int(parameters[2]))
         elif verb == "accept":
-            answer = {"digests": accept_files(Path(parameters[0]), sys.stdin.buffer, parameters[1])}
+            answer = {"digests": _accept_files(Path(parameters[0]), sys.stdin.buffer, parameters[1])}
         elif verb == "accept_large":
             directory, name, size, chunk_bytes, algorithm = parameters
-            answer = {"digests": accept_large_file(Path(directory), name, int(size), int(chunk_bytes), algorithm)}
+            answer = {"digests": _accept_large_file(Path(directory), name, int(size), int(chunk_bytes), algorithm)}
         elif verb == "commit":
             request = json.loads(sys.stdin.buffer.read())
             destination, incoming = map(Path, parameters)
-            commit_directory(
+            _commit_directory(
                 destination,
                 incoming,
                 request["files"],
@@ -104,9 +103,9 @@ def main(argv: list[str]) -> int:
                 private=request["private"],
             )
         elif verb == "discard":
-            discard_directory(Path(parameters[0]))
+            _discard_directory(Path(parameters[0]))
         else:
-            raise CopyError(f"{verb} is no verb of this program")
+            raise CopyError(f"{verb} is not a verb of this program")
     except CopyError as error:
         answer = {"error": error.message, "kind": error.kind}
     except OSError as error:
@@ -115,10 +114,10 @@ def main(argv: list[str]) -> int:
     return 1 if "error" in answer else 0
 
 
-def describe_destination(destination: Path, sizes: dict[str, int], chunk_bytes: int) -> dict[str, Any]:
-    """What lies at a destination, and in the directories of copies to it; hashes what may be a file or a part of one.
+def _describe_destination(destination: Path, sizes: dict[str, int], chunk_bytes: int) -> dict[str, Any]:
+    """Describe a destination and the directories of copies to it. Files that may be reused are hashed.
 
-    No file is usable under two paths, because two names of one file are changed together.
+    A file with several names is listed once: reusing it twice would change both copies together.
     """
     algorithm = next(reversed(DIGESTS))
     files: dict[str, int] | None = None
@@ -138,21 +137,20 @@ def describe_destination(destination: Path, sizes: dict[str, int], chunk_bytes: 
                     digests = hash_chunks(path, chunk_bytes, algorithm)
                     entry = [str(directory), name, status.st_size, status.st_mtime_ns, digests]
                     usable[status.st_dev, status.st_ino] = entry
-        except FileNotFoundError:  # another copy has removed it meanwhile
+        except FileNotFoundError:  # another copy removed it meanwhile
             continue
         if directory == destination:
             files = found
     return {"files": files, "digest": algorithm, "usable": list(usable.values())}
 
 
-def find_sizes(directory: Path, names: list[str]) -> dict[str, int]:
-    """The sizes of the files that there are, of some below a directory."""
+def _find_sizes(directory: Path, names: list[str]) -> dict[str, int]:
     paths = {name: directory / name for name in names}
     return {name: path.stat().st_size for name, path in paths.items() if path.is_file()}
 
 
-def describe_directory(directory: Path, *, without_digest: frozenset[str]) -> dict[str, list[Any]] | None:
-    """Size and digest of every file below a directory; None when there is none or it holds more than plain files."""
+def _describe_directory(directory: Path, *, without_digest: frozenset[str]) -> dict[str, list[Any]] | None:
+    """Return size and digest of every file below a directory; None if it is missing or has other things than files."""
     if not directory.exists():
         return None
     files: dict[str, list[Any]] = {}
@@ -166,7 +164,6 @@ def describe_directory(directory: Path, *, without_digest: frozenset[str]) -> di
 
 
 def hash_file(path: Path) -> str:
-    """The sha256 of a file."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while chunk := file.read(_READ_BYTES):
@@ -175,7 +172,6 @@ def hash_file(path: Path) -> str:
 
 
 def hash_chunks(path: Path, chunk_bytes: int, algorithm: str) -> list[str]:
-    """The digest of each chunk of a file."""
     digests = []
     with path.open("rb") as file:
         while first := file.read(min(_READ_BYTES, chunk_bytes)):
@@ -188,11 +184,11 @@ def hash_chunks(path: Path, chunk_bytes: int, algorithm: str) -> list[str]:
     return digests
 
 
-def hold_directory(destination: Path, incoming: Path, needed_bytes: int) -> None:
-    """Make the directory that takes in the files, say what is in it, and keep it from being removed by others."""
+def _hold_directory(destination: Path, incoming: Path, needed_bytes: int) -> None:
+    """Create the directory for received files, print its reused chunks, and hold its lock until stdin ends."""
     request = json.loads(sys.stdin.buffer.readline())
     reused, chunk_bytes, algorithm = request["reused"], request["chunk_bytes"], request["digest"]
-    descriptor = prepare_directory(destination, incoming)
+    descriptor = _prepare_directory(destination, incoming)
     try:
         taken, copied = take_files(reused, destination, incoming, chunk_bytes, algorithm)
         _remove_abandoned(destination, incoming)
@@ -204,20 +200,20 @@ def hold_directory(destination: Path, incoming: Path, needed_bytes: int) -> None
             taken[name] = _copy_chunks(source, incoming / name, chunks, chunk_bytes, algorithm)
         sys.stdout.write(json.dumps({"taken": taken}) + "\n")
         sys.stdout.flush()
-        sys.stdin.buffer.read()  # ends with whoever copies
+        sys.stdin.buffer.read()  # ends with the client
     finally:
         os.close(descriptor)
 
 
-def prepare_directory(destination: Path, incoming: Path) -> int:
-    """Make a directory beside the destination, so that it can be renamed, and lock it; returns what holds the lock."""
+def _prepare_directory(destination: Path, incoming: Path) -> int:
+    """Create and lock a directory beside the destination, from where a rename is possible; return the locked file."""
     if destination.is_symlink():
         raise CopyError(f"{destination} is a symbolic link: give the path that it points to")
     if destination.exists() and not destination.is_dir():
         raise CopyError(f"{destination} is a file: give another destination")
     destination.parent.mkdir(parents=True, exist_ok=True)
-    with _locked_directory(destination.parent):  # else it could be removed before it is locked
-        # For the owner alone: private files arrive in it. It may exist, made by the same call, whose answer was lost.
+    with _locked_directory(destination.parent):  # otherwise another copy could remove it before it is locked
+        # Private, because private files arrive in it. It exists if the answer of the same call was lost.
         incoming.mkdir(stat.S_IRWXU, exist_ok=True)
         descriptor = os.open(incoming, os.O_RDONLY)
         fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -227,15 +223,16 @@ def prepare_directory(destination: Path, incoming: Path) -> int:
 def take_files(
     reused: dict[str, list[Any]], destination: Path, incoming: Path, chunk_bytes: int, algorithm: str
 ) -> tuple[dict[str, list[int]], dict[str, tuple[Path, list[Any]]]]:
-    """Let files of other directories be in this one, too, as far as they are as they were described.
+    """Reuse files of other directories in this directory, if the files are still as described.
 
-    A whole file of the destination is linked. One that a copy has left is moved, also when it is only a part: the rest
-    can be written into it. Of any other the right chunks have to be copied: somebody may use it, or write into it.
+    A whole file of the destination is linked. A file of an interrupted copy is moved, even if it is incomplete, because
+    the rest can be written into it. From other files the correct chunks are copied, because other programs may use
+    these files.
 
     Args:
-        reused: by the name that it gets, [directory, name, size, mtime_ns, wanted size, [[chunk number, digest]]].
+        reused: by the new name, [directory, name, size, mtime_ns, wanted size, [[chunk number, digest]]].
 
-    Returns the chunks that are there, and those that are to be copied, with the file that may have them.
+    Returns the reused chunks, and the chunks to copy with their source files.
     """
     left = _set_aside_left(destination, incoming)
     taken: dict[str, list[int]] = {}
@@ -244,14 +241,14 @@ def take_files(
         check_name(name)
         path, places = incoming / name, [left.get(directory, Path(directory)) / there]
         if _is_incoming_of(destination, Path(directory)):
-            # A late call of an earlier attempt may have taken it since it was described.
+            # A late call of an earlier attempt may have moved it after it was described.
             places += [place / name for place in left.values()]
         source = next((each for each in places if each.is_file()), places[0])
         is_left = any(source.is_relative_to(place) for place in left.values())
         is_whole = described[0] == wanted_size and len(chunks) == -(-wanted_size // chunk_bytes)
         path.parent.mkdir(parents=True, exist_ok=True)
         is_taken = is_same = False
-        with contextlib.suppress(OSError):  # the system cannot link, or it is gone
+        with contextlib.suppress(OSError):  # the file system cannot link, or the file is gone
             is_same = _is_as_described(source.lstat(), described)
             if is_left and ((is_whole and is_same) or source.lstat().st_nlink == 1):
                 is_same = _move_file(source, path, described, wanted_size)
@@ -268,20 +265,20 @@ def take_files(
 
 
 def _set_aside_left(destination: Path, incoming: Path) -> dict[str, Path]:
-    """Rename what copies have left, so that late calls of theirs find nothing; returns the new paths, by the old."""
+    """Rename interrupted copies, so that their late calls find nothing; returns the new paths by the old."""
     places = {}
     with _locked_directory(destination.parent):
         for path in _incoming_of(destination):
             if path != incoming and _is_left(path, incoming):
                 place = path if path.name.endswith("-left") else path.with_name(f"{path.name}-left")
-                with contextlib.suppress(OSError):  # a late call made it anew, and it was set aside before
+                with contextlib.suppress(OSError):  # a late call created it again after an earlier rename
                     path.rename(place)
                     places[str(path)] = place
     return places
 
 
 def _link_file(source: Path, path: Path, described: list[int]) -> bool:
-    """Let a file have another name; false, and nothing done, when it is not as it was described, by size and time."""
+    """Link a file to another name; false, without a link, if size or time differ from the description."""
     os.link(source, path, follow_symlinks=False)
     if _is_as_described(path.lstat(), described):
         return True
@@ -290,10 +287,10 @@ def _link_file(source: Path, path: Path, described: list[int]) -> bool:
 
 
 def _move_file(source: Path, path: Path, described: list[int], wanted_size: int) -> bool:
-    """Take over a file that may be incomplete; false when it is not as it was described: more of it has come since."""
+    """Move a possibly incomplete file; returns whether it is still as described."""
     descriptor = os.open(source, os.O_RDWR | os.O_NOFOLLOW)
     try:
-        # Who wrote to it may not know yet that it is theirs no more: they look under this lock (node_agent.py).
+        # Late writers check under this lock whether the file was taken over (node_agent.py).
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         status = os.fstat(descriptor)
         source.rename(path)
@@ -310,7 +307,7 @@ def _is_as_described(status: os.stat_result, described: list[int]) -> bool:
 
 
 def _keep_right_chunks(path: Path, chunks: list[Any], chunk_bytes: int, algorithm: str) -> list[int]:
-    """The numbers of those chunks of a file that are what they were described to be; without any it is removed."""
+    """Return the numbers of the file's chunks with the described digests; without any, remove the file."""
     with path.open("rb") as file:
         right = [number for number, known in chunks if _read_right(file, number, known, chunk_bytes, algorithm)]
     if not right:
@@ -319,14 +316,14 @@ def _keep_right_chunks(path: Path, chunks: list[Any], chunk_bytes: int, algorith
 
 
 def _read_right(file: BinaryIO, number: int, known: str, chunk_bytes: int, algorithm: str) -> bytes:
-    """The content of a chunk; empty when its digest is another."""
+    """Return the content of a chunk; empty if its digest differs."""
     file.seek(number * chunk_bytes)
     content = file.read(chunk_bytes)
     return content if DIGESTS[algorithm](content).hexdigest() == known else b""
 
 
 def _copy_chunks(source: Path, path: Path, chunks: list[Any], chunk_bytes: int, algorithm: str) -> list[int]:
-    """Copy those chunks of a file that are right; returns their numbers."""
+    """Copy the chunks with the described digests; returns their numbers."""
     copied: list[int] = []
     try:
         with source.open("rb") as reading, path.open("xb") as writing:
@@ -337,7 +334,7 @@ def _copy_chunks(source: Path, path: Path, chunks: list[Any], chunk_bytes: int, 
                     copied.append(number)
             writing.flush()
             os.fsync(writing.fileno())
-    except FileNotFoundError:  # removed meanwhile
+    except FileNotFoundError:  # the source was removed meanwhile
         return []
     except OSError as error:
         raise _as_copy_error(error, path) from error
@@ -351,8 +348,8 @@ def _as_copy_error(error: OSError, path: Path) -> CopyError:
     return CopyError(f"{path}: {error.strerror}", kind=kind)
 
 
-def accept_files(incoming: Path, stream: BinaryIO, algorithm: str) -> dict[str, str]:
-    """Write the files of a batch: for each a line of JSON, [name, size], and its content; returns their digests."""
+def _accept_files(incoming: Path, stream: BinaryIO, algorithm: str) -> dict[str, str]:
+    """Write the files of a batch: a JSON line [name, size] and the content for each; returns their digests."""
     digests: dict[str, str] = {}
     while head := stream.readline():
         name, size = json.loads(head)
@@ -373,10 +370,10 @@ def accept_files(incoming: Path, stream: BinaryIO, algorithm: str) -> dict[str, 
     return digests
 
 
-def accept_large_file(incoming: Path, name: str, size: int, chunk_bytes: int, algorithm: str) -> list[str]:
-    """Write standard input to a new file, durably; returns the digests of its chunks, as they can be read there.
+def _accept_large_file(incoming: Path, name: str, size: int, chunk_bytes: int, algorithm: str) -> list[str]:
+    """Write standard input to a new file with fsync; returns the digests of its chunks as read back.
 
-    Ends when nobody holds the lock on `incoming` any more: what sends the file may outlive who copies.
+    Stops when the lock on `incoming` is gone: the sending program may outlive its client.
     """
     path = incoming / name
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -392,7 +389,7 @@ def accept_large_file(incoming: Path, name: str, size: int, chunk_bytes: int, al
                     num_written = _write_from_stdin(file, path, start, min(_PIECE_BYTES, end - start))
                     if not num_written:
                         raise CopyError(f"{path} ends early: copy again", kind="damaged")
-                    # It is read again while it is in the processor's cache: a copy less than to hash it on its way.
+                    # Read back from the page cache: cheaper than passing the bytes through this process for hashing.
                     digest.update(os.pread(file.fileno(), num_written, start))
                     start += num_written
                 digests.append(digest.hexdigest())
@@ -403,36 +400,36 @@ def accept_large_file(incoming: Path, name: str, size: int, chunk_bytes: int, al
 
 
 def _check_held(incoming: Path) -> None:
-    """Return if the copy that this directory belongs to is under way."""
+    """Return if the lock of the copy's directory is held, so the copy still runs."""
     descriptor = os.open(incoming, os.O_RDONLY)
     try:
         with contextlib.suppress(BlockingIOError):
             fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            raise CopyError(f"nobody waits any more for what comes to {incoming}: copy again", kind="unheld")
+            raise CopyError(f"the client of the copy to {incoming} is gone: copy again", kind="unheld")
     finally:
         os.close(descriptor)
 
 
 def _widen_stdin() -> None:
-    """Let more lie in the pipe, where the system can, so that pieces are larger (node_agent.py)."""
+    """Enlarge the pipe's buffer where the system can, so that pieces are larger (node_agent.py)."""
     if sys.platform == "linux":
         with contextlib.suppress(OSError):
             fcntl.fcntl(0, _F_SETPIPE_SZ, _PIPE_BYTES)
 
 
 def _write_from_stdin(file: FileIO, path: Path, start: int, num_bytes: int) -> int:
-    """Write what comes, as far as it is there, at a place in a file that still lies where it was opened.
+    """Write available input at an offset, if the path still leads to the opened file; returns the number of bytes.
 
-    What is still on its way from a broken connection may arrive when the file is another copy's already, which holds
-    this lock while it takes the file over.
+    Data of a broken connection may arrive after another copy took over the file. That copy holds this lock exclusively
+    while it takes over.
     """
-    select.select([0], [], [])  # not with the lock held
+    select.select([0], [], [])  # waits without the lock
     fcntl.flock(file, fcntl.LOCK_SH)
     try:
         if not _is_at(path, file):
             raise CopyError(f"{path} has been taken over by another copy: copy again", kind="busy")
         if hasattr(os, "splice"):
-            with contextlib.suppress(OSError):  # no pipe, or a file system that cannot
+            with contextlib.suppress(OSError):  # stdin is not a pipe, or the file system does not support it
                 return os.splice(0, file.fileno(), num_bytes, offset_dst=start)
         content = os.read(0, num_bytes)
         num_written = 0
@@ -450,14 +447,14 @@ def _is_at(path: Path, file: FileIO) -> bool:
         return False
 
 
-def commit_directory(
+def _commit_directory(
     destination: Path, incoming: Path, manifest: dict[str, list[Any]], *, executable: list[str], private: list[str]
 ) -> None:
-    """Verify every file against the manifest, then put the new directory in the place of the old one."""
+    """Verify every file against the manifest, then replace the old directory with the new one."""
     for name in manifest:
         check_name(name)
     compared = frozenset(name for name, (_, digest) in manifest.items() if digest is None)
-    arrived = describe_directory(incoming, without_digest=compared) or {}
+    arrived = _describe_directory(incoming, without_digest=compared) or {}
     wrong = sorted(name for name in manifest.keys() | arrived.keys() if arrived.get(name) != manifest.get(name))
     if wrong:
         raise CopyError(f"{len(wrong)} files arrived damaged, the first is {wrong[0]!r}: copy again", kind="damaged")
@@ -465,7 +462,7 @@ def commit_directory(
         (incoming / name).chmod((incoming / name).stat().st_mode | stat.S_IXUSR)
     for name in private:
         (incoming / name).chmod((incoming / name).stat().st_mode & stat.S_IRWXU)
-    incoming.chmod(usual_mode())
+    incoming.chmod(_usual_mode())
     for directory in {path.parent for path in _walk(incoming)} | {incoming}:
         flush_directory(directory)
     set_aside = incoming.with_name(incoming.name + "-replaced")
@@ -485,46 +482,45 @@ def commit_directory(
 
 @contextlib.contextmanager
 def _without_a_job(destination: Path, incoming: Path) -> Iterator[None]:
-    """No job runs in the directory, nor is one started there, until the block is left; supervisor/ has the locks."""
+    """Ensure that no job runs or starts in the directory during the block. supervisor/ describes the locks."""
     with contextlib.ExitStack() as stack:
-        # The second one is shared with whoever only looks whether the job runs.
+        # The second lock is shared with processes that only check whether the job runs.
         for name, kind in (("start.lock", fcntl.LOCK_EX), ("lock", fcntl.LOCK_SH)):
             try:
                 descriptor = os.open(destination / ".job" / name, os.O_RDONLY)
-            except OSError:  # no directory of a job
+            except OSError:  # not the directory of a job
                 continue
             stack.callback(os.close, descriptor)
             try:
                 fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
             except BlockingIOError:
-                discard_directory(incoming)
-                raise CopyError(f"a job runs in {destination}, which is left to it: try again", kind="busy") from None
+                _discard_directory(incoming)
+                raise CopyError(f"a job runs in {destination}, so it is not replaced: try again", kind="busy") from None
         yield
 
 
-def usual_mode() -> int:
-    """The mode of a folder that this user makes."""
-    mask = os.umask(0o077)  # there is no way to read it but to set it; this program has one thread
+def _usual_mode() -> int:
+    mask = os.umask(0o077)  # it can only be read by setting it; this program has one thread
     os.umask(mask)
     return 0o777 & ~mask
 
 
-def discard_directory(incoming: Path) -> None:
-    """Remove what has arrived; refuses any directory that is not one of ours."""
+def _discard_directory(incoming: Path) -> None:
+    """Remove the received files; refuses other directories."""
     if INCOMING_MARK not in incoming.name:
-        raise CopyError(f"{incoming} is no incoming copy")
+        raise CopyError(f"{incoming} is not the directory of an incoming copy")
     shutil.rmtree(incoming, ignore_errors=True)
 
 
 def check_name(name: str) -> None:
-    """Return if a file name of a manifest stays below its directory and is harmless to print."""
+    """Return if a file name stays below its directory and is printable."""
     parts = name.split("/")
     if not name or any(part in ("", ".", "..") for part in parts) or not name.isprintable() or "\\" in name:
         raise CopyError(f"the file name {name!r} is refused: it leaves its directory or is not printable")
 
 
 def flush_directory(directory: Path) -> None:
-    """Make renames and new files of a directory survive a power cut."""
+    """Make renames and new files of a directory survive a power failure."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -543,7 +539,7 @@ def _locked_directory(directory: Path) -> Iterator[None]:
 
 
 def _walk(directory: Path) -> Iterator[Path]:
-    """Everything below a directory that is not itself a directory; symbolic links are not followed."""
+    """Yield everything below a directory except directories; symbolic links are not followed."""
     for path in sorted(directory.iterdir()):
         if path.is_dir() and not path.is_symlink():
             yield from _walk(path)
@@ -552,7 +548,6 @@ def _walk(directory: Path) -> Iterator[Path]:
 
 
 def _incoming_of(destination: Path) -> list[Path]:
-    """The directories of copies to a destination, of those that are under way and of those that broke off."""
     if not destination.parent.is_dir():
         return []
     return [path for path in destination.parent.iterdir() if _is_incoming_of(destination, path)]
@@ -563,25 +558,27 @@ def _is_incoming_of(destination: Path, path: Path) -> bool:
 
 
 def _remove_abandoned(destination: Path, incoming: Path) -> None:
-    """Remove what copies that broke off have left: those to this destination, and old ones to others beside it."""
+    """Remove interrupted copies to this destination, and old interrupted copies beside it."""
     with _locked_directory(destination.parent):
         for path in destination.parent.iterdir():
             if not path.name.startswith(".") or INCOMING_MARK not in path.name or path == incoming:
                 continue
-            with contextlib.suppress(OSError):  # somebody else's, or gone
-                is_old = time.time() - path.stat().st_mtime > STALE_AFTER_S
-                is_download = path.with_name(f"{path.name}.lock").exists()  # which has its lock there (download.py)
+            with contextlib.suppress(OSError):  # it belongs to another user, or is gone
+                is_old = time.time() - path.stat().st_mtime > _STALE_AFTER_S
+                is_download = path.with_name(
+                    f"{path.name}.lock"
+                ).exists()  # downloads have their lock there (download.py)
                 is_due = _is_incoming_of(destination, path) or (is_old and not is_download)
                 if is_due and _is_left(path, incoming):
                     shutil.rmtree(path, ignore_errors=True)
 
 
 def _is_left(directory: Path, incoming: Path) -> bool:
-    """True when nobody holds a lock on it, or it is of an earlier attempt of the copy that makes this one."""
+    """Return whether a copy was interrupted: its directory is unlocked, or of an earlier attempt of this copy."""
     copy, _, attempt = incoming.name.rpartition("-")
     if directory.name.startswith(f"{copy}-"):
         other, _, _ = directory.name[len(copy) + 1 :].partition("-")
-        if int(other) < int(attempt):  # a late call must not take a later one's
+        if int(other) < int(attempt):  # a late call must not take over a later attempt
             return True
     try:
         descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)

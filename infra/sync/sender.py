@@ -1,24 +1,24 @@
-"""Say which files a run directory on a node holds, and send what is asked for of them.
+"""List the files of a run directory on a node, and send the requested parts of them.
 
-The node's side of mirror.py. Runs as `sender.py VERB DIRECTORY`; standard library only (with blake3 where that is
-installed) and one file, because it is sent to nodes by content.
+The node's side of mirror.py. Runs as `sender.py VERB DIRECTORY`. It is one file and uses only the standard library (and
+blake3 if installed), because its text is sent to nodes.
 
-    list DIRECTORY      one JSON object, {"files": {name: [size, modified_ns]}, "digest": what chunks can be digested
-                        by, "left_out": [name]}; "files" is null where there is no such directory
+    list DIRECTORY      prints one JSON object, {"files": {name: [size, modified_ns]}, "digest": name of the digest,
+                        "left_out": [name]}; "files" is null if the directory does not exist
     send DIRECTORY      (on stdin a line of JSON, {"chunk_bytes", "digest", "files": [[name, size, [digest]], ...]}: how
-                        much of each file the asker has, and digests of its chunks, the last of which may be incomplete)
-                        for each file a line {"name", "size", "modified_ns"} as it is now, or {"name", "size": null} for
-                        one that is gone; then its chunks; then a line {"is_changed"}: whether it was written to
-                        meanwhile. A chunk of which the asker has something begins with a line {"is_same"}: whether ours
-                        begins like that. Then come the bytes that the asker lacks and, if any, a line {"digest"}
+                        much of each file the client has, with digests of its chunks; the last may be incomplete)
+                        For each file a line {"name", "size", "modified_ns"} as it is now, or {"name", "size": null} if
+                        it is gone; then its chunks; then a line {"is_changed"}: whether it was modified meanwhile. If
+                        the client has a part of a chunk, the chunk begins with a line {"is_same"}: whether our chunk
+                        begins with the same bytes. Then come the missing bytes and, unless empty, a line {"digest"}
     pour DIRECTORY      (on stdin a line of JSON, {"chunk_bytes", "digest", "name", "size", "modified_ns"}: a file as it
-                        was listed) its bytes and nothing else, so that they can go into a file without a look at them.
+                        was listed) The file's bytes and nothing else, to be written directly to a file.
                         On stderr first a line {"is_ready"}, then a line {"digest"} for each chunk, and {"is_changed"};
-                        of a file that is another one by now only the last. Ends when stdin does
+                        for a file that has changed only the last. Stops when stdin ends
 
-Not sent: names that begin with a dot (locks, and what is being written) or with `damaged`, and `weights/`: nobody reads
-those elsewhere. Symbolic links are not followed. What cannot be sent, and is named as left out: files whose names no
-other machine need take, and folders that cannot be read.
+Files without use on another machine are not sent: names that begin with a dot (locks, incomplete files) or with
+`damaged`, and `weights/`. Symbolic links are not followed. Files with unprintable names and unreadable folders are
+listed as left out.
 """
 
 import contextlib
@@ -36,22 +36,22 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 _READ_BYTES = 256 << 10
-"""So little that it is still in the processor's cache when it has been hashed."""
+"""Small enough that a piece is still in the processor's cache when it is written after hashing."""
 _HANDED_ON_BYTES = 64 << 10
-"""Less is copied, which takes fewer calls."""
+"""Smaller pieces are copied, which needs fewer system calls."""
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
-"""Without waiting for the writer of a FIFO that took the place of a listed file."""
+"""O_NONBLOCK: a FIFO that replaced a listed file does not block."""
 _F_SETPIPE_SZ, _PIPE_BYTES = 1031, 1 << 20
 _LEFT_OUT = (".", "damaged")
 DIGESTS: dict[str, Callable[..., Any]] = {"sha256": hashlib.sha256}
-"""What this Python can digest chunks by, the best last."""
+"""Digests of chunks that this Python supports, the fastest last."""
 with contextlib.suppress(ImportError):
-    # In environments of ours; ten times as fast as sha256 where the processor has no instructions for that.
+    # Installed in our environments. Ten times as fast as sha256 on a processor without SHA instructions.
     DIGESTS["blake3"] = importlib.import_module("blake3").blake3
 
 
 def main(argv: list[str]) -> int:
-    """Carry out one verb; see the head of this file."""
+    """Carry out one verb; see the top of this file."""
     verb, directory = argv[1], Path(argv[2])
     if verb == "list":
         left_out: list[str] = []
@@ -70,17 +70,17 @@ def main(argv: list[str]) -> int:
         sender = Sender(directory, request["chunk_bytes"], request["digest"], sys.stdout.buffer)
         sender.pour_file(request["name"], request["size"], request["modified_ns"])
     else:
-        sys.stderr.write(f"{verb} is no verb of this program\n")
+        sys.stderr.write(f"{verb} is not a verb of this program\n")
         return 2
     return 0
 
 
 def list_files(directory: Path, left_out: list[str]) -> dict[str, list[int]]:
-    """Size and time of change of every file that is sent, by its path below the directory; notes what cannot be."""
+    """Return size and modification time of every file to send, by its relative path; adds others to `left_out`."""
     files = {}
     for path, found in _walk(directory, left_out, is_top=True):
         name = path.relative_to(directory).as_posix()
-        if name.isprintable() and "\\" not in name:  # as receiver.py takes them
+        if name.isprintable() and "\\" not in name:  # the same rule as in receiver.py
             files[name] = found
         else:
             left_out.append(ascii(name))
@@ -90,7 +90,7 @@ def list_files(directory: Path, left_out: list[str]) -> dict[str, list[int]]:
 def _walk(directory: Path, left_out: list[str], *, is_top: bool = False) -> Iterator[tuple[Path, list[int]]]:
     try:
         entries = sorted(os.scandir(directory), key=lambda entry: entry.name)
-    except FileNotFoundError:  # a checkpoint that is being deleted
+    except FileNotFoundError:  # a checkpoint was deleted meanwhile
         return
     except PermissionError:
         left_out.append(ascii(directory.name))
@@ -110,7 +110,7 @@ def _walk(directory: Path, left_out: list[str], *, is_top: bool = False) -> Iter
 
 
 class Sender:
-    """Sends files of a directory to whoever has parts of them."""
+    """Sends files of a directory to a client that has parts of them."""
 
     def __init__(self, directory: Path, chunk_bytes: int, algorithm: str, output: BinaryIO) -> None:
         self._directory = directory
@@ -119,7 +119,7 @@ class Sender:
         self._output = output
 
     def send_file(self, name: str, size_there: int, digests: list[str]) -> None:
-        """Write one file's lines and what the asker lacks of it; what is appended meanwhile is not part of it."""
+        """Write one file's lines and the client's missing bytes. Content that is appended meanwhile is left out."""
         try:
             descriptor = os.open(self._directory / name, _READ)
         except OSError:
@@ -139,7 +139,7 @@ class Sender:
         self._output.flush()
 
     def pour_file(self, name: str, size: int, modified_ns: int) -> None:
-        """Write the bytes of a file that is as it was listed, and say on stderr what its chunks are."""
+        """Write the bytes of a file, if it is as listed, and print the digests of its chunks on stderr."""
         try:
             descriptor = os.open(self._directory / name, _READ)
         except OSError:
@@ -158,7 +158,7 @@ class Sender:
             _say(is_changed=_size_and_time(descriptor) != (size, modified_ns))
 
     def _send_chunk(self, file: FileIO, start: int, num_bytes: int, num_there: int, digest_there: str) -> None:
-        """Write what the asker lacks of a chunk, of which it has `num_there` bytes of this digest."""
+        """Write the missing bytes of a chunk, of which the client has `num_there` bytes with this digest."""
         digest = DIGESTS[self._algorithm]()
         num_same = 0
         file.seek(start)
@@ -178,7 +178,6 @@ class Sender:
             self._write_line({"digest": digest.hexdigest()})
 
     def _send_bytes(self, file: FileIO, start: int, num_bytes: int, digest: Any) -> None:  # Any: of hashlib or blake3
-        """Write bytes of a file, and add them to a digest."""
         for piece in _read(file, num_bytes):
             digest.update(piece)
             num_handed_on = self._hand_on(file, start, len(piece)) if len(piece) >= _HANDED_ON_BYTES else 0
@@ -186,19 +185,18 @@ class Sender:
             start += len(piece)
 
     def _hand_on(self, file: FileIO, start: int, num_bytes: int) -> int:
-        """Have the system write bytes of a file from its cache; returns how many it did: not every system can."""
+        """Let the system copy bytes from its page cache to the output; returns how many it copied, 0 if unsupported."""
         self._output.flush()
         num_written = 0
         with contextlib.suppress(OSError):
             while num_written < num_bytes:
                 num = os.sendfile(self._output.fileno(), file.fileno(), start + num_written, num_bytes - num_written)
-                if not num:  # the file became shorter
+                if not num:  # the file was truncated
                     break
                 num_written += num
         return num_written
 
     def _write_line(self, content: object) -> None:
-        """One JSON object, which ends with its line."""
         self._output.write(json.dumps(content).encode() + b"\n")
 
 
@@ -208,25 +206,24 @@ def _size_and_time(descriptor: int) -> tuple[int, int]:
 
 
 def _widen_stdout() -> None:
-    """Let more lie in the pipe, where the system can, or two processes wait for each other (node_agent.py)."""
+    """Enlarge the pipe's buffer where the system can; with a small one, both processes often wait (node_agent.py)."""
     if sys.platform == "linux":
         with contextlib.suppress(OSError):
             fcntl.fcntl(1, _F_SETPIPE_SZ, _PIPE_BYTES)
 
 
 def _has_stdin_ended() -> bool:
-    """Whether whoever asked is gone, which what takes our output may outlive."""
+    """Return whether the client is gone; the process that receives our output may outlive it."""
     return bool(select.select([0], [], [], 0)[0])
 
 
 def _say(**content: object) -> None:
-    """One JSON object on stderr, which ends with its line."""
     sys.stderr.write(json.dumps(content) + "\n")
     sys.stderr.flush()
 
 
 def _read(file: FileIO, num_bytes: int) -> Iterator[bytes]:
-    """The next bytes of a file; zeros where it became shorter: the stream keeps its order, and the digest fails."""
+    """Yield the next bytes of a file; zeros after a truncation, so that the stream stays valid and the digest fails."""
     while num_bytes > 0:
         chunk = file.read(min(_READ_BYTES, num_bytes)) or bytes(min(_READ_BYTES, num_bytes))
         num_bytes -= len(chunk)

@@ -1,7 +1,7 @@
 """Let a command read and write UTF-8 whatever the locale says: files, their names, arguments, output, what it starts.
 
 Naming the encoding of each file would leave the names of files and the output to the locale. Not here: programs that
-run on nodes, which are started in UTF-8 mode (infra/node_agent.py, infra/supervisor/variables.py).
+run on nodes, which are started in UTF-8 mode (infra/node_agent.py, infra/supervisor/program.py).
 """
 
 from __future__ import annotations

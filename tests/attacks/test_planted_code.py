@@ -52,7 +52,7 @@ def test_only_files_that_a_job_writes_are_fetched(tmp_path: Path, caplog: pytest
         (there / name).write_text(PLANTED)
     assert pull_run(LocalSession(sys.executable), str(there), here) == len(kept)
     assert {str(path.relative_to(here)) for path in here.rglob("[!.]*") if path.is_file()} == kept
-    assert "is not copied: a job leaves no file of that name" in caplog.text
+    assert "is not copied: jobs do not write files of that name" in caplog.text
 
 
 def test_every_file_of_a_run_directory_is_fetched() -> None:

@@ -88,7 +88,7 @@ def test_what_a_strange_machine_says_moves_no_cursor(folder: Path) -> None:
     ("python", "words"),
     [
         (sys.executable, f"{sys.executable} has no vllm, which this rollout.engine.kind needs: install it, and name"),
-        ("/nowhere/bin/python", "rollout.engine.python is '/nowhere/bin/python', and there is no such program"),
+        ("/nowhere/bin/python", "rollout.engine.python is '/nowhere/bin/python', which is not a program"),
     ],
 )
 def test_an_engine_that_is_not_installed_is_named_before_anything_starts(folder: Path, python: str, words: str) -> None:
@@ -118,7 +118,7 @@ def test_a_machine_whose_engines_could_not_be_asked_is_named_before_anything_sta
             "host_key": server.access.host_key,
             "min_free_gb": 0.1,
         }
-        assert_refused(write_config(folder, node=node), "does not forward connections, and engines there need it")
+        assert_refused(write_config(folder, node=node), "does not forward connections, which engines there need")
 
 
 def test_a_server_port_in_use_is_named(folder: Path) -> None:

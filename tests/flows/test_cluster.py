@@ -171,6 +171,6 @@ def test_machines_that_do_not_reach_each_other_end_a_run_before_it_trains(
         code, output = rollouts.run("run", str(config))
     assert code == 2, output
     assert f"node.engine_nodes, {cluster.further.access.address}: " in output
-    assert "give the address of a network that they share, and open all ports between them" in output.replace("\n", " ")
+    assert "give the address of a shared network, and open all ports between them" in output.replace("\n", " ")
     assert not cluster.leader.files("root/stages/*") and not cluster.further.files("root/stages/*")
     assert cluster.leader.commands() == cluster.further.commands() == []

@@ -156,7 +156,7 @@ def test_a_key_that_is_missing_keeps_no_machine_of_another_provider_rented(
         change_rental(ledger, rental, expires_at=time.time() - 1)
     [line] = end_expired(tmp_path)
     assert rental.name in line and world.fake.alive() == []
-    assert "LAMBDA_API_KEY" in caplog.text and f"{rental.name}-2 at lambda cannot be looked at" in caplog.text
+    assert "LAMBDA_API_KEY" in caplog.text and f"{rental.name}-2 at lambda cannot be checked" in caplog.text
 
 
 def test_a_store_that_never_rented_anything_gets_no_ledger(tmp_path: Path) -> None:

@@ -178,7 +178,7 @@ def test_a_cloud_among_the_providers_that_are_asked_leads_to_sky(cloud: str) -> 
 def test_the_former_name_of_the_kind_of_a_node_is_told_the_present_one(former: str, now: str) -> None:
     with pytest.raises(ConfigError) as refused:
         parse_small(node={"provider": former})
-    assert f'node.provider is now node.kind: write kind = "{now}"' in str(refused.value)
+    assert f'node.kind is now node.kind: write kind = "{now}"' in str(refused.value)
 
 
 def test_a_kind_of_node_that_is_no_cloud_is_told_what_there_is() -> None:

@@ -46,7 +46,7 @@ def test_engines_listen_at_the_address_in_host_unless_another_is_given() -> None
     [
         (node_of(ENGINES, ENGINES), "engine_nodes: 10.0.0.2:2222 is named twice"),
         (node_of({**ENGINES, "host": "you@box:22", "address": "10.0.0.2"}), "engine_nodes: box:22 is named twice"),
-        (node_of({**ENGINES, "host": "me@far"}), "expected the IP address of far in the network that it shares"),
+        (node_of({**ENGINES, "host": "me@far"}), "expected the IP address of far in the shared network"),
         (node_of({**ENGINES, "address": "far"}), "found 'far'"),
         (node_of({**ENGINES, "host": "far:22"}), "expected user@host"),
         (node_of({"host": "me@10.0.0.2"}), "engine_nodes.0.python is missing"),

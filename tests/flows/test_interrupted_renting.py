@@ -97,7 +97,7 @@ def test_what_may_have_been_made_and_does_not_appear_is_named(
     with pytest.raises(KeyboardInterrupt), released_at_the_end(SETTINGS, scope):
         pytest.fail("there is no machine")
     [row] = world.rows()
-    sentence = f"{row.name} was asked for at runpod and may be rented (it has not appeared so far): `rollouts reap`"
+    sentence = f"{row.name} was requested at runpod and may be rented (it has not appeared yet): `rollouts reap`"
     assert row.state is RentalState.INTENDED and sentence in capfd.readouterr().err
 
 

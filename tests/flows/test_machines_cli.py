@@ -96,7 +96,7 @@ def test_filters_reach_the_search(runpod: FakeRunPod, monkeypatch: pytest.Monkey
     assert "RTX A6000" in call("gpus", "--max-price", "1", "--count", "8", "--min-vram", "40").stdout
     dear = "fits: the cheapest is 1x H100 SXM at runpod for 2.99 USD per GPU and hour: raise --max-price to that"
     assert dear in call("gpus", "--gpu", "H100", "--max-price", "1").stdout
-    assert "which does not answer to --gpu" in call("gpus", "--gpu", "H900").stdout
+    assert "which does not match --gpu" in call("gpus", "--gpu", "H900").stdout
     assert call("gpus", "--region", "us").stdout.splitlines()[1].split()[-3] == "US-TX-3"
 
 
@@ -182,7 +182,7 @@ def test_a_key_that_is_none_hinders_nobody_who_looks_at_other_providers(
     listed, reaped = call("nodes", "--store", str(store)), call("reap", "--store", str(store))
     assert "not of this store: rollouts-somebody-elses" in listed.stdout and listed.exit_code == 0
     assert [machine.name for machine in runpod.alive()] == ["rollouts-somebody-elses"] and reaped.exit_code == 1
-    assert all("what LAMBDA_API_KEY holds is no key for Lambda" in each.stderr for each in (listed, reaped))
+    assert all("the value of LAMBDA_API_KEY is not a key for Lambda" in each.stderr for each in (listed, reaped))
 
 
 @pytest.mark.slow

@@ -135,7 +135,7 @@ def test_a_rollback_does_not_put_back_what_was_replaced_while_it_looked(
     monkeypatch.setattr("rollouts.flows.commands.models.check_whole", look_while_another_is_promoted)
     result = call(store, "models", "rollback")
     assert (result.exit_code, production(store)) == (2, "small-3"), "small-2 is what was to go"
-    assert result.stderr == "rollouts: production of small changed meanwhile: look at it, and roll back again\n"
+    assert result.stderr == "rollouts: production of small changed meanwhile: check it, then roll back again\n"
 
 
 def test_a_store_without_models_says_what_registers_them(tmp_path: Path) -> None:
@@ -150,7 +150,7 @@ def test_what_cannot_be_is_one_sentence(store: Path, tmp_path: Path) -> None:
     register(store, 1, line="large")
     for arguments, words in (
         (["models", "promote", "small-7"], "there is no model small-7: the registry has small-1, small-2, large-1"),
-        (["models", "rollback", "small"], "nothing of small was in production before"),
+        (["models", "rollback", "small"], "small has no earlier production model"),
         (["models", "rollback"], "the store has several lines of models: name one of large, small"),
         (["models", "history", "tiny"], "there is no line tiny: name one of large, small"),
         (["models", "path", "tiny"], "there is no line tiny: name one of large, small"),

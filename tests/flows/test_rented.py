@@ -132,7 +132,7 @@ def test_a_run_on_a_machine_that_somebody_rented_leaves_it_there(
     node |= {"kind": "instance", "instance": f"runpod:{mine}"}
     code, output = rollouts.run("run", str(write_small_pipeline(tmp_path / "small", node=node, **SHORT)))
     assert code == 0, output
-    assert f"runpod:{mine} is yours and costs 2.99 USD/h: nobody here ends it" in output
+    assert f"runpod:{mine} is yours and costs 2.99 USD/h: it keeps running after this run" in output
     assert f"runpod:{mine} is yours, and runs on" in output and "gave back" not in output
     assert [each.id for each in fake.alive()] == [mine]
     assert rows(rollouts) == [] and list((tmp_path / "machine").glob("stages/sft-*/result.json"))
@@ -313,7 +313,7 @@ def test_a_run_that_is_killed_while_it_fails_leaves_its_machine_to_the_next_star
     assert code == 0 and "0 ended, 1 kept" in output and len(fake.alive()) == 1
     code, output = rollouts.run("run", str(config))
     assert code == 0, output
-    assert f"goes on with {rental.name}" in output and len(fake.machines) == 1 and fake.alive() == []
+    assert f"reuses {rental.name}" in output and len(fake.machines) == 1 and fake.alive() == []
 
 
 @pytest.mark.matrix
@@ -372,7 +372,7 @@ def test_a_run_that_was_killed_goes_on_with_its_machine(
     assert len(fake.alive()) == 1
     code, output = rollouts.run("run", str(config))
     assert code == 0, output
-    assert "goes on with rollouts-" in output and len(fake.machines) == 1
+    assert "reuses rollouts-" in output and len(fake.machines) == 1
     assert len(list((tmp_path / "machine").glob("stages/sft-*/exit-*.json"))) == 1, "the job was attached to"
     assert fake.alive() == [] and (tmp_path / "machine" / "setup.txt").read_text() == "once\n"
 

@@ -113,7 +113,7 @@ def test_machines_without_a_network_of_their_own_are_given_back_at_once(
     config = write_small_pipeline(tmp_path / "small", node=node, deployment__trainer_processes=1, **SHORT)
     with cluster.link.cut_off():
         code, output = rollouts.run("run", str(config))
-    assert code == 2 and "the machine tells no address of its own (OSError" in output
+    assert code == 2 and "the machine has no address of its own (OSError" in output
     assert sky.state["num_made"] == 2 and sky.state["clusters"] == {}
     assert states(rollouts) == [RentalState.GONE] * 2
 

@@ -52,8 +52,8 @@ def test_a_good_node_passes() -> None:
 @pytest.mark.parametrize(
     ("difference", "sentence"),
     [
-        ({"gpus": ()}, r"it has CPU with 16 cores, and the machine that leads has 2 x NVIDIA H200: .* all have GPUs"),
-        ({"torch_version": "2.9.0"}, r"it has torch 2\.9\.0, and the machine that leads has 2\.10\.0\+cu128: install"),
+        ({"gpus": ()}, r"it has CPU with 16 cores, but the leading machine has 2 x NVIDIA H200: .* all have GPUs"),
+        ({"torch_version": "2.9.0"}, r"it has torch 2\.9\.0, but the leading machine has 2\.10\.0\+cu128: install"),
     ],
 )
 def test_machines_that_cannot_train_together_are_told(difference: dict[str, Any], sentence: str) -> None:

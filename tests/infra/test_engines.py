@@ -67,7 +67,7 @@ def test_an_engine_with_another_key_is_not_waited_for(session: Session, run_dir:
         wait_until_engine_ready, session, probe=PROBE, resume_paths=(), port=port, run_dir=str(run_dir), timeout_s=20
     )
     wait(api_key="right")
-    with pytest.raises(PermanentInfraError, match=r"wants another key(.|\n)*rollout\.engine\.api_key_variable"):
+    with pytest.raises(PermanentInfraError, match=r"requires another key(.|\n)*rollout\.engine\.api_key_variable"):
         wait(api_key="another")
 
 
@@ -171,12 +171,12 @@ def test_an_engine_that_is_not_installed_is_told_in_one_sentence(session: Sessio
 def test_a_router_that_is_not_installed_is_told_in_one_sentence(session: Session) -> None:
     with pytest.raises(PermanentInfraError, match=r"router_python is .*, which has no sglang_router: install"):
         check_router_installed(session, sys.executable)
-    with pytest.raises(PermanentInfraError, match=r"router_python is '/nowhere', and there is no such prog"):
+    with pytest.raises(PermanentInfraError, match=r"router_python is '/nowhere', which is not a prog"):
         check_router_installed(session, "/nowhere")
 
 
 @pytest.mark.parametrize("python", ["/nowhere/python", "no-such-python", "/etc/passwd"])
 def test_an_interpreter_that_is_not_there_is_told_apart_from_a_missing_engine(session: Session, python: str) -> None:
-    sentence = f"^rollout.engine.python is '{python}', and there is no such program on the node: name the"
+    sentence = f"^rollout.engine.python is '{python}', which is not a program on the node: name the"
     with pytest.raises(PermanentInfraError, match=sentence):
         check_engine_installed(session, "json", python=python)

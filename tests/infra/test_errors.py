@@ -55,7 +55,7 @@ ERRORS = [
     KeyAgentError("a@h:22", "it refuses"),
     LoginShellError("a@h:22", "code 1: no", "/usr/bin/python3"),
     NameUnknownError("h"),
-    HostKeyError("h", "SHA256:x", "nobody has confirmed it"),
+    HostKeyError("h", "SHA256:x", "that key is unconfirmed"),
     LoginError("a@h:22", "no key"),
     ProviderUnavailableError("away"),
     OfferGoneError("sold"),

@@ -302,7 +302,7 @@ def test_a_directory_that_is_moved_away_amid_its_job_is_said_and_found_when_it_i
     started = start_or_attach(session, shell_spec(run_dir, "sleep 60"))
     elsewhere = run_dir.with_name("elsewhere")
     run_dir.rename(elsewhere)
-    with pytest.raises(PermanentInfraError, match=f"{run_dir} was moved or deleted while its job was under way: put"):
+    with pytest.raises(PermanentInfraError, match=f"{run_dir} was moved or deleted while its job was running: put"):
         require_finished(session, wait_for_end(session, run_dir))
     elsewhere.rename(run_dir)
     assert job_status(session, str(run_dir)).pid == started.pid

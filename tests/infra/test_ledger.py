@@ -119,7 +119,7 @@ def test_whoever_came_to_a_stage_first_stays_the_first(tmp_path: Path) -> None:
 def test_a_file_that_is_no_ledger_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "ledger.sqlite"
     path.write_bytes(b"not a database, " * 100)
-    with pytest.raises(PermanentInfraError, match="no ledger"):
+    with pytest.raises(PermanentInfraError, match="is not a ledger"):
         Ledger(path)
 
 
@@ -145,7 +145,7 @@ def test_a_ledger_on_a_full_disk_is_read_says_why_nothing_is_written_and_goes_on
     with Ledger(path) as ledger:
         filler = filler or fill(tiny_disk)
         for _ in range(2):
-            with pytest.raises(LedgerUnwritableError, match=r"sqlite cannot be written \(.+\): make room"):
+            with pytest.raises(LedgerUnwritableError, match=r"sqlite cannot be written \(.+\): free space"):
                 ledger.add_lease("/runs/rl", "run-a", "local")
             assert [lease.run_dir for lease in ledger.leases()] == ["/runs/sft"]
             assert ledger.identity == identity and all_rentals(ledger) == []

@@ -143,8 +143,8 @@ A100 = replace(OFFER, gpu_type="NVIDIA A100", region="US-TX-3", usd_per_hour=2.0
 @pytest.mark.parametrize(
     ("offers", "sentence"),
     [
-        ([], "no provider that was asked has anything like it"),
-        ([replace(OFFER, usd_per_hour=0.0)], "no provider that was asked has anything like it"),
+        ([], "the searched providers have no similar machine"),
+        ([replace(OFFER, usd_per_hour=0.0)], "the searched providers have no similar machine"),
         (
             [replace(OFFER, usd_per_hour=9.0), A100, replace(OFFER, usd_per_hour=5.982)],
             "the cheapest is 2x NVIDIA H100 80GB HBM3 at runpod in EU-RO-1 for 3.00 USD per GPU and hour: "
@@ -152,13 +152,13 @@ A100 = replace(OFFER, gpu_type="NVIDIA A100", region="US-TX-3", usd_per_hour=2.0
         ),
         (
             [replace(OFFER, region="US-TX-3", is_secure=False), A100, replace(A100, usd_per_hour=1.0, gpu_count=1)],
-            "the closest is 2x NVIDIA A100 at runpod in US-TX-3 for 1.00 USD per GPU and hour, which does not answer "
-            "to <gpu_types> and <regions>",
+            "the closest is 2x NVIDIA A100 at runpod in US-TX-3 for 1.00 USD per GPU and hour, which does not match "
+            "<gpu_types> and <regions>",
         ),
         (
             [replace(OFFER, region="US-TX-3", usd_per_hour=0.0, is_unpriced=True)],
             "the closest is 2x NVIDIA H100 80GB HBM3 at runpod in US-TX-3 at an unknown price, which does not "
-            "answer to <regions>",
+            "match <regions>",
         ),
     ],
 )
@@ -172,7 +172,7 @@ def test_the_closest_offer_is_the_cheapest_where_the_price_alone_is_amiss(offers
 def test_an_offer_that_cannot_be_true_is_none(wrong: dict[str, Any]) -> None:
     offer = replace(OFFER, **wrong)
     assert not GPUQuery().admits(offer)
-    assert describe_closest(QUERY, [offer], str) == "no provider that was asked has anything like it"
+    assert describe_closest(QUERY, [offer], str) == "the searched providers have no similar machine"
 
 
 def test_every_condition_of_a_query_has_an_option_by_which_people_change_it() -> None:

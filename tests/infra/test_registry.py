@@ -93,7 +93,7 @@ def test_rollbacks_go_down_the_promotions_one_by_one(ledger: Ledger) -> None:
     assert rollback(ledger, "small", by="me", reason="worse on Mondays") == one
     promote(ledger, three, by="me", reason="better")
     assert rollback(ledger, "small", by="me", reason="again") == one
-    with pytest.raises(PermanentInfraError, match="nothing of small was in production before"):
+    with pytest.raises(PermanentInfraError, match="small has no earlier production model"):
         rollback(ledger, "small", by="me", reason="once more")
     assert in_production(ledger) == "small-1"
     changes = [change.model_id for change in history(ledger, "small") if change.alias is Alias.PRODUCTION]
@@ -137,7 +137,7 @@ def test_a_model_that_was_forgotten_meanwhile_is_not_promoted(ledger: Ledger) ->
     one, two = register(ledger, "a"), register(ledger, "b")
     promote(ledger, two, by="me", reason="better")
     forget_model(ledger, one)
-    with pytest.raises(PermanentInfraError, match="small-1 was struck out of the registry meanwhile"):
+    with pytest.raises(PermanentInfraError, match="small-1 was removed from the registry meanwhile"):
         promote(ledger, one, by="somebody who had found it before", reason="by hand")
     assert in_production(ledger) == "small-2"
 

@@ -162,7 +162,7 @@ def test_beside_one_that_no_run_of_these_settings_goes_on_with_nothing_is_rented
         pass
     assert spared(stages, scope) is not None
     said = capfd.readouterr().err
-    assert "there is no key of a provider" in said and "every stage is finished: nothing is rented" in said
+    assert "no provider has a key here" in said and "every stage is finished: nothing is rented" in said
 
 
 @pytest.mark.parametrize("settings", [LocalNode(), SSHNode(host="me@machine", python="/usr/bin/python3")])
@@ -173,5 +173,5 @@ def test_what_costs_nothing_is_used_as_ever(stages: dict[str, Stage], scope: Run
 def test_no_job_can_be_run_there(stages: dict[str, Stage], scope: RunScope) -> None:
     nowhere = spared(stages, scope)
     assert nowhere is not None
-    with pytest.raises(PermanentInfraError, match="one of them is not any more: start the run again"):
+    with pytest.raises(PermanentInfraError, match="one of them no longer is: start the run again"):
         open_session(nowhere)

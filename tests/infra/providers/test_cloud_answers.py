@@ -102,7 +102,7 @@ CALLS: dict[CloudName, dict[str, Call]] = {
     },
 }
 """What we ask for, as the documents write it, and what asks for it."""
-SENTENCE = re.compile(r"unreadable answer \([\w.-]+: | with 4\d\d\b|its list is cut short|is its address right")
+SENTENCE = re.compile(r"unreadable answer \([\w.-]+: | with 4\d\d\b|its list is incomplete|is its address right")
 """How an answer is refused: the field in it, or what the provider itself refuses."""
 OPERATIONS = [(provider, operation) for provider, calls in CALLS.items() for operation in calls]
 

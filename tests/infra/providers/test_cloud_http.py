@@ -338,7 +338,7 @@ def test_what_cannot_be_a_key_is_said_to_be_none(key: str, monkeypatch: pytest.M
         monkeypatch.setenv(entry.key_variable, key)
     for name in CLOUDS.keys() - {"sky"}:
         variable = find_cloud(name).endpoint.key_variable
-        with pytest.raises(MissingKeyError, match=f"{variable} holds is no key") as raised:
+        with pytest.raises(MissingKeyError, match=f"{variable} is not a key") as raised:
             open_account(name)
         assert key not in str(raised.value)
     open_account("sky")  # a path may be anything
@@ -352,7 +352,7 @@ def test_what_cannot_be_an_address_of_an_api_is_said_to_be_none(url: str, monkey
         endpoint = find_cloud(name).endpoint
         monkeypatch.setenv(endpoint.key_variable, FAKE_KEY)
         monkeypatch.setenv(endpoint.url_variable, url)
-        with pytest.raises(PermanentInfraError, match=f"{endpoint.url_variable} holds no address of .*{endpoint.url}"):
+        with pytest.raises(PermanentInfraError, match=f"{endpoint.url_variable} is not an address of .*{endpoint.url}"):
             open_account(name)
 
 
@@ -360,7 +360,7 @@ def test_what_cannot_be_an_address_of_an_api_is_said_to_be_none(url: str, monkey
     ("in_use", "command"),
     [
         ("", r"Prefect's by `rollouts credentials NAME RUNPOD_API_KEY` and name that as run\.c.* --credentials"),
-        ("team", r"and `rollouts credentials team RUNPOD_API_KEY` saves it in the credentials team, which lack it"),
+        ("team", r"or save it in the credentials team, which lack it, by `rollouts credentials team RUNPOD_API_KEY`"),
     ],
 )
 def test_a_missing_key_names_the_way_through_prefect(

@@ -109,7 +109,7 @@ def test_the_command_finds_its_offers_and_its_machines(toy: FakeToy, tmp_path: P
     assert found.exit_code == 0 and found.stdout.splitlines()[1].split()[:2] == ["1.25", "1.25"]
     assert "Vast.ai (VAST_API_KEY), SkyPilot (ROLLOUTS_SKY)" in found.stdout
     refused = CliRunner().invoke(app, ["gpus", "--provider", "toytown"])
-    assert "toytown is reached through Toy Cloud: name the provider toy instead, and its key in TOY_API_KEY" in (
+    assert "toytown is reached through Toy Cloud: name the provider toy instead, and set its key in TOY_API_KEY" in (
         refused.output + str(refused.exception)
     )
 
@@ -138,7 +138,8 @@ def test_machines_of_a_provider_that_is_gone_do_not_keep_those_of_others(monkeyp
     with open_usable_clouds(["acme", "runpod"]) as (clouds, problems):
         assert [*clouds] == ["runpod"]
     assert problems == [
-        "there is no provider acme here: install the package that adds it; `rollouts plugins` lists those found"
+        "the provider acme is unknown here: install the package that adds it; `rollouts plugins` lists the "
+        "installed ones"
     ]
     assert clouds_with_keys(["acme", "runpod"]) == (["runpod"], ["acme"])
 

@@ -30,7 +30,7 @@ from rollouts.infra.errors import (
 from rollouts.infra.ledger import LEDGER_FILE, Ledger
 from rollouts.infra.node import Node, SSHAccess
 from rollouts.infra.offers import GPUQuery, Instance, InstanceStatus, MachineSpec, Offer
-from rollouts.infra.providers.addresses import usable_port
+from rollouts.infra.providers.http import usable_port
 from rollouts.infra.providers.instance import find_instance
 from rollouts.infra.providers.lambda_cloud import Lambda
 from rollouts.infra.providers.prime import Prime
@@ -148,7 +148,7 @@ def test_no_capacity_an_unknown_status_and_a_higher_price_end_with_nothing_rente
     with pytest.raises(NoMachineError, match="no address"):
         world.rent(replace(WANTED, usable_within_s=0.1))
     world.fake.faults.extra_status, world.fake.faults.price_factor = "", 3.0
-    with pytest.raises(NoMachineError, match="more than was offered"):
+    with pytest.raises(NoMachineError, match="more than offered"):
         world.rent()
     assert world.fake.alive() == [] and all(rental.state.is_over for rental in all_rentals(world.ledger))
 
@@ -191,7 +191,7 @@ def test_a_machine_that_was_taken_away_is_gone_for_its_run_and_the_next_start_ha
         world.fake.machines[first.instance_id].ended_at = 0.0
     else:
         world.fake.machines[first.instance_id].status = TAKEN_AWAY[world.cloud.name][how]
-    with pytest.raises(MachineGoneError, match="goes on from the last checkpoint on another machine"):
+    with pytest.raises(MachineGoneError, match="resumes from the last checkpoint on another machine"):
         world.find(first)
     second = world.rent()
     assert [machine.id for machine in world.fake.alive()] == [second.instance_id]
@@ -491,7 +491,7 @@ def test_a_physical_machine_that_could_not_be_used_is_not_rented_again_within_a_
         assert [rental.host for rental in rent("a")] == ["42"] and fake.num_creates() == 2
         assert [rental.host for rental in rent("b")] == ["42"] and fake.num_creates() == 3
         del fake.asks[1]
-        with pytest.raises(NoMachineError, match="1 offered machines could not be used within the last day"):
+        with pytest.raises(NoMachineError, match="1 offered machines were unusable within the last day"):
             rent("c")
         [unfit] = [rental for rental in all_rentals(ledger) if rental.is_unfit]
         change_rental(ledger, unfit, intended_at=unfit.intended_at - UNFIT_FOR_S - 1)
@@ -527,7 +527,9 @@ def test_a_machine_that_its_owner_takes_back_soon_is_rented_only_where_there_is_
         fake.asks = [brief]
         rental = world.rent(replace(WANTED, run_id="another"))
         assert rental.expires_at == pytest.approx(time.time() + 5400, abs=60)
-        assert f"{rental.name} is taken back by its provider at {in_utc(rental.expires_at)}" in caplog.text
+        assert (
+            f"{rental.name} is used until {in_utc(rental.expires_at)}, when its provider takes it back" in caplog.text
+        )
 
 
 def test_a_pool_of_runpod_that_the_account_may_not_use_is_passed_over_and_the_next_offer_taken(tmp_path: Path) -> None:

@@ -112,7 +112,7 @@ def rent(server: SSHServer, tmp_path: Path, provider: str, **more: object) -> No
 def assert_refused(fake: FakeCloud, server: SSHServer, tmp_path: Path, provider: str, expected: str) -> None:
     """Somebody else answers: nothing is sent, the sentence names both keys, and the machine is given back."""
     shown = ssh_server.fingerprint_of(server.host_key_file)
-    with pytest.raises(HostKeyError, match="somebody else may be answering") as refused:
+    with pytest.raises(HostKeyError, match="another machine may be answering") as refused:
         rent(server, tmp_path, provider)
     assert expected in str(refused.value) and shown in str(refused.value) and "\n" not in str(refused.value)
     log = (server.folder / "log").read_text()
@@ -218,7 +218,7 @@ def test_a_provider_that_repeats_what_was_sent_puts_the_key_into_no_message_and_
 
     with Echoing().served() as url, pytest.MonkeyPatch.context() as patched:
         patched.setenv("LAMBDA_API_URL", url)
-        with pytest.raises(NoMachineError, match="words that repeat a secret of ours") as refused:
+        with pytest.raises(NoMachineError, match="a text that repeats one of our secrets") as refused:
             rent(server, tmp_path, "lambda")
     with Ledger(tmp_path / "store" / LEDGER_FILE) as ledger:
         notes = "".join(row.note for row in all_rentals(ledger))

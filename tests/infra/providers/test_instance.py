@@ -99,7 +99,7 @@ def test_it_is_found_wherever_it_is_and_left_as_it_was(
     lets_in(fake, ssh_server)
     with caplog.at_level(logging.INFO):
         node = provision(name, ssh_server, tmp_path)
-    assert f"{name} is yours and costs 2.99 USD/h: nobody here ends it" in caplog.text
+    assert f"{name} is yours and costs 2.99 USD/h: it keeps running after this run" in caplog.text
     assert (node.name, node.is_rented, node.believed_by) == (name, False, "first_use")
     assert node.access is not None and node.access.host_key == fingerprint_of(ssh_server.host_key_file)
     with running_server(tmp_path / "stranger") as stranger:  # who has its old address
@@ -161,7 +161,7 @@ def test_a_check_does_not_wait_for_one_that_starts(fake: FakeRunPod, name: str, 
     ("status", "error", "words"),
     [
         ("EXITED", PermanentInfraError, "is stopped: start it on its provider's pages"),
-        ("TERMINATED", MachineGoneError, "does not exist, or not any more"),
+        ("TERMINATED", MachineGoneError, "does not exist"),
     ],
 )
 def test_one_that_does_not_run_is_one_sentence(
@@ -175,7 +175,7 @@ def test_one_that_does_not_run_is_one_sentence(
 def test_neither_is_one_that_nobody_has_or_whose_key_is_missing(
     fake: FakeRunPod, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(MachineGoneError, match="runpod:none does not exist, or not any more, for the account"):
+    with pytest.raises(MachineGoneError, match="runpod:none does not exist"):
         provision_node(InstanceNode(instance="runpod:none"), tmp_path)
     monkeypatch.delenv("RUNPOD_API_KEY")
     with pytest.raises(MissingKeyError, match="put it into the variable RUNPOD_API_KEY"):

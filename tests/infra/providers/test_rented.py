@@ -107,7 +107,7 @@ def test_a_key_that_is_missing_keeps_nothing_rented_at_other_providers(
         add_rental(ledger, lost)
     gave_back, left = release_rentals(tmp_path / "store", "run")
     assert gave_back == f"gave back {rental.name} at runpod" and fake.alive() == []
-    assert f"{lost.name} may be rented at lambda, and is left: " in left and "LAMBDA_API_KEY" in left
+    assert f"{lost.name} may be rented at lambda and was left: " in left and "LAMBDA_API_KEY" in left
     with pytest.raises(MissingKeyError, match="LAMBDA_API_KEY"):
         release_rentals(tmp_path / "store", "run")
 
@@ -225,7 +225,7 @@ def test_a_key_that_cannot_be_used_is_said_before_anything_is_rented(
     (tmp_path / "gone").unlink()
     for name, sentence in (
         ("encrypted", "is encrypted: give it to the agent by `ssh-add"),
-        ("open", r"others may read the key .* \(mode 0644\): chmod 600 it"),
+        ("open", r"other users may read the key .* \(mode 0644\): chmod 600 it"),
         ("gone", "cannot be read: No such file"),
         ("missing", "make a key by `ssh-keygen"),
     ):

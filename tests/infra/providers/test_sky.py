@@ -203,7 +203,7 @@ def test_a_launch_is_waited_for_no_longer_than_the_money_or_the_hours_last(
 ) -> None:
     installed.set("faults", hang_launch_s=30)
     began = time.monotonic()
-    with pytest.raises(PermanentInfraError, match="the run has spent the "):  # at 6.5 USD/h, 5 s
+    with pytest.raises(PermanentInfraError, match="the run has spent its "):  # at 6.5 USD/h, 5 s
         rent_machines(
             Renting(replace(WANTED, max_usd=0.01), ledger, {"sky": cloud}, check=never_usable, pace=PACE),
         )
@@ -411,19 +411,21 @@ def test_what_does_not_work_is_one_sentence(
         cloud.list_named("rollouts-")
     (tmp_path / "talks").write_text("#!/bin/sh\necho nothing to see\n")
     (tmp_path / "talks").chmod(0o755)
-    with pytest.raises(ProviderUnavailableError, match="sky status printed something unreadable"):
+    with pytest.raises(ProviderUnavailableError, match="sky status printed unreadable output"):
         Sky(str(tmp_path / "talks")).list_named("rollouts-")
-    with pytest.raises(MissingKeyError, match=r"ROLLOUTS_SKY names /nowhere/sky, which cannot be run \(No such file"):
+    with pytest.raises(MissingKeyError, match=r"ROLLOUTS_SKY is /nowhere/sky, which cannot be run \(No such file"):
         Sky("/nowhere/sky").search(QUERY)
     monkeypatch.delenv("ROLLOUTS_SKY")
-    with pytest.raises(MissingKeyError, match="there is no path of its program for SkyPilot: put it into the variable"):
+    with pytest.raises(
+        MissingKeyError, match="the path of its program for SkyPilot is missing: put it into the variable"
+    ):
         open_account("sky")
 
 
 def test_without_the_name_of_a_gpu_it_is_not_asked_and_that_is_said(installed: Installed, cloud: Sky) -> None:
     assert installed.state["calls"] == []
     shown = CliRunner().invoke(app, ["gpus"])
-    assert shown.exit_code == 1 and "SkyPilot is asked for GPUs by their names: name some" in shown.stderr
+    assert shown.exit_code == 1 and "SkyPilot finds GPUs by their names: name some" in shown.stderr
     with pytest.raises(ProviderRefusedError, match=r"node\.query\.gpu_types"):
         search_offers(GPUQuery(), {"sky": cloud})
     assert installed.state["calls"] == []

@@ -125,5 +125,5 @@ def test_a_login_that_fails_is_said_before_there_is_a_node(ssh_server: SSHServer
         host_key=ssh_server.access.host_key,
         python=sys.executable,
     )
-    with pytest.raises(LoginError, match="is not let in"):
+    with pytest.raises(LoginError, match="cannot log in with"):
         provision_node(settings, tmp_path / "store")

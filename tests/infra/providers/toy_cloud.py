@@ -7,8 +7,7 @@ from typing import ClassVar
 from pydantic import BaseModel
 
 from rollouts.infra.offers import GPUQuery, Instance, InstanceStatus, MachineSpec, Offer
-from rollouts.infra.providers.addresses import quoted, usable_host, usable_port
-from rollouts.infra.providers.http import Account, Endpoint, InstanceId, Json
+from rollouts.infra.providers.http import Account, Endpoint, InstanceId, Json, quoted, usable_host, usable_port
 
 STATUS = {"starting": InstanceStatus.STARTING, "up": InstanceStatus.RUNNING}
 

@@ -101,8 +101,8 @@ H100: dict[str, int | str] = {"STUB_GPUS": 2, "STUB_NAME": "NVIDIA H100 80GB HBM
     [
         ("H100 SXM", 85, ""),
         ("H100 SXM", 73, ""),
-        ("H100 SXM", 71, r"\(2x NVIDIA H100 80GB HBM3\) have 71 GB of memory, and 80 GB were offered"),
-        ("A100 PCIE", 85, r"it has 2x NVIDIA H100 80GB HBM3, and 2x A100 PCIE was offered"),
+        ("H100 SXM", 71, r"\(2x NVIDIA H100 80GB HBM3\) have 71 GB of memory, but 80 GB were offered"),
+        ("A100 PCIE", 85, r"it has 2x NVIDIA H100 80GB HBM3, but 2x A100 PCIE was offered"),
     ],
 )
 def test_other_gpus_than_were_offered_are_refused(
@@ -120,20 +120,20 @@ def test_gpus_that_are_not_ready_are_asked_again(driver: Path, tmp_path: Path) -
 
 
 def test_a_machine_without_the_driver_is_left_to_the_check_of_its_environment(session: Session) -> None:
-    assert require_gpus(session, 1) == "no driver of NVIDIA's, so no GPU was tried"
+    assert require_gpus(session, 1) == "no NVIDIA driver, so its GPUs were not tested"
 
 
 def test_gpus_that_are_listed_and_that_no_program_can_use_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     install_nvidia_smi(tmp_path / "bin", monkeypatch)
-    reason = r"none of its 2 GPUs can compute \(nvidia-smi lists 2, but libcuda\.so\.1: cannot open.*no such file"
+    reason = r"its 2 GPUs cannot compute \(nvidia-smi lists 2, but libcuda\.so\.1: cannot open.*no such file"
     with pytest.raises(UnfitMachineError, match=f"(?i){reason}"):
         require_gpus(LocalSession(sys.executable), 2)
 
 
 def test_a_driver_in_which_the_trial_crashes_is_refused(driver: Path, tmp_path: Path) -> None:
-    with pytest.raises(UnfitMachineError, match=r"its GPUs cannot be tried \(that ended with code -11\)"):
+    with pytest.raises(UnfitMachineError, match=r"its GPUs cannot be tested \(the test ended with code -11\)"):
         require_gpus(machine_with(driver, tmp_path, STUB_GPUS=1, STUB_CRASHES=1), 1)
 
 
@@ -203,4 +203,4 @@ def test_without_torch_or_a_driver_nothing_is_tried(more: str, backend: str, tmp
     python.write_text(f"#!/bin/sh\nexec '{sys.executable}' {more} \"$@\"\n")
     python.chmod(0o755)
     said = require_peers(LocalSession(sys.executable), str(python), 2, backend=backend)
-    assert said == "no torch can use its 2 GPUs so far, so they were not tried together"
+    assert said == "torch cannot use its 2 GPUs yet, so they were not tested together"

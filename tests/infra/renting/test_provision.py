@@ -164,7 +164,7 @@ def test_a_provider_that_refuses_the_account_is_done_without_where_another_one_h
         [rental] = rent_machines(Renting(REQUEST, ledger, clouds, check=usable, say=said.append, pace=PACE))
         assert [machine.id for machine in other.alive()] == [rental.instance_id]
     assert world.fake.num_creates() == 1, "none of its other offers is tried"
-    [sentence] = [each for each in said if each.startswith("goes on without runpod: ")]
+    [sentence] = [each for each in said if each.startswith("continues without runpod: ")]
     assert "there is no money on the account" in sentence
 
 
@@ -300,7 +300,7 @@ def test_ctrl_c_at_any_step_gives_back_what_was_made_so_far(
     [row] = world.rows()
     assert row.state is (RentalState.GONE if world.fake.machines else RentalState.INTENDED)
     became = (
-        "gave back {0.name} at" if world.fake.machines else "{0.name} was asked for at runpod and may be rented (it"
+        "gave back {0.name} at" if world.fake.machines else "{0.name} was requested at runpod and may be rented (it"
     )
     assert any(sentence.startswith(became.format(row)) for sentence in said)
 
@@ -357,7 +357,7 @@ def test_terminated_a_run_leaves_what_can_be_used_and_gives_back_what_cannot(wor
 
 def test_a_machine_that_costs_more_than_was_offered_is_given_back(world: World) -> None:
     world.fake.faults.price_factor = 2.0
-    with pytest.raises(NoMachineError, match="more than was offered and allowed"):
+    with pytest.raises(NoMachineError, match="more than offered and allowed"):
         world.rent()
     assert world.fake.alive() == []
 
@@ -368,7 +368,7 @@ def test_a_machine_in_another_place_than_is_allowed_is_given_back_and_the_next_o
     [elsewhere, there] = world.rows()
     assert there == rental and [machine.id for machine in world.fake.alive()] == [rental.instance_id]
     assert elsewhere.state is RentalState.GONE
-    place = f"is in CA-MTL-1 and not in {elsewhere.region}, for which it was asked: node.query.regions"
+    place = f"is in CA-MTL-1 instead of {elsewhere.region}, which node.query.regions"
     assert place in elsewhere.note
 
 
@@ -399,7 +399,7 @@ def test_the_money_of_a_run_is_a_limit_over_all_its_machines(world: World) -> No
     with Ledger(world.path) as ledger:
         change_rental(ledger, gone, rented_at=gone.intended_at - 7200)
         assert usd_spent(ledger, REQUEST.run_id, 0.0) == pytest.approx(2 * 2.49, abs=0.05)
-    with pytest.raises(PermanentInfraError, match=r"has spent the 2\.49 USD"):
+    with pytest.raises(PermanentInfraError, match=r"has spent its 2\.49 USD"):
         world.rent(replace(REQUEST, max_usd=2.49))
     assert world.fake.num_creates() == 1
 
@@ -408,7 +408,7 @@ def test_a_machine_is_waited_for_no_longer_than_the_money_of_the_run_lasts(world
     world.fake.faults.boot_s = 15.0
     seconds_paid_for = 2.0
     request = replace(REQUEST, max_usd=2.49 / 3600 * seconds_paid_for)
-    with pytest.raises(PermanentInfraError, match=r"has spent the .* USD"):
+    with pytest.raises(PermanentInfraError, match=r"has spent its .* USD"):
         world.rent(request)
     [gone] = world.rows()
     assert gone.usd(time.time()) / 2.49 * 3600 < 10 and "the run's money were used up" in gone.note
@@ -535,7 +535,7 @@ def test_a_machine_at_a_provider_whose_key_is_not_there_is_left_alone_and_asked_
         with ledger.living_run(REQUEST.run_id):
             left = world.rent()
         reached = {name: cloud for name, cloud in clouds.items() if name != left.provider}
-        with pytest.raises(MissingKeyError, match=f"the run has {left.name} at runpod, whose key is not here"):
+        with pytest.raises(MissingKeyError, match=f"the run has {left.name} at runpod, whose key is missing here"):
             rent_machines(Renting(REQUEST, ledger, reached, check=usable, pace=PACE))
         assert other.machines == {}
         another = replace(REQUEST, run_id="another-run")

@@ -230,7 +230,7 @@ def test_a_machine_that_appears_when_its_run_has_another_one_is_ended_while_the_
     world.fake.faults.list_lag_s = 3.0
     with Ledger(world.path) as ledger, ledger.living_run(REQUEST.run_id):
         used = world.rent()
-        assert "has not appeared, and may be rented: `rollouts reap` ends it when it does" in caplog.text
+        assert "has not appeared, and may be rented: `rollouts reap` ends it when it appears" in caplog.text
         world.fake.faults.list_lag_s = 0.0
         report = reap_now(world, spare=True)
         assert len(report.ended) == 1 and [machine.name for machine in world.fake.alive()] == [used.name]
@@ -280,7 +280,7 @@ def test_what_never_appeared_is_forgotten_after_an_hour(world: World) -> None:
     with Ledger(world.path) as ledger:
         kept = world.rent()
         [lost] = [row for row in all_rentals(ledger) if row.state is RentalState.INTENDED]
-        assert any("not seen so far" in line for line in reap_now(world).kept)
+        assert any("not seen yet" in line for line in reap_now(world).kept)
         change_rental(ledger, lost, intended_at=lost.intended_at - UNSEEN_AFTER_S - 1)
         reap_now(world)
         row = find_rental(ledger, lost.name)
@@ -295,7 +295,7 @@ def test_a_provider_that_cannot_be_asked_is_a_failure_and_nothing_is_forgotten(w
     assert "403" in report.failures[0] and report.ended == [] and len(world.fake.alive()) == 1
     with Ledger(world.path) as ledger:
         add_rental(ledger, replace(rental, name="rollouts-of-lambda", provider="lambda"))
-    assert "there is no key of that provider" in reap_now(world).failures[0]
+    assert "the key of that provider is missing" in reap_now(world).failures[0]
 
 
 class Interrupted:

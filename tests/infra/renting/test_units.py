@@ -258,5 +258,5 @@ def test_settings_say_how_many_machines_there_are_and_where_a_network_is_known()
     assert node.num_machines == 3
     assert (len(settings_of_trainers(node)), len(settings_of_engines(node))) == (1, 1)
     assert without_further_nodes(node) == RentedNode(max_usd=5.0)
-    with pytest.raises(ValueError, match=r"not known that runpod, vast have one: add lambda or sky to query\.prov"):
+    with pytest.raises(ValueError, match=r"runpod, vast may not have one: add lambda or sky to query\.prov"):
         RentedNode(max_usd=5.0, num_engine_nodes=1, query=GPUQuery(providers=("runpod", "vast")))

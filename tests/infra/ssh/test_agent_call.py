@@ -76,19 +76,19 @@ def done(answer: bytes) -> bytes:
 )
 def test_nonsense_in_place_of_an_answer_is_said_in_a_sentence(sent: bytes) -> None:
     with (
-        pytest.raises(PermanentInfraError, match=r"user@node:22 sends .* something else than our program answers"),
+        pytest.raises(PermanentInfraError, match=r"user@node:22 sends .* another program than ours answers"),
         ask([sent]) as call,
     ):
         list(call.frames())
 
 
 def test_what_an_answer_lacks_is_said_in_a_sentence() -> None:
-    with ask([done(b'{"can_go_on": true}')]) as call, pytest.raises(PermanentInfraError, match="without 'exit_code'"):
+    with ask([done(b'{"is_reusable": true}')]) as call, pytest.raises(PermanentInfraError, match="without 'exit_code'"):
         call.wait()["exit_code"]
 
 
 def test_output_of_a_request_that_has_none_is_not_collected() -> None:
-    with pytest.raises(PermanentInfraError, match="output where there is none"), ask(itertools.repeat(PIECE)) as call:
+    with pytest.raises(PermanentInfraError, match="unexpected output"), ask(itertools.repeat(PIECE)) as call:
         call.wait()
 
 

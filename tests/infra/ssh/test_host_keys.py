@@ -75,12 +75,12 @@ def test_a_key_in_known_hosts_is_believed_and_another_is_a_change(
     assert policy.check(key) is HostKeyEvidence.KNOWN_HOSTS
     with pytest.raises(HostKeyError, match=r"known_hosts has another one.*ssh-keygen -R"):
         policy.check(OTHER)
-    with pytest.raises(HostKeyError, match="nobody has confirmed it"):
+    with pytest.raises(HostKeyError, match="that key is unconfirmed"):
         replace(policy, port=port + 1).check(key)
 
 
 def test_a_configuration_may_name_the_null_device_for_no_known_hosts(policy: HostKeyPolicy, key: HostKey) -> None:
-    with pytest.raises(HostKeyError, match="nobody has confirmed it"):
+    with pytest.raises(HostKeyError, match="that key is unconfirmed"):
         replace(policy, known_hosts=(Path("/dev/null"),)).check(key)
 
 
@@ -124,7 +124,7 @@ def test_a_revoked_key_is_refused_even_when_it_is_pinned(
 def test_an_unknown_host_is_refused_unless_first_use_is_allowed_and_then_it_is_known(
     policy: HostKeyPolicy, key: HostKey, tmp_path: Path
 ) -> None:
-    with pytest.raises(HostKeyError, match=r"nobody has confirmed it.*node\.host_key"):
+    with pytest.raises(HostKeyError, match=r"that key is unconfirmed.*node\.host_key"):
         policy.check(key)
     ours = tmp_path / "store" / "known_hosts"
     trusting = replace(policy, known_hosts=(*policy.known_hosts, ours), first_use_file=ours)

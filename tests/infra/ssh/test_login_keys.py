@@ -58,15 +58,15 @@ def test_a_key_of_every_type_is_read_however_its_lines_arrived(
 
 def test_what_cannot_be_used_is_said_without_repeating_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(VARIABLE, raising=False)
-    with pytest.raises(PermanentInfraError, match=r"is not set: export the private key in it .* run\.credentials"):
+    with pytest.raises(PermanentInfraError, match=r"is not set: export it with the private key .* run\.credentials"):
         read_key_variable(VARIABLE)
     make_key(tmp_path / "encrypted", passphrase="passphrase")
     make_key(tmp_path / "key")
     encrypted, key = (tmp_path / "encrypted").read_text(), (tmp_path / "key").read_text()
     for text, reason in (
         (encrypted, "is encrypted"),
-        ("hunter2", "holds no private key that can be used"),
-        (key[:200], "holds no private key that can be used"),
+        ("hunter2", "does not contain a usable private key"),
+        (key[:200], "does not contain a usable private key"),
     ):
         monkeypatch.setenv(VARIABLE, text)
         with pytest.raises(PermanentInfraError, match=reason) as refusal:
@@ -82,7 +82,7 @@ def test_only_the_public_half_of_a_key_is_read(tmp_path: Path) -> None:
     with pytest.raises(PermanentInfraError, match="ssh-keygen"):
         read_public_key(key_file=str(tmp_path / "none"), key_variable="")
     (tmp_path / "odd.pub").write_text("-----BEGIN OPENSSH PRIVATE KEY-----\n")
-    with pytest.raises(PermanentInfraError, match="no public key"):
+    with pytest.raises(PermanentInfraError, match="is not a public key"):
         read_public_key(key_file=str(tmp_path / "odd"), key_variable="")
 
 
@@ -93,7 +93,7 @@ def test_a_login_takes_the_key_of_the_variable_and_no_other(
     monkeypatch.setenv(VARIABLE, ssh_server.client_key_file.read_text())
     connect(access).close()
     monkeypatch.setenv(VARIABLE, ssh_server.host_key_file.read_text())
-    with pytest.raises(LoginError, match="is not let in"):
+    with pytest.raises(LoginError, match="cannot log in with"):
         connect(access)
     monkeypatch.delenv(VARIABLE)
     with pytest.raises(LoginError, match=f"node.key_variable {VARIABLE} is not set"):
@@ -166,7 +166,7 @@ def test_a_usual_key_that_cannot_be_used_does_not_keep_another_from_being_offere
     with pytest.raises(LoginError, match="id_rsa is encrypted"):
         connect(access)
     make_key(tmp_path / ".ssh" / "id_ed25519")
-    with pytest.raises(LoginError, match=r"is not let in with SHA256:\S+: .*; not tried: .*id_rsa is encrypted"):
+    with pytest.raises(LoginError, match=r"cannot log in with SHA256:\S+: .*; not tried: .*id_rsa is encrypted"):
         connect(access)
     (tmp_path / ".ssh" / "id_ed25519").write_bytes(ssh_server.client_key_file.read_bytes())
     connect(access).close()
@@ -217,7 +217,7 @@ def test_a_server_that_hangs_up_because_of_too_many_keys_is_not_one_that_does_no
         make_key(tmp_path / f"key {number}")
         give_to_agent(tmp_path / f"key {number}", tmp_path)
     with pytest.raises(
-        LoginError, match=r"hung up when \d of \d+ keys .* \(Too many authentication failures.*\): name the right"
+        LoginError, match=r"disconnected after \d of \d+ keys \(Too many authentication failures.*\): name the right"
     ):
         connect(replace(ssh_server.access, key_file=""))
 
@@ -278,7 +278,7 @@ def test_a_key_with_which_the_agent_does_not_sign_is_passed_over_and_said(
     make_key(tmp_path / "of nobody")
     give_to_agent(tmp_path / "of nobody", tmp_path)
     with pytest.raises(
-        KeyAgentError, match=r"is not let in with SHA256:\S+: .*; not tried: the SSH agent refuses to sign"
+        KeyAgentError, match=r"cannot log in with SHA256:\S+: .*; not tried: the SSH agent refuses to sign"
     ):
         connect(access)
     give_to_agent(ssh_server.client_key_file, tmp_path)
@@ -307,7 +307,7 @@ def test_an_agent_whose_person_does_not_come_is_not_taken_for_a_machine_that_doe
         waiting.listen()
         threading.Thread(target=list_keys_alone, daemon=True).start()
         access = replace(ssh_server.access, key_file="", agent=str(tmp_path / "waiting"))
-        with pytest.raises(KeyAgentError, match=r"the SSH agent has not signed with SHA256:\S+ for 1 s: allow what it"):
+        with pytest.raises(KeyAgentError, match=r"the SSH agent did not sign with SHA256:\S+ within 1 s: confirm its"):
             connect(access)
         is_over.set()
 
@@ -332,6 +332,6 @@ def test_a_comment_of_a_key_may_be_in_any_encoding(
 def test_a_server_that_wants_more_than_a_key_is_said_to(tmp_path: Path) -> None:
     with (
         running_server(tmp_path / "sshd", more_config="AuthenticationMethods publickey,publickey") as server,
-        pytest.raises(LoginError, match="takes a key of ours, and wants publickey besides"),
+        pytest.raises(LoginError, match="accepts our key, but also requires publickey"),
     ):
         connect(server.access)

@@ -20,8 +20,9 @@ import pytest
 
 from rollouts.infra.errors import NodeUnreachableError
 from rollouts.infra.node import SSHAccess
-from rollouts.infra.ssh.connection import HEARTBEAT_INTERVAL_S, connect
-from rollouts.infra.ssh.openssh import NUM_HEARTBEATS, OpenSSH
+from rollouts.infra.ssh.connection import connect
+from rollouts.infra.ssh.openssh import OpenSSH
+from rollouts.infra.ssh.proxy_jump import HEARTBEAT_INTERVAL_S, NUM_HEARTBEATS
 from rollouts.infra.ssh.ssh_session import SSHSession
 from tests.infra.shell_jobs import is_alive, read_pid
 from tests.infra.splitting import chunks_of
@@ -153,7 +154,7 @@ def test_a_client_that_fails_is_replaced_by_our_own_connection(
         for content in (b"one", b"two"):
             session.write_chunks(str(tmp_path), chunks_of(content))
             assert (tmp_path / "file").read_bytes() == content
-    assert "files take our own connection" in caplog.text
+    assert "files use our own connection" in caplog.text
     assert words.read_text().splitlines().count("-F") == 1, "it is not tried again and again"
 
 

@@ -20,7 +20,7 @@ from rollouts.infra.chunks import CHUNK_BYTES, SHA256, Chunk
 from rollouts.infra.errors import DiskFullError, NodeUnreachableError
 from rollouts.infra.ports import find_free_port
 from rollouts.infra.session import LocalSession
-from rollouts.infra.ssh.parallel_write import MAX_SENDERS, ParallelWrite
+from rollouts.infra.ssh.agent_call import MAX_SENDERS, ParallelWrite
 from rollouts.infra.ssh.ssh_session import SSHSession
 from tests.infra.delay_proxy import delayed_port
 from tests.infra.splitting import chunks_of

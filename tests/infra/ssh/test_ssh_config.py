@@ -141,7 +141,7 @@ def test_the_agent_that_the_configuration_names_is_asked(
         pinned = node(config, host_key=fingerprint_of(server.host_key_file))
         assert reach_machine(pinned, tmp_path).root == "/tmp/rollouts"
         monkeypatch.setenv("SSH_AUTH_SOCK", str(agent))
-        with pytest.raises(LoginError, match="no key in the agent"):
+        with pytest.raises(LoginError, match="have no key"):
             reach_machine(node(write(tmp_path, *lines, "IdentityAgent none")), tmp_path)
 
 

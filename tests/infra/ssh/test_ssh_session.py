@@ -113,7 +113,7 @@ def test_a_login_that_shows_the_command_before_it_runs_it_does_not_spoil_answers
             "code 142: Please",
         ),
         ("echo 'This account is currently not available.' >&2; exit 1", "code 1: This account is currently not"),
-        ("exit 3", "code 3: without a word"),
+        ("exit 3", "code 3: it printed nothing"),
     ],
 )
 def test_a_login_that_runs_nothing_is_not_taken_for_a_machine_that_does_not_answer(
@@ -549,7 +549,7 @@ def test_new_keys_in_the_middle_of_a_transfer_lose_nothing(
 def test_a_bashrc_that_reads_what_is_meant_for_the_command_is_named(tmp_path: Path, reads: str) -> None:
     with session_of_bashrc(tmp_path, reads) as session, pytest.raises(PermanentInfraError) as raised:
         session.run(["true"], timeout_s=30)
-    assert "a file that its shell runs at a login, as .bashrc, reads the input that is meant for the" in str(
+    assert "a file that its shell runs at each login, such as .bashrc, reads the input of our command" in str(
         raised.value
     )
 
@@ -558,7 +558,7 @@ def test_a_bashrc_that_reads_all_input_is_suspected(tmp_path: Path, monkeypatch:
     monkeypatch.setattr("rollouts.infra.ssh.ssh_session.ANSWER_MARGIN_S", 1.0)
     with session_of_bashrc(tmp_path, "cat > /dev/null") as session, pytest.raises(NodeUnreachableError) as raised:
         session.run(["true"], timeout_s=4)
-    assert "a .bashrc reads standard input to its end" in str(raised.value)
+    assert "a .bashrc that reads all of standard input" in str(raised.value)
 
 
 def test_a_bashrc_that_reads_nothing_of_a_session_is_no_obstacle(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from contextlib import suppress
 
 from rollouts.infra.errors import TransientInfraError
 from rollouts.infra.ssh.connection import SSHChannel
-from rollouts.infra.ssh.tunnel import forwarded_port
+from rollouts.infra.ssh.ssh_session import forwarded_port
 
 
 def test_a_tunnel_goes_on_when_for_a_while_too_many_files_were_open() -> None:

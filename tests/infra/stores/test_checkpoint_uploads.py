@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from rollouts.infra.stores.checkpoint_uploads import checkpoints_published
+from rollouts.infra.stores.publication import checkpoints_published
 from tests.infra.stores.s3_server import CuttablePort, S3Server
 
 INTERVAL_S = 0.1

@@ -145,7 +145,7 @@ def test_a_server_that_knows_no_ranges_is_refused(server: Server, tmp_path: Path
 def test_a_transfer_ends_at_its_limit(server: Server, tmp_path: Path) -> None:
     server.answer = lambda handler, number: send_range(handler, CONTENT, is_cut=True)
     code, answer, _ = fetch(server, tmp_path / "node", limit_s=0.2)
-    assert (code, answer) == (1, {"error": "it takes longer than 0.2 s"})
+    assert (code, answer) == (1, {"error": "it took longer than 0.2 s"})
 
 
 @pytest.mark.parametrize(

@@ -115,7 +115,7 @@ def test_what_is_no_file_in_a_folder_of_this_machine_does_not_pass_for_an_empty_
         os.mkfifo(folder / "model.safetensors")
     else:
         (folder / "model.safetensors").symlink_to(elsewhere if kind == "link to a folder" else elsewhere / "gone")
-    with pytest.raises(PermanentInfraError, match=r"model/model\.safetensors is no file, and no link to one"):
+    with pytest.raises(PermanentInfraError, match=r"model/model\.safetensors is neither a file nor a link to a file"):
         store.list()
 
 
@@ -164,7 +164,7 @@ def test_without_credentials_the_variables_are_named(
     environment = s3_server.environment
     del environment["AWS_ACCESS_KEY_ID"], environment["AWS_SECRET_ACCESS_KEY"]
     use(monkeypatch, environment)
-    with pytest.raises(StoreRefusedError, match=r"needs credentials, and none .*set AWS_ACCESS_KEY_ID"):
+    with pytest.raises(StoreRefusedError, match=r"needs credentials, but none .*set AWS_ACCESS_KEY_ID"):
         check_writable_store(ObjectStore(f"s3://{bucket}/runs"))
 
 
@@ -190,7 +190,7 @@ def test_a_server_that_takes_a_connection_and_nothing_else_is_waited_for_with_an
             lambda: store.write("publication.json", b"{}"),
             lambda: store.upload("model.safetensors", path, store.digest(path)),
         ):
-            with pytest.raises(StoreUnavailableError, match=r"does not answer \(it took nothing for 1 s\)"):
+            with pytest.raises(StoreUnavailableError, match=r"does not answer \(it accepted no data for 1 s\)"):
                 send()
 
 
@@ -223,7 +223,7 @@ def test_credentials_that_have_expired_are_said_to_have(monkeypatch: pytest.Monk
         ("SlowDown", 503, StoreUnavailableError, "then try again"),
         ("Throttling", 400, StoreUnavailableError, "then try again"),
         ("RequestLimitExceeded", 400, StoreUnavailableError, "then try again"),
-        ("InvalidObjectState", 403, StoreRefusedError, "lies in an archive, .*: restore it"),
+        ("InvalidObjectState", 403, StoreRefusedError, "is archived and .*: restore it"),
         ("QuotaExceeded", 403, StoreRefusedError, "has no room left"),
         ("XMinioStorageFull", 507, StoreRefusedError, "has no room left"),
         ("XMinioAdminBucketQuotaExceeded", 400, StoreRefusedError, "has no room left"),

@@ -14,9 +14,8 @@ from pathlib import Path
 import pytest
 
 from rollouts.infra.supervisor.processes import count_oom_kills, find_group, read_start
+from rollouts.infra.supervisor.program import StopRequests, build_environment
 from rollouts.infra.supervisor.spec import JobSpec
-from rollouts.infra.supervisor.stop_requests import StopRequests
-from rollouts.infra.supervisor.variables import build_environment
 
 
 @pytest.mark.parametrize(
@@ -60,10 +59,10 @@ def test_without_proc_a_job_is_found_by_its_process_group() -> None:
 ENDS_WHILE_REQUESTS_ARE_READ = """
 import os, signal, sys
 from pathlib import Path
-from rollouts.infra.supervisor.output import CappedLog
+from rollouts.infra.supervisor.program import CappedLog
 from rollouts.infra.supervisor.program import spawn_program, watch_program
 from rollouts.infra.supervisor.spec import JobSpec
-from rollouts.infra.supervisor.stop_requests import StopRequests
+from rollouts.infra.supervisor.program import StopRequests
 
 run_dir = Path(sys.argv[1])
 (run_dir / ".job").mkdir()

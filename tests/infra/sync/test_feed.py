@@ -102,7 +102,7 @@ def test_a_file_that_is_written_to_meanwhile_is_named(noting: NotingSession, sou
         large_file(source).write_bytes(os.urandom(SIZE))
 
     noting.change_fed = write_anew
-    with pytest.raises(TransientInfraError, match=r"safetensors changed while it was copied"):
+    with pytest.raises(TransientInfraError, match=r"safetensors changed during the copy"):
         publish_directory(noting, source, str(target))
     assert not target.exists()
     noting.change_fed = None
@@ -208,7 +208,7 @@ def test_what_nobody_waits_for_any_more_is_not_taken(tmp_path: Path) -> None:
     abandoned.mkdir()
     with accepting(abandoned, 100) as (_, ended):
         answer = ended()
-    assert answer["kind"] == "unheld" and "nobody waits any more" in answer["error"]
+    assert answer["kind"] == "unheld" and "the client of the copy" in answer["error"]
 
 
 def test_input_that_ends_early_is_damaged(incoming: Path) -> None:

@@ -132,7 +132,7 @@ def test_the_directory_of_a_job_that_runs_is_not_replaced_and_that_of_one_that_e
     session: Session, source: Path, run_dir: Path
 ) -> None:
     job = start_or_attach(session, shell_spec(run_dir, "sleep 60"))
-    with pytest.raises(TransientInfraError, match=f"a job runs in {run_dir}, which is left to it: try again"):
+    with pytest.raises(TransientInfraError, match=f"a job runs in {run_dir}, so it is not replaced: try again"):
         publish_directory(session, source, str(run_dir))
     assert job_status(session, str(run_dir)).pid == job.pid
     assert [path.name for path in run_dir.parent.iterdir() if path != source] == [run_dir.name]
@@ -172,7 +172,7 @@ def test_a_file_that_changes_while_it_is_copied_leaves_the_old_destination(
     }
     target.mkdir(parents=True)
     (target / "old").write_bytes(b"old")
-    with pytest.raises(TransientInfraError, match=r"changed while it was copied|cannot be read any more"):
+    with pytest.raises(TransientInfraError, match=r"changed during the copy|cannot be read any more"):
         publish_directory(ChangingSession(sys.executable), source, str(target))
     assert content_of(target) == {"old": b"old"}
     (source / "model.safetensors").unlink(missing_ok=True)

@@ -141,7 +141,7 @@ def test_a_source_that_changes_between_two_attempts_is_refused(source: Path, tar
         flip_a_bit(source / "model", 5)
         cut_off()
 
-    with pytest.raises(TransientInfraError, match="changed while it was copied"):
+    with pytest.raises(TransientInfraError, match="changed during the copy"):
         publish_directory(CountingSession(3, change_and_cut_off), source, str(target))
     assert not target.exists()
     publish_directory(LocalSession(sys.executable), source, str(target))
