@@ -7,6 +7,7 @@ Not here: the client that drives it (it speaks SGLang's HTTP API, so SGLang's cl
     decoder.py       owns weights and KV cache: token ids -> logits
     sampling.py      logits -> tokens and logprobs
     scoring.py       logits of a prompt -> logprobs of its tokens and of others in their places
+    constraints.py   which tokens may follow, by a JSON schema or an expression
     running.py       owns the rows that decode together: requests -> finished completions, step by step
     offline.py       the same, synchronously, for evaluation
     receiving.py     weights that a trainer sends, by a group of ../backends/process_group.py

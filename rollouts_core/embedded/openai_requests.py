@@ -58,12 +58,32 @@ class StreamOptions(Fields):
     continuous_usage_stats: Literal[False] | None = None
 
 
+class SchemaRequest(BaseModel):
+    """A JSON schema with its name, which means nothing here."""
+
+    model_config = ConfigDict(extra="ignore", hide_input_in_errors=True)
+
+    schema_: dict[str, Any] = Field(alias="schema")  # Any: a JSON schema
+
+
 class FormatRequest(BaseModel):
     """The form that an answer must have."""
 
-    model_config = ConfigDict(extra="allow")
+    model_config = ConfigDict(extra="ignore", hide_input_in_errors=True)
 
     type: Literal["text", "json_object", "json_schema"]
+    json_schema: SchemaRequest | None = None
+
+    @property
+    def schema_text(self) -> str:
+        """The JSON schema that an answer follows; empty for none."""
+        if self.type == "text":
+            return ""
+        if self.type == "json_object":
+            return '{"type": "object"}'
+        if self.json_schema is None:
+            raise RequestError("response_format: the type json_schema needs json_schema.schema.")
+        return json.dumps(self.json_schema.schema_)
 
 
 class SamplingFields(Fields):
@@ -90,6 +110,7 @@ class SamplingFields(Fields):
     min_tokens: int | None = None
     ignore_eos: bool | None = None
     stop_token_ids: Json = None
+    regex: str | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     return_token_ids: bool = False
@@ -119,6 +140,8 @@ class SamplingFields(Fields):
             "stop_token_ids": self.stop_token_ids,
             "skip_special_tokens": self.skip_special_tokens,
             "no_stop_trim": self.include_stop_str_in_output,
+            "json_schema": self.response_format and self.response_format.schema_text,
+            "regex": self.regex,
         }
         return {name: value for name, value in given.items() if value is not None} | {"max_new_tokens": max_tokens}
 

@@ -57,7 +57,7 @@ SAMPLING_FIELDS = (
 NEUTRAL_VALUES: Mapping[str, tuple[Json, ...]] = {
     "choice": ([], {}, ""),
     "beam_width": (1,),
-    **dict.fromkeys(("json_schema", "regex", "ebnf", "structural_tag"), ("",)),
+    **dict.fromkeys(("ebnf", "structural_tag"), ("",)),
     "spaces_between_special_tokens": (True, False),
     **dict.fromkeys(("stream_interval", "watermark"), ()),
 }
@@ -607,6 +607,8 @@ def _check_sampling_type(name: str, value: Json) -> None:
         case "stop" | "stop_regex":
             strings = value if isinstance(value, list) else [value]
             is_fine, expected = all(isinstance(each, str) for each in strings), "a string or a list of strings"
+        case "json_schema" | "regex":
+            is_fine, expected = isinstance(value, str), "a string"
         case "logit_bias":
             is_fine = isinstance(value, dict) and all(_is_bias(token, bias) for token, bias in value.items())
             expected = "token ids with a number each"

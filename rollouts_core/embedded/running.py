@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from rollouts_core.embedded.constraints import Constraint, Constraints
 from rollouts_core.embedded.decoder import Decoder
 from rollouts_core.embedded.patterns import PatternSearch, Search
 from rollouts_core.embedded.sampling import (
@@ -199,6 +200,9 @@ class RunningBatch:
         self._partials: list[Partial] = []
         self._alternatives: list[list[Alternatives]] = []
         self._patterns = PatternSearch()
+        self.constraints = Constraints(tokenizer, decoder.architecture.vocab_size, decoder.architecture.eos_token_ids)
+        """Makes the constraints of rows."""
+        self._followed: list[Constraint | None] = []
         try:
             self._sampling = SamplingRows(slots)
             self._last_token = np.zeros(slots, dtype=np.int64)
@@ -317,6 +321,7 @@ class RunningBatch:
         self._sampling.set(row, params, partial.seed)
         self._partials.append(partial)
         self._alternatives.append([*partial.alternatives])
+        self._followed.append(self.constraints.begin(params, partial.output_ids))
         self._has_alternatives[row] = partial.request.logprobs.num_alternatives > 0
 
     def _ends_of(self, params: SamplingParams) -> set[int]:
@@ -340,12 +345,17 @@ class RunningBatch:
             params = self._partials[row].request.params
             output_ids = self._output_ids[row, : self._num_output[row]]
             adjust_logits(logits_BV[row], output_ids, params, self._ends_of(params))
+            if (constraint := self._followed[row]) is not None:
+                constraint.restrict(logits_BV[row], self._ends_of(params))
         tokens_B, logprobs_B = sample_tokens(logits_BV, sampling, self._num_cached[:count])
         row_numbers, places = np.arange(count), self._num_output[:count]
         self._last_token[:count] = tokens_B.numpy()
         self._output_ids[row_numbers, places] = self._last_token[:count]
         self._output_logprobs[row_numbers, places] = logprobs_B.numpy()
         self._num_output[:count] += 1
+        for row in np.flatnonzero(sampling.is_adjusted_B):
+            if (constraint := self._followed[row]) is not None:
+                constraint.take(int(self._last_token[row]))
         for row in np.flatnonzero(self._has_alternatives[:count]):
             logprobs_RV = tempered_logprobs(logits_BV[row : row + 1], sampling.temperature_B[row : row + 1])
             self._alternatives[row].append(find_alternatives(logprobs_RV, self._partials[row].request.logprobs))
@@ -419,6 +429,7 @@ class RunningBatch:
                 self._move_row(last, row)
             self._partials.pop()
             self._alternatives.pop()
+            self._followed.pop()
 
     def _move_row(self, source: int, target: int) -> None:
         self._decoder.move_slot(source, target, length=int(self._num_cached[source]))
@@ -431,6 +442,7 @@ class RunningBatch:
         self._sampling.move(source, target)
         self._partials[target] = self._partials[source]
         self._alternatives[target] = self._alternatives[source]
+        self._followed[target] = self._followed[source]
 
 
 def _scorer_key(partial: Partial) -> tuple[tuple[int, ...], LogprobParams, int | None] | None:

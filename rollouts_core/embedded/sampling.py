@@ -37,6 +37,7 @@ MIN_SEED, MAX_SEED = -(2**63), 2**63 - 1
 MAX_STOP_STRINGS = 32
 MAX_STOP_PATTERNS = 32
 MAX_PATTERN_BYTES = 256
+MAX_GRAMMAR_CHARS = 2**16
 ALL_TOKENS = 2**31 - 1
 
 _UNIFORM_BITS = 52
@@ -86,6 +87,10 @@ class SamplingParams:
     """Leave special tokens out of the text; the token ids have them either way."""
     no_stop_trim: bool = False
     """Keep what ended the completion in the text; the token ids have it either way."""
+    json_schema: str = ""
+    """A JSON schema that the text of the completion follows; empty for none."""
+    regex: str = ""
+    """A regular expression that the whole text of the completion matches; empty for none."""
 
     def __post_init__(self) -> None:
         if not math.isfinite(self.temperature) or self.temperature < 0.0:
@@ -109,6 +114,10 @@ class SamplingParams:
         most = math.inf if self.max_new_tokens is None else self.max_new_tokens
         if not 0 <= self.min_new_tokens <= most:
             raise ValueError(f"min_new_tokens must be in [0, max_new_tokens({most})], got {self.min_new_tokens}.")
+        if self.json_schema and self.regex:
+            raise ValueError("Only one of json_schema and regex can be set.")
+        if max(len(self.json_schema), len(self.regex)) > MAX_GRAMMAR_CHARS:
+            raise ValueError(f"json_schema and regex may have at most {MAX_GRAMMAR_CHARS} characters.")
         if not all(math.isfinite(value) for _, value in self.logit_bias):
             raise ValueError("logit_bias must have finite numbers.")
         if self.num_tokens is not None and self.num_tokens < 1:
@@ -127,9 +136,14 @@ class SamplingParams:
         return (self.frequency_penalty, self.presence_penalty, self.repetition_penalty) != (0.0, 0.0, 1.0)
 
     @property
+    def is_constrained(self) -> bool:
+        """The completion follows a schema or an expression."""
+        return bool(self.json_schema or self.regex)
+
+    @property
     def is_adjusted(self) -> bool:
         """Logits are changed before anything is chosen."""
-        return self.is_penalized or self.min_new_tokens > 0 or bool(self.logit_bias)
+        return self.is_penalized or self.min_new_tokens > 0 or bool(self.logit_bias) or self.is_constrained
 
     @property
     def is_restricted(self) -> bool:

@@ -195,6 +195,7 @@ class Scheduler:
         """Raise RequestError if the model cannot take this request."""
         try:
             check_request(request, self.decoder, has_text=self.tokenizer is not None)
+            self._batch.constraints.check(request.params)
         except ValueError as error:
             raise RequestError(str(error)) from error
 

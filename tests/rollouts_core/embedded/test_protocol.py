@@ -160,7 +160,7 @@ def test_requests_of_the_wrong_form_break_the_contract(body: Any, words: str) ->
         ({"text": "a", "input_ids": None}, "needs a tokenizer.json"),
         ({"sampling_params": [{}, {}]}, r"length of sampling_params \(2\)"),
         ({"sampling_params": {"temperature": -1}}, "temperature must be"),
-        ({"sampling_params": {"json_schema": "{}"}}, "`json_schema` is not supported"),
+        ({"sampling_params": {"ebnf": "x"}}, "`ebnf` is not supported"),
         (
             {"sampling_params": {"min_new_tokens": 129}},
             r"in \[0, max_new_tokens\(128\)\], got 129",

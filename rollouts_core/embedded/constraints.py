@@ -1,0 +1,116 @@
+"""Constraints on completions: a JSON schema or a regular expression decides which tokens may follow.
+
+Not here: choosing among them (sampling.py), stop patterns (patterns.py).
+
+    completion so far -> matcher of llguidance -> tokens that may follow -> logits of all others become minus infinity
+
+llguidance is an extra: `pip install "rollouts[constraints]"`. Log-probs are of the distribution over what may follow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from rollouts_core.embedded.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+WHITE_SPACE = r"[\n ]{0,8}"
+"""Between two parts of JSON. Without a limit, some models write white space for ever."""
+
+
+class Constraints:
+    """Makes a constraint for each completion that wants one; may be used in any thread.
+
+    Args:
+        tokenizer: None refuses all constraints.
+        vocab_size: of the model.
+        end_ids: tokens that end a completion of the model.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None, vocab_size: int, end_ids: Collection[int]) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._end_ids = sorted(end_ids)
+        self._known: LLTokenizer | None = None
+
+    def check(self, params: SamplingParams) -> None:
+        """Raise ValueError if the constraint of a request cannot be followed."""
+        if not params.is_constrained:
+            return
+        if self._tokenizer is None:
+            raise ValueError("json_schema and regex need a tokenizer.json in the model directory.")
+        try:
+            from llguidance import LLMatcher
+        except ImportError as error:
+            message = 'json_schema and regex need llguidance on the server: pip install "rollouts[constraints]".'
+            raise ValueError(message) from error
+        tokenizer = self._make_tokenizer()
+        try:
+            problem = LLMatcher.validate_grammar(_grammar(params), tokenizer)
+        except ValueError as error:  # the schema is not JSON
+            problem = str(error)
+        if problem:
+            name = "json_schema" if params.json_schema else "regex"
+            raise ValueError(f"{name} cannot be followed: {problem.strip()[:400]}")
+
+    def begin(self, params: SamplingParams, output_ids: Sequence[int]) -> Constraint | None:
+        """The constraint of a completion that has these tokens; None for no constraint."""
+        if not params.is_constrained:
+            return None
+        from llguidance import LLMatcher
+
+        matcher = LLMatcher(self._make_tokenizer(), _grammar(params))
+        matcher.consume_tokens(list(output_ids))
+        return Constraint(matcher)
+
+    def _make_tokenizer(self) -> LLTokenizer:
+        from llguidance import LLTokenizer
+
+        assert self._tokenizer is not None, "check refuses constraints where there is none"
+        if self._known is None:
+            try:
+                self._known = LLTokenizer(self._tokenizer.to_str(), self._vocab_size, self._end_ids)
+            except Exception as error:  # it has no type of its own
+                raise ValueError(f"llguidance cannot read the model's tokenizer: {error}") from error
+        return self._known
+
+
+class Constraint:
+    """The tokens that may follow in one completion."""
+
+    def __init__(self, matcher: LLMatcher) -> None:
+        self._matcher = matcher
+
+    @torch.inference_mode()
+    def restrict(self, logits_V: Tensor, ends: Collection[int]) -> None:
+        """Make all other tokens impossible, in place; ends of the completion are possible once it is whole.
+
+        A matcher that gave up, at one of its limits, allows the end alone.
+        """
+        is_allowed = np.zeros(len(logits_V), dtype=np.bool_)
+        has_given_up = self._matcher.is_error()
+        if not has_given_up:
+            bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
+            is_allowed = np.unpackbits(bits, count=len(logits_V), bitorder="little").astype(np.bool_)
+        is_whole = has_given_up or self._matcher.is_accepting()
+        is_allowed[[token for token in ends if 0 <= token < len(is_allowed)]] = is_whole
+        logits_V[torch.from_numpy(~is_allowed)] = -torch.inf
+
+    def take(self, token_id: int) -> None:
+        """Note the token that was chosen."""
+        self._matcher.consume_token(token_id)
+
+
+def _grammar(params: SamplingParams) -> str:
+    from llguidance import LLMatcher
+
+    if params.json_schema:
+        return LLMatcher.grammar_from_json_schema(params.json_schema, overrides={"whitespace_pattern": WHITE_SPACE})
+    return LLMatcher.grammar_from_regex(params.regex)
