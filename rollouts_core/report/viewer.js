@@ -125,10 +125,10 @@
     constructor(columns, { label, open, sorted, onSort }) {
       Object.assign(this, { columns, open, onSort, rows: [], active: 0, drawn: new Map() });
       this.sorted = sorted;
-      this.body = el("tbody", { onkeydown: (event) => this.move(event), onclick: (event) => this.clicked(event) });
+      this.body = el("tbody", { onclick: (event) => this.clicked(event) });
       this.head = el("tr", {});
       this.table = el("table", { class: "virtual", "aria-label": label }, el("thead", {}, this.head), this.body);
-      this.element = el("div", { class: "viewport", tabindex: "0", role: "region", "aria-label": label, onscroll: () => this.soon() }, this.table);
+      this.element = el("div", { class: "viewport", tabindex: "0", role: "region", "aria-label": label, onscroll: () => this.soon(), onkeydown: (event) => this.move(event) }, this.table);
       new ResizeObserver(() => this.soon()).observe(this.element);
     }
 
@@ -193,6 +193,7 @@
     }
 
     move(event) {
+      if (event.key === "Enter" && event.target === this.element && this.rows.length) location.hash = this.open(this.rows[this.active]);
       const page = Math.max(1, Math.floor(this.element.clientHeight / ROW_PX) - 2);
       const steps = { ArrowDown: 1, ArrowUp: -1, PageDown: page, PageUp: -page, Home: -Infinity, End: Infinity }[event.key];
       if (steps === undefined) return;
@@ -207,7 +208,7 @@
 
     focusActive() {
       const link = this.body.querySelector(`tr[data-place="${this.active}"] a`);
-      if (link) link.focus({ preventScroll: true });
+      (link || this.element).focus({ preventScroll: true });
     }
   }
 
@@ -378,7 +379,7 @@
     pairs.push(["Outcome", status === "truncated" ? "cut off at the limit" : status], ["Sampled tokens", count(index.length[row])]);
     if (index.version && index.version[row] !== null) pairs.push(["Policy version", count(index.version[row])]);
     for (const [name, value] of Object.entries(sample.notes || {})) pairs.push([name, typeof value === "string" ? value : JSON.stringify(value)]);
-    return el("dl", { class: "facts" }, pairs.map(([what, text]) => el("div", {}, el("dt", {}, what), el("dd", {}, text.length > 300 ? `${text.slice(0, 300)}…` : text))));
+    return el("dl", { class: "facts" }, pairs.map(([what, text]) => el("div", { class: text.length > 40 ? "long" : null }, el("dt", {}, what), el("dd", {}, text.length > 300 ? `${text.slice(0, 300)}…` : text))));
   }
 
   // ---------------------------------------------------------------- the table of samples
@@ -695,7 +696,7 @@
       const table = new VirtualTable(columns, { label: "Held-out prompts", open: (entry) => `#answers/${entry.id}`, sorted: [key, isDown], onSort: (name) => { location.hash = link({ ...query, sort: name === key && !isDown ? `-${name}` : name }); } });
       const said = isFiltered ? `${count(shown.length)} of ${count(prompts.length)} prompts: ${models[win].label} gets a higher reward than ${models[lose].label}.` : `${count(prompts.length)} prompts. The numbers are mean rewards.`;
       root.replaceChildren(el("h2", {}, "Held-out answers"), ...index.notes.filter((note) => note.startsWith("Held-out")).map((note) => el("p", { class: "note sampled" }, note)),
-        el("div", { class: "card scroll" }, matrix), el("p", { class: "note", role: "status" }, said, isFiltered ? el("a", { href: "#held-out" }, " show all") : ""), table.element);
+        el("div", { class: "card scroll" }, matrix), el("p", { class: "note", role: "status" }, said, isFiltered ? " " : "", isFiltered ? el("a", { href: "#held-out" }, "Show all") : ""), table.element);
       table.setRows(shown);
     },
   };
