@@ -48,7 +48,7 @@ from rollouts.tasks.records import How, RunScope, Stage, StageRecord
 from rollouts.tasks.tracking import tracked
 from rollouts.tasks.trainer_nodes import start_in_turn, trainers_beside
 from rollouts.tasks.unit_keys import own_keys
-from rollouts_core.backends.unit import MACHINE_LOST_CODE
+from rollouts_core.backends.multi_node import MACHINE_LOST_CODE
 from rollouts_core.errors import InputError
 from rollouts_core.report.results import describe_found
 from rollouts_core.run_directory import RunDirectory
